@@ -1,0 +1,36 @@
+# make run    sets up, runs every case at size smoke on the CPU, prints the table, writes the page
+# make test   sets up, runs the fast tests
+# make check  lint, types and all tests, as CI runs it
+
+PYTHON ?= python3
+BIN := .venv/bin
+RECORDS := records/smoke
+
+.PHONY: setup run test check lint types clean
+
+setup: .venv/ready
+
+# A suitable torch in the current environment (a GPU build, say) is used as it is; otherwise one is installed.
+.venv/ready: pyproject.toml setup.sh
+	PYTHON=$(PYTHON) sh setup.sh
+	touch $@
+
+run: setup
+	$(BIN)/steelyard run smoke --accelerator cpu --out $(RECORDS)
+	$(BIN)/steelyard report $(RECORDS) --format html --to $(RECORDS)/page.html
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types
+	$(BIN)/python -m pytest -n 2 -m "full or not full"
+
+clean:
+	rm -rf .venv records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

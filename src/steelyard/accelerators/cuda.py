@@ -1,0 +1,92 @@
+"""NVIDIA devices, worker side: events, memory, identity and precision through torch."""
+
+from typing import Any
+
+import torch
+
+from steelyard.measure import Event
+
+_cuda: Any = torch.cuda  # untyped in parts, which parts depends on the version
+_cudnn: Any = torch.backends.cudnn
+
+# By what the weights are kept in. The flash kernel takes 16-bit types only. Both align a causal mask at a row's end, so
+# that they serve shared prefixes too.
+ATTENTION = {"fp16": "flash", "bf16": "flash", "fp32": "efficient", "tf32": "efficient"}
+
+
+class CudaEvent:
+    """A mark in the device's current stream; the host does not wait for it."""
+
+    def __init__(self) -> None:
+        self._event = _cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def elapsed_s(self, later: Event) -> float:
+        if not isinstance(later, CudaEvent):
+            raise TypeError("events of two kinds of device have no distance")
+        time_ms: float = self._event.elapsed_time(later._event)
+        return time_ms / 1000
+
+
+class Device:
+    backend = "nccl"
+    matmul_shape = 8192
+
+    def __init__(self, local_rank: int) -> None:
+        self._index = local_rank
+        _cuda.set_device(local_rank)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", self._index)
+
+    def event(self) -> CudaEvent:
+        return CudaEvent()
+
+    def synchronize(self) -> None:
+        _cuda.synchronize(self._index)
+
+    def reset_memory(self) -> None:
+        _cuda.reset_peak_memory_stats(self._index)
+
+    def release_memory(self) -> None:
+        _cuda.empty_cache()
+
+    def memory(self) -> dict[str, int | None]:
+        return {
+            "allocated_bytes": _cuda.max_memory_allocated(self._index),
+            "reserved_bytes": _cuda.max_memory_reserved(self._index),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        seen = _cuda.get_device_properties(self._index)
+        return {
+            "name": seen.name,
+            "uuid": f"GPU-{seen.uuid}",  # torch leaves out the prefix that NVML has
+            "memory_bytes": seen.total_memory,
+            "capability": f"{seen.major}.{seen.minor}",
+            "multiprocessors": seen.multi_processor_count,
+        }
+
+    def versions(self) -> dict[str, str | None]:
+        nccl = _cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+        return {
+            "cuda": torch.version.cuda,
+            "cudnn": cudnn_version(_cudnn.version()),
+            "nccl": None if nccl is None else ".".join(str(part) for part in nccl),
+        }
+
+    def attention(self, dtype_name: str, shared: bool) -> str:
+        return ATTENTION[dtype_name]
+
+    def set_precision(self, matmul: str) -> None:
+        """Through the older pair of flags: they set the newer `fp32_precision` too, so that both can be read later.
+        The newer ones leave the older unreadable (torch 2.13 raises), and torch's own compiler still reads those."""
+        tf32 = matmul == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
+
+
+def cudnn_version(number: int | None) -> str | None:
+    """91002 is 9.10.2 (cudnn_version.h since cuDNN 9)."""
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,0 +1,166 @@
+"""NVIDIA devices, parent side: finding them and reading them through NVML, without torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from steelyard.accelerators import Found
+from steelyard.errors import RequestError
+from steelyard.telemetry import Reading, Source
+
+Severity = Literal["nothing", "note", "invalidates"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a device's clock is below its maximum: one bit of NVML's mask."""
+
+    bit: int
+    name: str
+    severity: Severity
+
+
+# nvml.h, nvmlClocksEventReasons. Running at the power limit is normal for large matmuls; heat and power brakes are not.
+REASONS = (
+    Reason(0x001, "gpu_idle", "nothing"),
+    Reason(0x002, "applications_clocks", "nothing"),
+    Reason(0x004, "sw_power_cap", "note"),
+    Reason(0x008, "hw_slowdown", "invalidates"),
+    Reason(0x010, "sync_boost", "nothing"),
+    Reason(0x020, "sw_thermal_slowdown", "invalidates"),
+    Reason(0x040, "hw_thermal_slowdown", "invalidates"),
+    Reason(0x080, "hw_power_brake_slowdown", "invalidates"),
+    Reason(0x100, "display_clock", "nothing"),
+    Reason(0x200, "board_limit", "note"),
+    Reason(0x400, "reliability", "note"),
+)
+SEVERITY: dict[str, Severity] = {reason.name: reason.severity for reason in REASONS}
+
+
+def severity(name: str) -> Severity:
+    """What a reason means for a result. A bit newer than the table is worth a note."""
+    return SEVERITY.get(name, "note")
+
+
+def reason_names(mask: int) -> list[str]:
+    """The name of every set bit; one that the table does not know is named by its value."""
+    known = {reason.bit: reason.name for reason in REASONS}
+    bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1]
+    return [known.get(bit, f"unknown_{bit:#x}") for bit in bits]
+
+
+def _pynvml() -> Any:
+    """Imported on use, so that the tables above are at hand without it."""
+    import pynvml
+
+    return pynvml
+
+
+def find(visible: str | None) -> list[Found]:
+    """The devices a CUDA program would see under this value of CUDA_VISIBLE_DEVICES, in its order.
+
+    Plain indices are NVML's, which are those of CUDA_DEVICE_ORDER=PCI_BUS_ID: workers must run with that set.
+    """
+    if visible is not None and visible.strip() in ("", "-1"):
+        return []
+    nvml = _pynvml()
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+        return []  # a machine without such devices
+    except nvml.NVMLError as error:
+        raise _unusable(error) from error
+    try:
+        return select(_all(nvml), visible)
+    except nvml.NVMLError as error:
+        raise _unusable(error) from error
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _unusable(error: Exception) -> RequestError:
+    return RequestError(
+        f"NVML: {str(error).rstrip('.')}; mend the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
+    )
+
+
+def _all(nvml: Any) -> list[Found]:
+    driver = nvml.nvmlSystemGetDriverVersion()
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = _first(nvml, handle, (lambda api, device: api.nvmlDeviceGetMemoryInfo(device).total,))
+        found.append(Found(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle), memory, index, driver))
+    return found
+
+
+def select(devices: list[Found], visible: str | None) -> list[Found]:
+    """CUDA's own rules: nothing after the first entry that names no device; no device where one is named twice."""
+    if visible is None:
+        return devices
+    chosen: list[Found] = []
+    for entry in visible.split(","):
+        device = _device(devices, entry.strip())
+        if device is None:
+            break
+        if device in chosen:
+            return []
+        chosen.append(device)
+    return chosen
+
+
+def _device(devices: list[Found], entry: str) -> Found | None:
+    if entry.startswith("MIG-"):
+        raise RequestError(f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; give whole devices")
+    if entry.startswith("GPU-"):
+        fits = [device for device in devices if device.uuid is not None and device.uuid.startswith(entry)]
+        return fits[0] if len(fits) == 1 else None
+    return next((device for device in devices if str(device.index) == entry), None)
+
+
+Read = Callable[[Any, Any], Any]
+
+# Each column and the calls that give it, the preferred one first: drivers and devices lack some. Memory without the
+# driver's own reserve (v2) is what nvidia-smi shows.
+READERS: dict[str, tuple[Read, ...]] = {
+    "memory_bytes": (
+        lambda nvml, device: nvml.nvmlDeviceGetMemoryInfo(device, nvml.nvmlMemory_v2).used,
+        lambda nvml, device: nvml.nvmlDeviceGetMemoryInfo(device).used,
+    ),
+    "sm_clock_mhz": (lambda nvml, device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),),
+    "memory_clock_mhz": (lambda nvml, device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM),),
+    "power_w": (lambda nvml, device: nvml.nvmlDeviceGetPowerUsage(device) / 1000,),
+    "energy_j": (lambda nvml, device: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000,),
+    "temperature_c": (
+        lambda nvml, device: nvml.nvmlDeviceGetTemperatureV(device, nvml.NVML_TEMPERATURE_GPU),
+        lambda nvml, device: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
+    ),
+    "reasons": (
+        lambda nvml, device: reason_names(nvml.nvmlDeviceGetCurrentClocksEventReasons(device)),
+        lambda nvml, device: reason_names(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)),
+    ),
+    "processes": (lambda nvml, device: len(nvml.nvmlDeviceGetComputeRunningProcesses_v3(device)),),
+}
+
+
+def sources(found: list[Found]) -> list[Source]:
+    """What a sampler reads of these devices. NVML stays open until the process ends."""
+    nvml = _pynvml()
+    nvml.nvmlInit()
+    handles = [nvml.nvmlDeviceGetHandleByIndex(device.index) for device in found]
+    return [Source(f"cuda:{rank}", partial(_read, nvml, handle)) for rank, handle in enumerate(handles)]
+
+
+def _read(nvml: Any, handle: Any, _root_pid: int) -> Reading:
+    return {column: _first(nvml, handle, calls) for column, calls in READERS.items()}
+
+
+def _first(nvml: Any, handle: Any, calls: tuple[Read, ...]) -> Any:
+    """The first answer; None where the device, its driver or this release of pynvml (AttributeError) has none."""
+    for call in calls:
+        try:
+            return call(nvml, handle)
+        except (nvml.NVMLError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,329 @@
+"""Cases: frozen questions in TOML files, what may be tuned, and how a command line changes either.
+
+A case file holds the full size; its `[smoke]` table holds what the smoke size changes. A file, then its size, then the
+command line: later wins, and every value remembers where it came from.
+"""
+
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from steelyard.errors import RequestError
+from steelyard.precision import PRESETS, Precision
+
+Division = Literal["closed", "open"]
+Size = Literal["smoke", "full"]
+
+MAX_CASE_BYTES = 1 << 20
+
+# Variables a tune may set. A case file can come from a stranger, so none that names a program or a library to load is here.
+ENV = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_DEBUG",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+}
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Model(Frozen):
+    """Dimensions of a model. `nominal_parameters` is the round number the published tables count with."""
+
+    family: Literal["llama"]
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    vocab: int = Field(ge=1)
+    positions: int = Field(ge=1)
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    tied: bool = False
+    nominal_parameters: float | None = None
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.hidden % self.heads or self.heads % self.kv_heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"hidden {self.hidden} must be an even multiple of heads {self.heads}, and heads of kv_heads {self.kv_heads}"
+            )
+        return self
+
+
+class Made(Frozen):
+    """Data that the package makes itself, from a seed."""
+
+    subjects: int = Field(ge=1)
+    questions: int = Field(ge=1)
+    seed: int = 0
+
+
+class MmluData(Frozen):
+    """Multiple-choice questions. `fingerprint` is that of the published set; other rows or tokens are another question."""
+
+    kind: Literal["mmlu"]
+    shots: int = Field(5, ge=0, le=5)
+    context: int = Field(2048, ge=16)
+    subjects: int = Field(57, ge=1)
+    fingerprint: str | None = None
+    made: Made | None = None
+
+
+class Gate(Frozen):
+    """Quality a valid result must have; applied only to a full run with the case's real weights."""
+
+    metric: str
+    target: float
+    within: float
+    agree_within: float = Field(description="how far infer may be from val")
+
+
+class Question(Frozen):
+    """What is asked. Everything here, and nothing else, goes into the key."""
+
+    kind: Literal["score", "train"]
+    task: Literal["mmlu"]
+    model: Model
+    data: MmluData
+    precision: Precision
+    division: Division = "closed"
+    seed: int = 0
+
+
+class Tune(Frozen):
+    """What may be changed without changing the question."""
+
+    batch_tokens: int = Field(32768, ge=1, description="tokens computed together in one batch")
+    compile: bool = Field(True, description="compile the infer pass (the val pass never is)")
+    attention: str = Field("auto", description="attention kernel, or auto: the accelerator's choice")
+    batching: Literal["packed", "sorted", "single"] = Field(
+        "packed", description="packed: no padding; sorted: padded batches of like length; single: one sequence a batch"
+    )
+    pad_to: int = Field(16, ge=1, description="padded lengths are multiples of this")
+    warmup: int = Field(2, ge=0, description="batches run before a pass, outside it")
+    env: dict[str, str] = Field({}, description="environment of the workers; only names in ENV")
+
+    @model_validator(mode="after")
+    def _known_env(self) -> Self:
+        unknown = sorted(set(self.env) - ENV)
+        if unknown:
+            raise ValueError(f"environment variable {unknown[0]} is not one a tune may set; allowed: {', '.join(sorted(ENV))}")
+        return self
+
+
+class Reference(Frozen):
+    """A published row. `ran_as` is the precision that really ran, where the label says something else."""
+
+    source: str
+    config: str
+    published_as: str
+    ran_as: str
+    values: dict[str, float | str]
+    note: str | None = None
+
+
+class Case(Frozen):
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,63}$")
+    title: str
+    about: str
+    size: Size = "full"
+    engines: list[str]
+    divisions: list[Division] = ["closed"]
+    question: Question
+    tune: Tune = Tune()
+    gate: Gate | None = None
+    max_interval: float | None = Field(None, description="widest 95 % interval of the headline rate, as a share of it")
+    reference: list[Reference] = []
+
+    def key(self, fingerprint: str) -> str:
+        """The hash of the question, with the fingerprint of the data that was really read."""
+        asked = self.question.model_dump(mode="json")
+        asked["data"] = {**asked["data"], "fingerprint": fingerprint}
+        return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A case with every override applied, and where each value came from (dotted name → origin)."""
+
+    case: Case
+    origins: dict[str, str]
+    path: str
+
+
+def canonical(value: Any) -> str:
+    """One spelling for one value: what hashes are taken over."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def names() -> list[str]:
+    """The cases that come with the package."""
+    folder = resources.files("steelyard") / "cases"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def read(name: str) -> tuple[dict[str, Any], str]:
+    """A case file as a table, by the name of a shipped case or by the path of a user's own file."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise RequestError(f"case file {name!r} does not exist; give the path of a TOML file or one of: {', '.join(names())}")
+        if path.stat().st_size > MAX_CASE_BYTES:
+            raise RequestError(f"case file {name!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few kilobytes")
+        raw = path.read_bytes()
+    elif name in names():
+        raw = (resources.files("steelyard") / "cases" / f"{name}.toml").read_bytes()
+    else:
+        near = get_close_matches(name, names(), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known cases: {', '.join(names())}"
+        raise RequestError(f"no case {name!r}{hint} (a file of your own ends in .toml)")
+    try:
+        return tomllib.loads(raw.decode("utf-8")), name
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"case file {name!r} is not TOML: {error}") from error
+
+
+def resolve(
+    name: str,
+    size: str = "full",
+    precision: str | None = None,
+    division: str | None = None,
+    settings: list[str] | None = None,
+) -> Resolved:
+    """A case as it will be run: file, size, then what the command line says."""
+    table, path = read(name)
+    origins: dict[str, str] = {}
+    smoke = table.pop("smoke", {})
+    _note(table, "case", origins)
+    if size not in ("smoke", "full"):
+        raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
+    if size == "smoke":
+        table = _merge(table, smoke)
+        _note(smoke, "case, size smoke", origins)
+    table["size"] = size
+    origins["size"] = "command line"
+    question = table.get("question")
+    if isinstance(question, dict):
+        if division is not None:
+            question["division"] = division
+            origins["question.division"] = "command line"
+        if precision is not None:
+            question["precision"] = precision
+            origins["question.precision"] = "command line"
+    for setting in settings or []:
+        _apply(table, setting, origins)
+    _expand_precision(table, origins)
+    case = _validate(table, path)
+    _note_defaults(case.model_dump(mode="json"), origins)
+    return Resolved(case, origins, path)
+
+
+def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
+    question = table.get("question")
+    if not isinstance(question, dict) or not isinstance(question.get("precision"), str):
+        return
+    presets = PRESETS.get(str(question.get("kind")), {})
+    name = question["precision"]
+    if name not in presets:
+        raise RequestError(f"precision {name!r} is not known; allowed for {question.get('kind')}: {', '.join(presets)}")
+    question["precision"] = presets[name].model_dump(mode="json")
+    where = origins.pop("question.precision", "case")
+    _note(question["precision"], f"preset {name} ({where})", origins, "question.precision.")
+
+
+def _validate(table: dict[str, Any], path: str) -> Case:
+    try:
+        return Case.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        if first["type"] == "extra_forbidden":
+            raise RequestError(f"case {path!r}: unknown key {where!r}{more}; remove it, or see docs/cases.md") from error
+        shown = "" if first["type"] == "missing" else f" (it is {first['input']!r})"
+        raise RequestError(f"case {path!r}: {where}: {first['msg']}{shown}{more}; see docs/cases.md") from error
+
+
+def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
+    key, sign, text = setting.partition("=")
+    if not sign or not key:
+        raise RequestError(f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384")
+    allowed = settable()
+    if key not in allowed and not any(key.startswith(k + ".") for k in ("tune.env",)):
+        near = get_close_matches(key, allowed, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
+        raise RequestError(f"--set: no key {key!r}; {hint}")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.split(".")
+    node = table
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise RequestError(f"--set: {key!r} lies under {part!r}, which is a single value")
+    node[leaf] = value
+    origins[key] = "command line"
+
+
+def settable() -> list[str]:
+    """Every key that --set takes, read off the schema."""
+    out: list[str] = ["max_interval"]
+    for prefix, model in (
+        ("question", Question),
+        ("question.model", Model),
+        ("question.data", MmluData),
+        ("question.data.made", Made),
+        ("question.precision", Precision),
+        ("tune", Tune),
+        ("gate", Gate),
+    ):
+        out += [f"{prefix}.{name}" for name in model.model_fields if name not in ("kind", "task", "family")]
+    return sorted(out)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return out
+
+
+def _note(table: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _note(value, origin, origins, f"{prefix}{key}.")
+        else:
+            origins[f"{prefix}{key}"] = origin
+
+
+def _note_defaults(table: dict[str, Any], origins: dict[str, str], prefix: str = "") -> None:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            _note_defaults(value, origins, f"{prefix}{key}.")
+        else:
+            origins.setdefault(f"{prefix}{key}", "default")

@@ -1,0 +1,1 @@
+"""Data: reading, checking, tokenising and packing. No torch here: arrays are numpy."""

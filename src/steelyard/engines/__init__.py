@@ -1,0 +1,76 @@
+"""Engines: a case's work in one framework. An engine yields marks and work; it never reads a clock.
+
+The table holds names, so that nothing heavy is imported to list them. Third parties add rows through the entry-point group
+`steelyard.engines`: name = "module:Class", called with a `Job`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+from steelyard.case import Case
+from steelyard.data.mmlu import Prompts
+from steelyard.errors import RequestError
+from steelyard.measure import Phase, Work
+
+ENGINES = {
+    "torch": "steelyard.engines.torch_score:TorchScore",
+    "transformers": "steelyard.engines.transformers_score:TransformersScore",
+}
+
+Part = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an engine is given: the resolved case, its share of the work, and the device."""
+
+    case: Case
+    prompts: Prompts
+    weights: Path | None  # None: random
+    device: Any  # steelyard.accelerators' worker-side device
+    rank: int
+    world: int
+    steps: int | None  # at most so many batches a pass
+    loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
+
+
+class Engine(Protocol):
+    def prepare(self, name: str, part: Part) -> None:
+        """Make ready for a pass: build, load, compile, warm up, each in a named part of the budget. Weights do not change."""
+
+    def total(self, name: str) -> int:
+        """How many `Work` items the pass will yield."""
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        """The pass. Every `Work` ends a step; a phase begins with its mark."""
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        """What the pass answered, as plain lists."""
+
+    def details(self) -> dict[str, Any]:
+        """What the engine chose by itself: kernels, weights' identity, batches."""
+
+
+def names() -> list[str]:
+    return sorted(_table())
+
+
+def load(name: str) -> Callable[[Job], Engine]:
+    table = _table()
+    if name not in table:
+        raise RequestError(f"no engine {name!r}; known: {', '.join(sorted(table))}")
+    module, _, attribute = table[name].partition(":")
+    try:
+        engine: Callable[[Job], Engine] = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise RequestError(f"engine {name!r} needs {error.name}; pip install 'steelyard[{name}]'") from error
+    return engine
+
+
+def _table() -> dict[str, str]:
+    return {**{point.name: point.value for point in entry_points(group="steelyard.engines")}, **ENGINES}

@@ -1,0 +1,126 @@
+"""Engine `torch`, scoring: packed prompts through models/llama.py, logits only where an answer is read.
+
+The val pass runs the layers as they are written; the infer pass runs them compiled, one graph for all layers and batch sizes.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.data.packing import Batch, closed_batch, equal_bins, open_batch, open_bins, prefixes
+from steelyard.engines import Job, Part
+from steelyard.engines.score import DTYPES, Answers, compile_wanted, send
+from steelyard.errors import RequestError
+from steelyard.measure import Phase, Work
+from steelyard.models import weights
+from steelyard.models.attention import KERNELS, Layout, Prefix, layout
+from steelyard.models.llama import Llama, Streams
+
+
+class TorchScore:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.question = job.case.question
+        self.tune = job.case.tune
+        if self.tune.batching != "packed":
+            raise RequestError(f"engine torch packs; tune.batching={self.tune.batching!r} is for engine transformers")
+        self.kernel = self._choose_kernel()
+        self.device: torch.device = job.device.torch_device
+        self.letters = torch.tensor(job.prompts.letters, device=self.device)
+        self.cache_rows = 0
+        self.batches = self._plan()
+        self.answers: dict[str, Answers] = {}
+        self.model: Llama | None = None
+        self.blocks: list[Callable[..., Streams]] | None = None
+        self.prefix: list[Prefix] | None = None
+        self.weights: dict[str, Any] = {}
+
+    def _choose_kernel(self) -> str:
+        shared = self.question.division == "open"
+        kernel = self.tune.attention
+        if kernel == "auto":
+            kernel = self.job.device.attention(self.question.precision.weights, shared)
+        if kernel not in KERNELS:
+            raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
+        if shared and kernel == "cudnn":
+            raise RequestError("tune.attention='cudnn' cannot see a shared prefix; allowed in division open: auto, flash, efficient, rows")
+        return str(kernel)
+
+    def _plan(self) -> list[Callable[[], Batch]]:
+        """What to compute, batch by batch; the arrays themselves are made inside the pass."""
+        rows, budget = self.job.prompts.rows, self.tune.batch_tokens
+        if self.question.division == "closed":
+            bins = equal_bins([len(row) for row in rows], budget, self.question.seed, self.job.world)
+            mine = bins[self.job.rank :: self.job.world]
+            return [partial(closed_batch, rows, items) for items in mine[: self.job.steps]]
+        shared = prefixes(rows, self.job.prompts.groups)
+        self.cache_rows = max(shared, default=0)
+        pieces = open_bins(rows, self.job.prompts.groups, budget, self.question.seed, self.job.world)[self.job.rank]
+        following = [*pieces[1:], None]
+        pairs = list(zip(pieces, following, strict=True))[: self.job.steps]
+        return [partial(open_batch, rows, one, after, shared, self.cache_rows) for one, after in pairs]
+
+    def prepare(self, name: str, part: Part) -> None:
+        if self.model is None:
+            with part("weights"):
+                self.model = self._load()
+                if self.question.division == "open":
+                    self.prefix = self.model.empty_prefix(self.cache_rows)
+                self.job.device.synchronize()
+        compiled = compile_wanted(name, self.tune)
+        self.blocks = None
+        if compiled:
+            self.blocks = [torch.compile(block, dynamic=True) for block in self.model.layers]
+        with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
+            for batch in self.batches[: max(self.tune.warmup, int(compiled))]:
+                self._answer(*self._to_device(batch()))
+            self.job.device.synchronize()
+
+    def _load(self) -> Llama:
+        dtype = DTYPES[self.question.precision.weights]
+        model = weights.build(weights.shape_of(self.question.model), self.device, dtype)
+        if self.job.weights is None:
+            weights.fill_random(model, self.question.seed)
+            self.weights = {"source": "random", "seed": self.question.seed}
+        else:
+            self.weights = weights.load_hf(model, self.job.weights, self.job.loading)
+        return model
+
+    def total(self, name: str) -> int:
+        return len(self.batches) + 1
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        answers = self.answers[name] = Answers()
+        with torch.inference_mode():
+            for make in self.batches:
+                yield Phase("data")
+                batch, inputs = self._to_device(make())
+                yield Phase("compute")
+                answers.add(batch.items, self._answer(batch, inputs))
+                yield Work(batch.counts)
+            yield Phase("score")
+            answers.read()
+            yield Work({})
+
+    def _to_device(self, batch: Batch) -> tuple[Batch, tuple[Tensor, Tensor, Layout, Tensor]]:
+        to = self.device
+        gather = None if batch.gather is None else send(batch.gather, to)
+        rows = layout(batch.q_lens, batch.k_lens, to, gather)
+        return batch, (send(batch.tokens, to), send(batch.positions, to), rows, send(batch.pick, to))
+
+    def _answer(self, batch: Batch, inputs: tuple[Tensor, Tensor, Layout, Tensor]) -> Tensor:
+        if self.model is None:
+            raise RuntimeError("work before prepare")
+        tokens, positions, rows, pick = inputs
+        keep = None if batch.keep is None else slice(*batch.keep)
+        logits = self.model(tokens, positions, rows, self.kernel, pick, self.prefix, keep, self.blocks)
+        return Answers.of(logits, self.letters)
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        return self.answers[name].table()
+
+    def details(self) -> dict[str, Any]:
+        return {"attention": self.kernel, "batches": len(self.batches), "weights": self.weights}

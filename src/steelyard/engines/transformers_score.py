@@ -1,0 +1,156 @@
+"""Engine `transformers`, scoring: LlamaForCausalLM as users run it today. Eager for val, torch.compile for infer.
+
+Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
+as `padded`. `tune.batching`: `sorted` (default here) batches prompts of like length, `single` is one prompt at a time.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from steelyard.case import Model
+from steelyard.data.packing import counts, sorted_batches
+from steelyard.engines import Job, Part
+from steelyard.engines.score import DTYPES, Answers, compile_wanted, send
+from steelyard.errors import RequestError
+from steelyard.measure import Phase, Work
+from steelyard.models import weights
+
+ATTENTION: dict[str, list[SDPBackend] | None] = {
+    "sdpa": None,  # whatever scaled_dot_product_attention prefers
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "math": [SDPBackend.MATH],
+}
+
+
+class TransformersScore:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.question = job.case.question
+        self.tune = job.case.tune
+        if self.question.division != "closed":
+            raise RequestError("engine transformers computes every token of every prompt; allowed: --division closed")
+        self.attention = "sdpa" if self.tune.attention == "auto" else self.tune.attention
+        if self.attention not in ATTENTION:
+            raise RequestError(f"tune.attention={self.attention!r} is not known; allowed: auto, {', '.join(ATTENTION)}")
+        self.device: torch.device = job.device.torch_device
+        self.letters = torch.tensor(job.prompts.letters, device=self.device)
+        lengths = [len(row) for row in job.prompts.rows]
+        single = self.tune.batching == "single"
+        budget, pad_to = (1, 1) if single else (self.tune.batch_tokens, self.tune.pad_to)
+        bins = sorted_batches(lengths, budget, pad_to, self.question.seed)
+        self.pad_to = pad_to
+        self.bins = bins[job.rank :: job.world][: job.steps]
+        self.answers: dict[str, Answers] = {}
+        self.model: LlamaForCausalLM | None = None
+        self.body: Callable[..., Any] | None = None
+        self.weights: dict[str, Any] = {}
+
+    def prepare(self, name: str, part: Part) -> None:
+        if self.model is None:
+            with part("weights"):
+                self.model = self._load()
+                self.job.device.synchronize()
+        compiled = compile_wanted(name, self.tune)
+        body = self.model.model
+        self.body = torch.compile(body, dynamic=True) if compiled else body
+        with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
+            for items in self.bins[: max(self.tune.warmup, int(compiled))]:
+                self._answer(*self._to_device(items))
+            self.job.device.synchronize()
+
+    def _load(self) -> LlamaForCausalLM:
+        """The same weights as every engine: read, checked or made by our own loader, then handed over."""
+        dtype = DTYPES[self.question.precision.weights]
+        ours = weights.build(weights.shape_of(self.question.model), self.device, dtype)
+        if self.job.weights is None:
+            weights.fill_random(ours, self.question.seed)
+            self.weights = {"source": "random", "seed": self.question.seed}
+        else:
+            self.weights = weights.load_hf(ours, self.job.weights, self.job.loading)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config(self.question.model))
+        model = model.to(dtype).to_empty(device=self.device).eval().requires_grad_(False)
+        _restore_buffers(model)
+        model.tie_weights()
+        weights.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
+        del ours
+        self.job.device.release_memory()
+        return model
+
+    def total(self, name: str) -> int:
+        return len(self.bins) + 1
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        answers = self.answers[name] = Answers()
+        with torch.inference_mode():
+            for items in self.bins:
+                yield Phase("data")
+                tokens, last = self._to_device(items)
+                yield Phase("compute")
+                answers.add(items, self._answer(tokens, last))
+                yield Work(self._counts(items, tokens.numel()))
+            yield Phase("score")
+            answers.read()
+            yield Work({})
+
+    def _counts(self, items: list[int], computed: int) -> dict[str, int]:
+        lens = [len(self.job.prompts.rows[i]) for i in items]
+        return counts(lens, lens, len(items), padded=computed - sum(lens))
+
+    def _to_device(self, items: list[int]) -> tuple[Tensor, Tensor]:
+        lens = [len(self.job.prompts.rows[i]) for i in items]
+        width = -(-max(lens) // self.pad_to) * self.pad_to
+        table = np.zeros((len(items), width), dtype=np.int64)
+        for row, i in enumerate(items):
+            table[row, : lens[row]] = self.job.prompts.rows[i]
+        return send(table, self.device), send(np.array(lens, dtype=np.int64) - 1, self.device)
+
+    def _answer(self, tokens: Tensor, last: Tensor) -> Tensor:
+        if self.model is None or self.body is None:
+            raise RuntimeError("work before prepare")
+        backends = ATTENTION[self.attention]
+        with sdpa_kernel(backends) if backends else contextlib.nullcontext():
+            hidden = self.body(input_ids=tokens, use_cache=False).last_hidden_state
+        picked = hidden[torch.arange(len(last), device=last.device), last]
+        return Answers.of(self.model.lm_head(picked), self.letters)
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        return self.answers[name].table()
+
+    def details(self) -> dict[str, Any]:
+        return {"attention": self.attention, "batches": len(self.bins), "weights": self.weights}
+
+
+def config(model: Model) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=model.vocab,
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        max_position_embeddings=model.positions,
+        rms_norm_eps=model.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
+        tie_word_embeddings=model.tied,
+        attention_bias=model.qkv_bias,
+        attn_implementation="sdpa",
+    )
+
+
+def _restore_buffers(model: nn.Module) -> None:
+    """Rotary frequencies are computed buffers, in no checkpoint; `to_empty` left them without values."""
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            device = module.inv_freq.device
+            fresh = type(module)(config=module.config, device=device)
+            module.inv_freq = fresh.inv_freq

@@ -1,0 +1,1 @@
+"""Models in plain PyTorch. Single-device code: nothing here knows of ranks."""

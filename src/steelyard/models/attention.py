@@ -1,0 +1,162 @@
+"""Attention over packed rows: tokens of many sequences laid end to end, no padding between them.
+
+A kernel is a row of KERNELS. Every kernel takes q [Tq, H, D], k and v [Tk, G, D] and a `Layout`, and computes causal
+attention inside each row, aligned at the row's end: the last query of a row sees all of that row's keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Borders of the rows of a packed batch, as cumulative lengths. Queries and keys differ where a prefix is shared."""
+
+    cu_q: Tensor  # int32 [rows + 1], on the device
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    gather: Tensor | None = None  # int64 [Tk]: which of (cached prefix rows ++ this batch's rows) each key is
+
+
+Prefix = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G, D] each
+
+
+def layout(q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None) -> Layout:
+    """The layout of rows with these lengths; `k_lens` only where rows see more keys than they have queries."""
+    keys = q_lens if k_lens is None else k_lens
+    cu_q = _cumulative(q_lens, device)
+    cu_k = cu_q if k_lens is None else _cumulative(keys, device)
+    return Layout(cu_q, cu_k, max(q_lens), max(keys), gather)
+
+
+def _cumulative(lens: list[int], device: torch.device) -> Tensor:
+    ends = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    ends[1:] = torch.tensor(lens, dtype=torch.int32).cumsum(0)
+    return ends if device.type == "cpu" else ends.pin_memory().to(device, non_blocking=True)
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    """Row by row through SDPA: for a CPU, and the plain meaning of every other kernel."""
+    out = []
+    q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
+    for i in range(len(q_ends) - 1):
+        rows = slice(q_ends[i], q_ends[i + 1])
+        keys = slice(k_ends[i], k_ends[i + 1])
+        n, m = rows.stop - rows.start, keys.stop - keys.start
+        mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+        one = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1)[None],
+            k[keys].transpose(0, 1)[None],
+            v[keys].transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        out.append(one[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False)[0]
+    return out
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    """The only fused kernel that takes fp32. It knows no grouped keys, so they are repeated."""
+    if q.shape[1] != k.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    causal_from_bottom_right = 2
+    out: Tensor = torch.ops.aten._efficient_attention_forward(
+        q[None], k[None], v[None], None, cu_q, cu_k, max_q, max_k, 0.0, causal_from_bottom_right, False
+    )[0]
+    return out[0]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix only."""
+    out: Tensor = torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, cu_q, cu_k, max_q, max_k, False, 0.0, True, False
+    )[0]
+    return out
+
+
+KERNELS: dict[str, Kernel] = {"rows": _rows, "flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
+
+
+@torch.library.custom_op("steelyard::packed_attention", mutates_args=())
+def _packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    gather: Tensor | None,
+    prefix_k: Tensor | None,
+    prefix_v: Tensor | None,
+    kernel: str,
+) -> Tensor:
+    return _plain(q, k, v, cu_q, cu_k, max_q, max_k, gather, prefix_k, prefix_v, kernel).contiguous()
+
+
+@_packed_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    gather: Tensor | None,
+    prefix_k: Tensor | None,
+    prefix_v: Tensor | None,
+    kernel: str,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _with_prefix(prefix: Tensor, own: Tensor, gather: Tensor) -> Tensor:
+    return torch.cat((prefix, own)).index_select(0, gather)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None = None) -> Tensor:
+    """Attention of packed rows by the named kernel: [Tq, H, D].
+
+    Shared prefixes are laid out again before each row that sees them. That costs a copy, and buys the same order of sums as
+    a row computed whole: both divisions get bit-identical attention from a kernel that treats rows alike.
+    """
+    if rows.gather is not None and prefix is None:
+        raise ValueError("a layout with shared prefixes needs their cached keys and values")
+    op = torch.ops.steelyard.packed_attention if torch.compiler.is_compiling() else _plain  # compiled: one opaque node
+    before = prefix if prefix is not None and rows.gather is not None else (None, None)
+    out: Tensor = op(q, k, v, rows.cu_q, rows.cu_k, rows.max_q, rows.max_k, rows.gather, before[0], before[1], kernel)
+    return out
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    gather: Tensor | None,
+    prefix_k: Tensor | None,
+    prefix_v: Tensor | None,
+    kernel: str,
+) -> Tensor:
+    """The same without the custom op, which would hide what is inside from a FLOP counter."""
+    if gather is not None and prefix_k is not None and prefix_v is not None:
+        k, v = _with_prefix(prefix_k, k, gather), _with_prefix(prefix_v, v, gather)
+    return KERNELS[kernel](q, k, v, cu_q, cu_k, max_q, max_k)

@@ -1,0 +1,141 @@
+"""The Llama family: RMSNorm, rotary positions, SwiGLU, grouped keys, optional QKV bias, tied or untied output.
+
+Tokens are packed: a batch is one long row of tokens with a `Layout` that says where its sequences begin, so a linear layer
+sees one large matrix and nothing is padded. QKV is one matrix, stored by key group as (its query heads, key, value): a
+slice of whole groups is a slice of the rows. Gate and up are one matrix, [gate; up].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steelyard.models.attention import Layout, Prefix, attend
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    positions: int
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    tied: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+Streams = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Block(nn.Module):
+    """One layer. The residual stream comes as (x, delta), their sum not yet taken, so that a compiler can fuse the
+    addition with the norm that follows it."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        groups, dim = shape.kv_heads, shape.head_dim
+        self.attention_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.qkv = nn.Linear(shape.hidden, (shape.heads + 2 * groups) * dim, bias=shape.qkv_bias)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.ffn_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(
+        self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
+    ) -> Streams:
+        """Returns x, delta, and this batch's keys and values."""
+        groups, dim = self.shape.kv_heads, self.shape.head_dim
+        x = x + delta
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (groups, -1, dim))
+        q = rotate(qkv[:, :, :-2].flatten(1, 2), cos, sin)
+        k = rotate(qkv[:, :, -2], cos, sin)
+        v = qkv[:, :, -1]
+        x = x + self.out(attend(q, k, v, rows, kernel, prefix).flatten(1))
+        gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
+        return x, self.down(F.silu(gate) * up), k, v
+
+
+class Llama(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.output = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied:
+            self.output.weight = self.embed.weight
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Layout,
+        kernel: str,
+        prefix: list[Prefix] | None = None,
+        keep: slice | None = None,
+        blocks: Sequence[Callable[..., Streams]] | None = None,
+    ) -> Tensor:
+        """The residual stream after the last layer, before its norm: [T, hidden]. With `keep`, the keys and values of
+        those tokens are left in `prefix` for later batches. `blocks` stand in for the layers, compiled ones say."""
+        x = self.embed(tokens)
+        delta = torch.zeros_like(x)
+        cos, sin = rotary(positions, self.shape, x.dtype)
+        for i, block in enumerate(blocks if blocks is not None else self.layers):
+            cached = prefix[i] if prefix is not None else None
+            x, delta, k, v = block(x, delta, cos, sin, rows, kernel, cached)
+            if keep is not None and cached is not None:
+                size = keep.stop - keep.start
+                cached[0][:size].copy_(k[keep])
+                cached[1][:size].copy_(v[keep])
+        return x + delta
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.output(self.norm(hidden))
+        return out
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Layout,
+        kernel: str,
+        pick: Tensor,
+        prefix: list[Prefix] | None = None,
+        keep: slice | None = None,
+        blocks: Sequence[Callable[..., Streams]] | None = None,
+    ) -> Tensor:
+        """Logits at the picked tokens only: [len(pick), vocab]."""
+        return self.logits(self.hidden(tokens, positions, rows, kernel, prefix, keep, blocks)[pick])
+
+    def empty_prefix(self, rows: int) -> list[Prefix]:
+        """Room for the keys and values of one shared prefix of at most so many tokens, in every layer."""
+        like = self.embed.weight
+        size = (rows, self.shape.kv_heads, self.shape.head_dim)
+        return [(like.new_zeros(size), like.new_zeros(size)) for _ in range(self.shape.layers)]
+
+
+def rotary(positions: Tensor, shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every token's angles, [T, 1, D/2], computed in fp32."""
+    dim = shape.head_dim
+    steps = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).float() / dim
+    angles = positions[:, None].float() * (1.0 / shape.rope_base**steps)
+    return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the half-split convention of Hugging Face checkpoints."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -1,0 +1,52 @@
+"""Precisions: what matmuls run in, and what is kept in which type. A named preset is one row of a table."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Matmul = Literal["fp32", "tf32", "fp16", "bf16"]
+Kept = Literal["fp32", "fp16", "bf16"]
+
+
+class Precision(BaseModel):
+    """`matmul` names the peak-table column that MFU is measured against. The last three are of training only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    matmul: Matmul
+    weights: Kept
+    gradients: Kept | None = None
+    states: Kept | None = None
+
+
+def _score(name: str, matmul: Matmul, weights: Kept) -> Precision:
+    return Precision(name=name, matmul=matmul, weights=weights)
+
+
+def _train(name: str, matmul: Matmul, kept: Kept) -> Precision:
+    return Precision(name=name, matmul=matmul, weights=kept, gradients=kept, states=kept)
+
+
+SCORE = {
+    p.name: p
+    for p in (
+        _score("fp32", "fp32", "fp32"),
+        _score("tf32", "tf32", "fp32"),
+        _score("fp16", "fp16", "fp16"),
+        _score("bf16", "bf16", "bf16"),
+    )
+}
+
+TRAIN = {
+    p.name: p
+    for p in (
+        _train("fp32", "fp32", "fp32"),
+        _train("tf32", "tf32", "fp32"),
+        _train("fp16", "fp16", "fp32"),
+        _train("bf16", "bf16", "fp32"),
+        _train("bf16-pure", "bf16", "bf16"),
+    )
+}
+
+PRESETS = {"score": SCORE, "train": TRAIN}

@@ -1,0 +1,266 @@
+"""Records: one run as write-once JSON. Read, check, write whole or not at all.
+
+The bytes of a record are canonical: sorted keys, fixed separators. One changed byte is therefore either a different value,
+which the hash shows, or a different spelling of the same, which `check` shows.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from steelyard.errors import RequestError
+
+SCHEMA = 1
+MAX_RECORD_BYTES = 256 << 20
+
+Status = Literal["valid", "invalid", "failed"]
+Number = int | float
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Reason(Part):
+    """Why a run is not valid. Codes are listed in docs/records.md."""
+
+    code: str
+    text: str
+
+
+class Sample(Part):
+    """One measured unit of work on one rank. Seconds count from the start of the pass; `start_s`, `end_s` and `phases` on
+    the device's own timeline, `host_*` on the host's, which runs ahead of the device."""
+
+    pass_name: str = Field(alias="pass")
+    rank: int
+    step: int
+    start_s: float
+    end_s: float
+    host_start_s: float
+    host_end_s: float
+    phases: dict[str, float]
+    counts: dict[str, int]
+    values: dict[str, float | None] = {}
+
+
+class Window(Part):
+    """One pass on one rank: from its first mark until the device was idle again. `start_s` counts from the start of the run."""
+
+    pass_name: str = Field(alias="pass")
+    rank: int
+    start_s: float
+    wall_s: float
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+
+
+class Case(Part):
+    name: str
+    key: str
+    size: str
+    division: str
+    precision: str
+    question: dict[str, Any]
+    gate: dict[str, Any] | None
+    max_interval: float | None
+    reference: list[dict[str, Any]]
+    origins: dict[str, str]
+
+
+class Engine(Part):
+    name: str
+    details: dict[str, Any]
+
+
+class Plan(Part):
+    nodes: int
+    devices: int
+    tp: int
+    pp: int
+    dp: int
+    launcher: str
+
+
+class Scope(Part):
+    kind: Literal["full", "window"]
+    sample: int | None = None
+    steps: int | None = None
+
+
+class Check(Part):
+    name: str
+    ok: bool
+    detail: str
+
+
+class Quality(Part):
+    metric: str
+    value: float | None
+    gate: dict[str, Any] | None
+    evaluated: bool
+    note: str | None
+
+
+class Value(Part):
+    """A derived number. Null has its reason in `note`."""
+
+    value: float | None
+    unit: str
+    interval: tuple[float, float] | None = None
+    note: str | None = None
+
+
+class Failure(Part):
+    rank: int | None
+    exit_code: int | None
+    error: str | None
+    stderr_tail: str
+
+
+class Record(Part):
+    schema_version: int = Field(SCHEMA, alias="schema")
+    kind: Literal["run"] = "run"
+    id: str
+    created: str
+    status: Status
+    reasons: list[Reason]
+    notes: list[str]
+    case: Case
+    scope: Scope
+    tune: dict[str, Any]
+    plan: Plan
+    engine: Engine
+    environment: dict[str, Any]
+    site: dict[str, str]
+    weights: dict[str, Any]
+    data: dict[str, Any]
+    passes: list[Window]
+    budget: dict[str, float]
+    ranks: list[dict[str, Any]]
+    samples: list[Sample]
+    telemetry: list[dict[str, Any]]
+    outputs: dict[str, Any]
+    checks: list[Check]
+    quality: Quality
+    metrics: dict[str, Value]
+    restarts: list[dict[str, Any]] = []
+    failure: Failure | None = None
+    hashes: dict[str, str] = {}
+
+
+def canonical_bytes(table: dict[str, Any]) -> bytes:
+    text = json.dumps(table, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return (text + "\n").encode()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()).hexdigest()
+
+
+def _hashes(table: dict[str, Any]) -> dict[str, str]:
+    body = {key: value for key, value in table.items() if key != "hashes"}
+    return {"samples": _digest(table["samples"]), "record": _digest(body)}
+
+
+def seal(record: Record) -> Record:
+    """The record with its hashes."""
+    table = record.model_dump(mode="json", by_alias=True)
+    return record.model_copy(update={"hashes": _hashes(table)})
+
+
+def to_table(record: Record) -> dict[str, Any]:
+    return record.model_dump(mode="json", by_alias=True)
+
+
+def file_name(record: Record) -> str:
+    stamp = record.created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
+    case = record.case
+    return f"{stamp}-{case.name}-{case.size}-{case.division}-{case.precision}-{record.engine.name}-{record.id[:8]}.json"
+
+
+def writable(folder: Path) -> None:
+    """Make the folder and prove, before any work, that a record can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{secrets.token_hex(8)}"
+        with probe.open("xb"):
+            pass
+        probe.unlink()
+    except OSError as error:
+        raise RequestError(f"output folder {str(folder)!r} cannot be written: {error.strerror}; choose another with --out") from error
+
+
+def write(record: Record, folder: Path) -> Path:
+    """The whole file or none: written beside its place, synced, then linked to a name that must not exist yet."""
+    path = folder / file_name(record)
+    temporary = folder / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        with temporary.open("xb") as out:
+            out.write(canonical_bytes(to_table(record)))
+            out.flush()
+            os.fsync(out.fileno())
+        os.link(temporary, path)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+    return path
+
+
+def read(path: Path) -> Record:
+    """A record from a file, or one line on why not."""
+    raw = _bytes(path)
+    try:
+        table = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(f"{path}: not a record: {error}") from error
+    version = table.get("schema") if isinstance(table, dict) else None
+    if version != SCHEMA:
+        raise RequestError(f"{path}: schema is {version!r}; this version reads {SCHEMA}")
+    try:
+        return Record.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RequestError(f"{path}: not a record: {where}: {first['msg']}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > MAX_RECORD_BYTES:
+            raise RequestError(f"{path}: {size} bytes; a record has at most {MAX_RECORD_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}; give the path of a record") from error
+
+
+def integrity(path: Path, record: Record) -> list[str]:
+    """What is wrong with the bytes of a record: nothing, where it is as it was written."""
+    table = to_table(record)
+    wrong = []
+    if canonical_bytes(table) != _bytes(path):
+        wrong.append("the bytes are not those that were written")
+    for name, digest in _hashes(table).items():
+        if record.hashes.get(name) != digest:
+            wrong.append(f"the hash of {name} does not match")
+    return wrong
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a record."""
+    out = Record.model_json_schema(by_alias=True)
+    out["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    out["title"] = "Steelyard record"
+    return out

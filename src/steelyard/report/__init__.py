@@ -1,0 +1,27 @@
+"""Records as pages: the seeds' page in three formats and two languages, and the short table after a run."""
+
+from collections.abc import Callable
+
+from steelyard.errors import RequestError
+from steelyard.record import Record
+from steelyard.report.as_html import html
+from steelyard.report.as_md import md
+from steelyard.report.as_text import text
+from steelyard.report.build import page, table
+from steelyard.report.document import Lang, Page
+from steelyard.report.words import LANGS
+
+FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
+
+__all__ = ["FORMATS", "LANGS", "Lang", "Page", "html", "md", "page", "render", "table", "text"]
+
+
+def render(records: list[Record], format: str, lang: str) -> str:
+    """The page of these records as text in one of FORMATS."""
+    if format not in FORMATS:
+        raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
+    if lang not in LANGS:
+        raise RequestError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
+    if not records:
+        raise RequestError("no record to report; give the path of at least one")
+    return FORMATS[format](page(records, lang))

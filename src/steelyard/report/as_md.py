@@ -1,0 +1,98 @@
+"""A page as GitHub Markdown. What a record says stays text: no markup, no link text, no HTML of its own."""
+
+import re
+
+from steelyard.report.document import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    Facts,
+    Figures,
+    Heading,
+    Lines,
+    Page,
+    Paragraph,
+    Row,
+    Stack,
+    Table,
+)
+from steelyard.report.plain import clean, lines
+
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+# An underscore inside a word is no markup on GitHub; escaping it would only make names hard to read.
+_SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)")
+_LEADING = re.compile(r"^([#+\-=]|\d+(?=[.)]))")
+_TICKS = re.compile(r"`+")
+
+
+def md(page: Page) -> str:
+    parts = [part for part in (_block(block) for block in page.blocks) if part]
+    if page.footer:
+        parts.append(f"---\n\n{escape(page.footer)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def escape(text: str) -> str:
+    text = re.sub(r"[&<>]", lambda found: _ENTITIES[found[0]], clean(text))
+    return _SPECIAL.sub(lambda found: f"\\{found[0]}", text)
+
+
+def _opening(text: str) -> str:
+    """Escaped, and harmless at the start of a line too."""
+    return _LEADING.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", escape(text))
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Heading(level, title):
+            return f"{'#' * min(level, 6)} {escape(title)}"
+        case Paragraph(said, tone):
+            return _strong(escape(said)) if tone == "strong" else _opening(said)
+        case Facts(items):
+            return "\n".join(f"- {escape(item.label)}: {escape(item.text)}" for item in items)
+        case Code(said):
+            return _fenced(lines(said).strip("\n"))
+        case Figures(title, status, _, items):
+            listed = ", ".join(f"{f.label} {f.value} {f.unit}".rstrip() for f in items)
+            return f"{_strong(escape(status))} {escape(title)}: {escape(listed)}"
+        case Table():
+            return _table(block)
+        case Lines() | Stack():
+            return ""
+
+
+def _fenced(text: str) -> str:
+    """The fence is longer than any run of backticks inside it."""
+    fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _strong(escaped: str) -> str:
+    return f"**{escaped}**"
+
+
+def _table(table: Table) -> str:
+    heads = [_head(column) for column in table.columns]
+    rules = ["---:" if column.align == "right" else "---" for column in table.columns]
+    out = [_line(heads), _line(rules), *(_line([_cell(cell, row) for cell in row.cells]) for row in table.rows)]
+    notes = [_opening(note) for note in table.footnotes]
+    return "\n".join(out) + "".join(f"\n\n{note}" for note in notes)
+
+
+def _line(texts: list[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def _head(column: Column) -> str:
+    title = _strong(escape(column.title)) if column.strong else escape(column.title)
+    return f"{title}<br>{escape(column.sub)}" if column.sub else title
+
+
+def _cell(cell: Cell, row: Row) -> str:
+    said = escape(cell.text)
+    if cell.tone in ("strong", "bad") and said:
+        said = _strong(said)
+    if row.kind == "published":
+        said = f"_{said}_"
+    return f"{said}<br>{escape(cell.sub)}" if cell.sub else said

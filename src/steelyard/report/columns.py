@@ -1,0 +1,80 @@
+"""Which columns the tables of each kind of case have, in the seeds' order. A new kind of case is a new row."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column: a setting of the run, or metrics joined by a slash. An optional one goes where no row has it.
+
+    `instead` names, for published rows only, the metrics that stand in, each with the convention to print beside it.
+    """
+
+    name: str
+    metrics: tuple[str, ...] = ()
+    title: str | None = None
+    strong: bool = False
+    optional: bool = False
+    instead: tuple[tuple[str, str], ...] = ()
+
+
+_MFU = Field("mfu", ("mfu",), strong=True, instead=(("mfu_nominal", "nominal"), ("mfu_palm", "palm")))
+_MEM = Field("mem", ("mem", "mem_total"), title="column.mem")
+
+
+def _metric(name: str, strong: bool = False, optional: bool = False) -> Field:
+    return Field(name, (name,), strong=strong, optional=optional)
+
+
+_SCORE = (
+    Field("tool", title="column.tool.score"),
+    Field("precision"),
+    Field("division"),
+    _metric("e2e_time"),
+    _metric("p_val_whole"),
+    _metric("p_val_core"),
+    _metric("p_infer_whole"),
+    _metric("p_infer_core", strong=True),
+    _MFU,
+    Field("acc", ("acc", "acc_val"), title="column.acc", optional=True),
+    _metric("loss", optional=True),
+    _MEM,
+)
+
+_TRAIN = (
+    Field("tool", title="column.tool.train"),
+    Field("precision"),
+    Field("parallel"),
+    Field("fix_hp"),
+    _metric("e2e_time"),
+    _metric("p_whole"),
+    _metric("p_train"),
+    _metric("p_core", strong=True),
+    _metric("tokens_per_device_s", optional=True),
+    _MFU,
+    _metric("loss", optional=True),
+    Field("acc", ("acc",), title="column.acc.train", optional=True),
+    _MEM,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`whole` and `core` are the headline rates; `charted` is the pass whose samples are drawn."""
+
+    fields: tuple[Field, ...]
+    whole: str
+    core: str
+    quality: tuple[str, ...]
+    charted: str
+
+
+_LAYOUTS = {
+    "score": Layout(_SCORE, "p_infer_whole", "p_infer_core", ("acc", "loss"), "infer"),
+    "train": Layout(_TRAIN, "p_whole", "p_core", ("loss", "acc"), "train"),
+}
+
+
+def layout(kind: str) -> Layout:
+    """A kind that this version does not know is shown like scoring."""
+    return _LAYOUTS.get(kind, _LAYOUTS["score"])

@@ -1,0 +1,117 @@
+"""What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
+
+from steelyard.record import Record
+from steelyard.report import charts
+from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Row, Table, Tone
+from steelyard.report.names import in_order, meaning
+from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
+from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
+from steelyard.report.words import Words
+
+
+def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
+    record = run.record
+    out: list[Block] = [Heading(level, say("run", run.title)), _facts(record, environment, say)]
+    sections: tuple[tuple[str, list[Block]], ...] = (
+        ("reasons", _reasons(record, say)),
+        ("failure", _failure(record, say)),
+        ("all", [_metrics(record, say)]),
+        ("budget", _budget(record, say)),
+        ("checks", _checks(record, say)),
+    )
+    for key, blocks in sections:
+        if blocks:
+            out += [Heading(level + 1, say(key)), *blocks]
+    return out + charts.all_of(record, say)
+
+
+def _facts(record: Record, environment: str, say: Words) -> Facts:
+    quality = record.quality
+    value = formed(meaning(quality.metric).form, quality.value)
+    judged = say("quality.yes" if quality.evaluated else "quality.no", quality.metric, value)
+    items = [
+        Fact(say("run.status"), say(record.status), STATUS_TONE[record.status]),
+        Fact(say("run.scope"), scope(record, say)),
+        Fact(say("run.quality"), f"{judged}: {quality.note}" if quality.note else judged),
+        Fact(say("run.gate"), spelled(quality.gate)),
+        Fact(say("run.environment"), environment),
+        Fact(say("run.id"), record.id),
+        Fact(say("run.created"), record.created),
+        Fact(say("run.key"), record.case.key),
+        Fact(say("run.hash"), spelled(record.hashes.get("record"))),
+    ]
+    if record.restarts:
+        items.append(Fact(say("run.restarts"), counted(len(record.restarts))))
+    return Facts((*items, *(Fact(say("run.note"), note) for note in record.notes)))
+
+
+def _reasons(record: Record, say: Words) -> list[Block]:
+    if not record.reasons:
+        return []
+    rows = tuple(Row((Cell(reason.code, tone="bad"), Cell(reason.text))) for reason in record.reasons)
+    return [Table((Column(say("reasons.code")), Column(say("reasons.text"))), rows)]
+
+
+def _failure(record: Record, say: Words) -> list[Block]:
+    failure = record.failure
+    if failure is None:
+        return []
+    known = (("rank", failure.rank), ("exit", failure.exit_code), ("error", failure.error))
+    out: list[Block] = [Facts(tuple(Fact(say(f"failure.{key}"), spelled(value)) for key, value in known))]
+    if failure.stderr_tail.strip():
+        out += [Paragraph(say("failure.stderr"), "muted"), Code(failure.stderr_tail)]
+    return out
+
+
+def _metrics(record: Record, say: Words) -> Block:
+    if not record.metrics:
+        return Paragraph(say("all.absent"), "muted")
+    rows = []
+    for name in in_order(set(record.metrics)):
+        value, row = record.metrics[name], meaning(name, record.metrics[name].unit)
+        interval = UNKNOWN if value.interval is None else " – ".join(formed(row.form, end) for end in value.interval)
+        texts = (row.title[say.lang], name, shown(name, value), unit(name, value) or "%", interval, value.note or "")
+        rows.append(Row(tuple(Cell(text, tone="strong" if place == 2 else "plain") for place, text in enumerate(texts))))
+    heads = (
+        Column(say("metrics.name")),
+        Column(say("metrics.index")),
+        Column(say("all.value"), align="right"),
+        Column(say("all.unit")),
+        Column(say("all.interval"), align="right"),
+        Column(say("all.note")),
+    )
+    return Table(heads, tuple(rows))
+
+
+def _budget(record: Record, say: Words) -> list[Block]:
+    """Largest part first. The sum and e2e_time are printed both, so that a reader sees whether they agree."""
+    parts = sorted(record.budget.items(), key=lambda part: -part[1])
+    total = sum(record.budget.values())
+    if not total > 0:
+        return []
+    rows = [_budget_row(name, time_s, time_s / total) for name, time_s in parts]
+    rows.append(_budget_row(say("budget.sum"), total, 1.0, "strong"))
+    e2e = record.metrics.get("e2e_time")
+    if e2e is not None and e2e.value is not None:
+        rows.append(_budget_row("e2e_time", e2e.value, e2e.value / total, "strong"))
+    heads = (
+        Column(say("budget.part")),
+        Column(say("budget.time"), "s", "right"),
+        Column(say("budget.share"), align="right"),
+    )
+    return [charts.budget(parts, total, say), Table(heads, tuple(rows))]
+
+
+def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> Row:
+    texts = (name, formed("number", time_s), formed("percent", share))
+    return Row(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
+
+
+def _checks(record: Record, say: Words) -> list[Block]:
+    if not record.checks:
+        return []
+    rows = []
+    for check in record.checks:
+        verdict = Cell(say("ok"), tone="good") if check.ok else Cell(say("not_ok"), tone="bad")
+        rows.append(Row((Cell(check.name), verdict, Cell(check.detail))))
+    return [Table(tuple(Column(say(f"checks.{key}")) for key in ("name", "ok", "detail")), tuple(rows))]

@@ -1,0 +1,272 @@
+"""What each metric is called and means, in both languages. A metric without a row here is shown by its name.
+
+Definitions follow section 5 of the design. `unit` is that of the published tables, whose rows carry none of their own.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.report.document import Lang
+
+
+@dataclass(frozen=True)
+class Meaning:
+    name: str
+    title: dict[Lang, str]
+    text: dict[Lang, str]
+    form: str = "number"
+    shown: str | None = None
+    unit: str | None = None
+
+    @property
+    def index(self) -> str:
+        return self.shown or self.name
+
+
+def _row(
+    name: str,
+    en: tuple[str, str],
+    zh: tuple[str, str],
+    form: str = "number",
+    unit: str | None = None,
+    shown: str | None = None,
+) -> Meaning:
+    return Meaning(name, {"en": en[0], "zh": zh[0]}, {"en": en[1], "zh": zh[1]}, form, shown, unit)
+
+
+SETTINGS = (
+    _row(
+        "precision",
+        ("Precision", "what matmuls run in and weights are kept in"),
+        ("数据精度", "矩阵乘法与权重所用的数据类型"),
+    ),
+    _row(
+        "division",
+        (
+            "Division",
+            "closed: every token of every sequence is computed; open: any way to the same answer",
+        ),
+        ("赛道", "closed：计算每条序列的每个 token；open：任何得到相同答案的计算"),
+    ),
+    _row(
+        "parallel",
+        ("Parallel strategy", "degrees as TPxPPyDPz, such as TP2PP1DP4"),
+        ("并行策略", "格式为 TPxPPyDPz，例如 TP2PP1DP4"),
+    ),
+    _row(
+        "fix_hp",
+        ("Changed settings", "what was tuned without changing the question"),
+        ("超参修改", "跑满硬件设备评测吞吐量所需特殊超参"),
+    ),
+)
+
+METRICS = (
+    _row(
+        "e2e_time",
+        ("End-to-end time", "from the start of the run to the finished record, everything in it"),
+        ("端到端时间", "从运行开始到记录写完，包含一切"),
+        unit="s",
+    ),
+    _row(
+        "p_val_whole",
+        ("Validation rate, whole", "reference pass: real work / wall time of the loop over the data"),
+        ("验证总吞吐量", "参考遍：实际工作量除以数据循环的总时间"),
+        unit="tokens/s",
+    ),
+    _row(
+        "p_val_core",
+        ("Validation rate, core", "reference pass: real work / compute time, without data and copies"),
+        ("验证计算吞吐量", "参考遍：不包含 IO 部分耗时"),
+        unit="tokens/s",
+    ),
+    _row(
+        "p_infer_whole",
+        (
+            "Inference rate, whole",
+            "engine's pass: real work / wall time of the loop, batching, copies, scoring in it",
+        ),
+        ("推理总吞吐量", "推理遍：实际工作量除以总时间，含组批、拷贝与评分"),
+        unit="tokens/s",
+    ),
+    _row(
+        "p_infer_core",
+        ("Inference rate, core", "engine's pass: real work / compute time, without data and copies"),
+        ("推理计算吞吐量", "推理遍：不包含 IO 部分耗时"),
+        unit="tokens/s",
+    ),
+    _row(
+        "p_whole",
+        (
+            "Rate, whole",
+            "work / wall time of all steps, with evaluations, checkpoints and data waits",
+        ),
+        ("总吞吐量", "实际训练工作量除以总时间，含评估、存盘与数据等待"),
+    ),
+    _row(
+        "p_train",
+        ("Training rate", "the same less evaluation and checkpoint time; all steps"),
+        ("训练吞吐量", "不包含评估与存盘部分耗时"),
+    ),
+    _row(
+        "p_core",
+        ("Compute rate", "work / compute time over the steady window; waiting for data is not in it"),
+        ("计算吞吐量", "稳态窗口内，不包含数据 IO 部分的耗时"),
+    ),
+    _row(
+        "tokens_per_device_s",
+        ("Tokens per accelerator", "tokens per second per accelerator over wall time"),
+        ("单卡吞吐量", "平均单卡每秒处理的 token 数"),
+        unit="tokens/s",
+        shown="token/p/s",
+    ),
+    _row(
+        "samples_per_s",
+        ("Samples per second", "samples of the headline pass / its wall time"),
+        ("样本吞吐量", "主要遍的样本数除以其总时间"),
+        unit="samples/s",
+    ),
+    _row(
+        "mfu",
+        ("Model FLOPs utilisation", "causal FLOPs / wall time / datasheet dense peak of the matmul precision"),
+        ("计算卡使用率", "model flops utilization：因果 FLOPs 除以总时间，再除以该精度的标称稠密峰值"),
+        "percent",
+        shown="MFU",
+    ),
+    _row(
+        "mfu_core",
+        ("MFU, core", "the same over compute time"),
+        ("计算卡使用率（计算）", "同上，除以计算时间"),
+        "percent",
+    ),
+    _row(
+        "mfu_achievable",
+        ("MFU, achievable", "the same over the matmul rate measured on this machine in the same run"),
+        ("计算卡使用率（可达）", "同上，除以本机同次运行实测的矩阵乘法速率"),
+        "percent",
+    ),
+    _row(
+        "mfu_palm",
+        ("MFU, PaLM", "2N + 4·L·h·T FLOPs per scored token (6N + 12·L·h·T trained), full attention square"),
+        ("计算卡使用率（PaLM）", "每推理 token 计 2N + 4·L·h·T（训练 6N + 12·L·h·T），完整注意力方阵"),
+        "percent",
+    ),
+    _row(
+        "mfu_nominal",
+        (
+            "MFU, nominal",
+            "2 × nominal parameters per scored token (6 × trained); only to compare with published rows",
+        ),
+        ("计算卡使用率（名义）", "每推理 token 计 2 × 名义参数量（训练 6 ×），仅用于与公开值比较"),
+        "percent",
+    ),
+    _row(
+        "acc",
+        ("Accuracy", "answers right, from the same pass that was timed: argmax over the whole vocabulary"),
+        ("推理结果", "回答准确率，取自被计时的同一遍：整个词表上的 argmax"),
+        "percent",
+    ),
+    _row(
+        "acc_val",
+        ("Accuracy, reference pass", "the same of the reference pass"),
+        ("验证结果", "同上，参考遍"),
+        "percent",
+    ),
+    _row(
+        "acc_choice",
+        ("Accuracy among the choices", "argmax over the four letters only, as the field's common harness does"),
+        ("选项内准确率", "仅在四个选项字母间取 argmax，与常用评测工具一致"),
+        "percent",
+    ),
+    _row(
+        "acc_choice_val",
+        ("Accuracy among the choices, reference pass", "the same of the reference pass"),
+        ("选项内准确率（验证）", "同上，参考遍"),
+        "percent",
+    ),
+    _row(
+        "acc_macro",
+        ("Accuracy, mean of subjects", "every subject counts the same"),
+        ("学科平均准确率", "各学科权重相同"),
+        "percent",
+    ),
+    _row(
+        "acc_se",
+        ("Standard error of accuracy", "from the number of questions"),
+        ("准确率标准误", "由题目数得出"),
+        "percent",
+    ),
+    _row(
+        "agreement",
+        ("Agreement", "share of choices equal in the reference pass and the engine's pass"),
+        ("一致率", "参考遍与推理遍选择相同的比例"),
+        "percent",
+    ),
+    _row(
+        "loss",
+        ("Loss", "cross-entropy, from the same pass that was timed"),
+        ("损失", "交叉熵，取自被计时的同一遍"),
+    ),
+    _row(
+        "mem",
+        ("Device memory in use", "highest over ranks, GiB"),
+        ("硬件存储使用", "通常称为“显存”，各进程最大值，单位为 GiB"),
+        "gib",
+        unit="GiB",
+    ),
+    _row(
+        "mem_reserved",
+        ("Memory reserved", "the framework's peak, GiB"),
+        ("框架保留显存", "框架峰值，单位为 GiB"),
+        "gib",
+        unit="GiB",
+    ),
+    _row(
+        "mem_allocated",
+        ("Memory allocated", "the framework's peak, GiB"),
+        ("框架分配显存", "框架峰值，单位为 GiB"),
+        "gib",
+        unit="GiB",
+    ),
+    _row("mem_total", ("Device memory", "what the device has, GiB"), ("显存总量", "单位为 GiB"), "gib", unit="GiB"),
+    _row("energy", ("Energy", "device's energy counter over the pass"), ("能耗", "整遍中设备能量计数器之差"), unit="J"),
+    _row(
+        "energy_per_token",
+        ("Energy per token", "energy / tokens of the pass"),
+        ("每 token 能耗", "能耗除以该遍 token 数"),
+        unit="J/token",
+    ),
+    _row(
+        "flops_causal",
+        ("FLOPs, causal", "matmul FLOPs the model's definition needs; the headline convention"),
+        ("FLOPs（因果）", "模型定义所需的矩阵乘法运算量，主要口径"),
+    ),
+    _row("flops_palm", ("FLOPs, PaLM", "full attention square"), ("FLOPs（PaLM）", "完整注意力方阵")),
+    _row("flops_nominal", ("FLOPs, nominal", "from the nominal parameter count"), ("FLOPs（名义）", "按名义参数量")),
+    _row(
+        "padded_share",
+        ("Padding", "share of computed positions that were padding; never counted as work"),
+        ("填充比例", "计算位置中填充所占比例，不计入工作量"),
+        "percent",
+    ),
+    _row(
+        "harness_overhead",
+        ("Harness overhead", "what measuring cost, against the same work run bare"),
+        ("评测开销", "与无测量运行同样工作相比的代价"),
+        "percent",
+    ),
+)
+
+MEANINGS = {row.name: row for row in SETTINGS + METRICS}
+ORDER = {row.name: place for place, row in enumerate(METRICS)}
+
+# For a metric no row above names: its unit decides its form.
+FORM_BY_UNIT = {"fraction": "percent", "share": "percent", "GiB": "gib", "FLOP": "number"}
+
+
+def meaning(name: str, unit: str = "") -> Meaning:
+    """A metric's row; one made of its bare name where there is none."""
+    blank: dict[Lang, str] = {"en": "", "zh": ""}
+    return MEANINGS.get(name) or Meaning(name, {"en": name, "zh": name}, blank, FORM_BY_UNIT.get(unit, "number"))
+
+
+def in_order(names: set[str]) -> list[str]:
+    return sorted(names, key=lambda name: (ORDER.get(name, len(ORDER)), name))

@@ -1,0 +1,86 @@
+"""Numbers as readers see them. The only place where a number becomes text."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+UNKNOWN = "/"  # as in the seeds' tables
+
+_SIGNIFICANT = 4
+_LARGEST_PLAIN = 1e10
+_SMALLEST_PLAIN = 1e-4
+_MAX_DEPTH = 8  # a stranger's record may nest without end
+
+
+def number(value: float) -> str:
+    """Four significant digits, but never fewer than all digits before the point."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= _LARGEST_PLAIN or size < _SMALLEST_PLAIN:
+        mantissa, exponent = f"{value:.{_SIGNIFICANT - 1}e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    decimals = max(0, _SIGNIFICANT - 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
+
+
+def percent(value: float) -> str:
+    """One decimal; more below 1 %, and where rounding would make an almost empty share 0 or an almost full one 100."""
+    if value in (0.0, 1.0):
+        return f"{value:.1%}"
+    for decimals in (1, 2, 3):
+        text = f"{value:.{decimals}%}"
+        if text.strip("-0.%") and float(text[:-1]) != 100 and (decimals > 1 or abs(value) >= 0.01):
+            return text
+    return text
+
+
+def gib(value: float) -> str:
+    return f"{value:,.1f}"
+
+
+_FORMS: dict[str, Callable[[float], str]] = {"number": number, "percent": percent, "gib": gib}
+
+
+def formed(form: str, value: Any) -> str:
+    """A number in one of the forms; what is no finite number is unknown."""
+    known = real(value)
+    return UNKNOWN if known is None else _FORMS[form](known)
+
+
+def real(value: Any) -> float | None:
+    """A finite number, or None: a record's open tables may hold anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        known = float(value)
+    except OverflowError:
+        return None
+    return known if math.isfinite(known) else None
+
+
+def gib_of_bytes(value: Any) -> str:
+    known = real(value)
+    return UNKNOWN if known is None else f"{gib(known / 2**30)} GiB"
+
+
+def counted(value: Any) -> str:
+    """A count with thousands marked; anything else as it is spelled."""
+    return f"{value:,d}" if isinstance(value, int) and not isinstance(value, bool) else spelled(value)
+
+
+def spelled(value: Any, depth: int = 0) -> str:
+    """A setting as its author would type it, without marks for thousands."""
+    if value is None or value == "" or value == {} or value == []:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if isinstance(value, dict | list | tuple) and depth >= _MAX_DEPTH:
+        return "…"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={spelled(item, depth + 1)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(spelled(item, depth + 1) for item in value)
+    return str(value)

@@ -1,0 +1,78 @@
+"""Untrusted text made harmless, and how wide it is on a terminal."""
+
+import re
+import unicodedata
+
+# Terminal escapes: CSI, then strings such as OSC up to their end, then two-character ones. No part scans past the next
+# ESC, so hostile text costs linear time.
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]*[0-Z\\-~]"
+)
+_BREAKS = re.compile(r"\r\n?|[\u2028\u2029\x85\x0b\x0c]")
+# Control, format (bidi overrides, zero-width), surrogate: none has a shape of its own, all can change how others look.
+_DROPPED = {"Cc", "Cf", "Cs"}
+
+
+def lines(text: str) -> str:
+    """The visible text, line breaks kept."""
+    text = _BREAKS.sub("\n", _ESCAPES.sub("", text)).replace("\t", "    ")
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(c for c in text if c == "\n" or unicodedata.category(c) not in _DROPPED)
+
+
+def clean(text: str) -> str:
+    """The visible text on one line."""
+    return " ".join(lines(text).split())
+
+
+def width(text: str) -> int:
+    """Columns on a terminal: East Asian wide characters take two, combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(_char_width(c) for c in text)
+
+
+def _char_width(char: str) -> int:
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
+
+
+def pad(text: str, columns: int, align: str = "left") -> str:
+    gap = " " * max(0, columns - width(text))
+    return gap + text if align == "right" else text + gap
+
+
+# A line may break at spaces and between wide characters, but not before closing punctuation.
+_WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6"
+_CLOSING = "\u3001\u3002\u300b\u300d\u300f\u3011\uff01\uff09\uff0c\uff1a\uff1b\uff1f\u201d\u2019"
+_PIECES = re.compile(rf"\s+|[{_WIDE}][{_CLOSING}]*|[^\s{_WIDE}]+[{_CLOSING}]*")
+
+
+def wrap(text: str, columns: int) -> list[str]:
+    """The text in lines of at most so many columns."""
+    out, line = [], ""
+    for piece in _PIECES.findall(text):
+        if width(line) + width(piece.rstrip()) > columns and line.strip():
+            out.append(line.rstrip())
+            line = ""
+        if not line and piece.isspace():
+            continue
+        while width(piece) > columns:
+            head = _head(piece, columns)
+            out.append(head)
+            piece = piece[len(head) :]
+        line += piece
+    return [*out, line.rstrip()] if line.strip() or not out else out
+
+
+def _head(text: str, columns: int) -> str:
+    used = 0
+    for index, char in enumerate(text):
+        used += _char_width(char)
+        if used > columns:
+            return text[: max(index, 1)]
+    return text

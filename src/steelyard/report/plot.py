@@ -1,0 +1,95 @@
+"""Where a chart's lines, ticks and labels lie. Geometry only: the template writes the svg, and escapes."""
+
+import math
+from dataclasses import dataclass
+
+from steelyard.report.document import Lines, Series
+
+WIDTH, HEIGHT = 960, 240
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
+_TICKS = 5
+_SMALLEST_STEP = 1e-9
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Path:
+    name: str
+    d: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    paths: tuple[Path, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    level: str | None
+
+
+@dataclass(frozen=True)
+class _Axis:
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def plot(chart: Lines) -> Plot:
+    xs = [x for series in chart.series for x, _ in series.points]
+    ys = [y for series in chart.series for _, y in series.points if y is not None]
+    first, last = min(xs), max(xs)
+    x_step = _step(last - first)
+    # Rates, powers and clocks all start at zero: a cut axis would make noise look like a fault.
+    top = max([*ys, chart.level or 0.0]) * 1.02
+    y_step = _step(top)
+    y_ticks = [y_step * index for index in range(math.ceil(top / y_step) + 1)]
+    x_ticks = [x_step * index for index in range(math.ceil(first / x_step), math.floor(last / x_step) + 1)]
+    x = _Axis(first, last if last > first else first + 1.0, LEFT, WIDTH - RIGHT)
+    y = _Axis(0.0, y_ticks[-1] or 1.0, HEIGHT - BOTTOM, TOP)
+    return Plot(
+        *(WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM),
+        tuple(Path(series.name, _path(series, x, y)) for series in chart.series),
+        tuple(Tick(f"{x.at(value):.1f}", _label(value, x_step)) for value in x_ticks),
+        tuple(Tick(f"{y.at(value):.1f}", _label(value, y_step)) for value in y_ticks),
+        None if chart.level is None else f"{y.at(chart.level):.1f}",
+    )
+
+
+def _step(span: float) -> float:
+    """A round distance between ticks."""
+    rough = span / _TICKS
+    if rough <= _SMALLEST_STEP:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * 0.999)
+
+
+def _label(value: float, step: float) -> str:
+    return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
+
+
+def _path(series: Series, x: _Axis, y: _Axis) -> str:
+    """Move after a gap, draw otherwise."""
+    out, pen_down = [], False
+    for at, value in series.points:
+        if value is None:
+            pen_down = False
+            continue
+        # The empty stroke after a move makes a lone point a dot.
+        out.append(f"L{x.at(at):.1f} {y.at(value):.1f}" if pen_down else f"M{x.at(at):.1f} {y.at(value):.1f}h0")
+        pen_down = True
+    return "".join(out)

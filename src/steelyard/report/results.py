@@ -1,0 +1,153 @@
+"""Section 4 of a case: metric list, one row a run, published rows, MFU by convention."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.record import Record
+from steelyard.report.columns import Field, layout
+from steelyard.report.document import Cell, Column, Row, Table, Tone
+from steelyard.report.names import in_order, meaning
+from steelyard.report.numbers import UNKNOWN, formed, real, spelled
+from steelyard.report.runs import Run, kind, scope, shown, table_of, unit
+from steelyard.report.setting import changed, parallel
+from steelyard.report.words import Words
+
+_SETTINGS: dict[str, Callable[[Record], str]] = {
+    "precision": lambda record: record.case.precision,
+    "division": lambda record: record.case.division,
+    "parallel": parallel,
+    "fix_hp": changed,
+}
+_CONVENTIONS = ("mfu", "mfu_core", "mfu_achievable", "mfu_palm", "mfu_nominal")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A reference row of the case, with its footnote's number."""
+
+    number: int
+    table: dict[str, Any]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return table_of(self.table.get("values"))
+
+
+def published(runs: list[Run]) -> list[Published]:
+    """The reference rows of all runs of a case, each once."""
+    rows = {json.dumps(row, sort_keys=True, default=str): row for run in runs for row in run.record.case.reference}
+    return [Published(number, row) for number, row in enumerate(rows.values(), 1)]
+
+
+def fields(runs: list[Run], references: list[Published]) -> list[Field]:
+    """The columns of this case; optional ones only where a row has them."""
+    present = {name for run in runs for name in run.record.metrics} | {name for row in references for name in row.values}
+    return [f for f in layout(kind(runs[0].record)).fields if not f.optional or present & set(f.metrics)]
+
+
+def metric_list(runs: list[Run], say: Words) -> Table:
+    chosen = fields(runs, published(runs))
+    first = [name for field in chosen for name in (field.metrics or (field.name,)) if name != "tool"]
+    rest = in_order({name for run in runs for name in run.record.metrics} - set(first))
+    strong = {field.name for field in chosen if field.strong}
+    rows = []
+    for name in [*first, *rest]:
+        row = meaning(name)
+        tone: Tone = "strong" if name in strong else "plain"
+        index = f"*{row.index}" if name in strong else row.index
+        rows.append(Row((Cell(row.title[say.lang], tone=tone), Cell(index, tone=tone), Cell(row.text[say.lang] or UNKNOWN))))
+    heads = ("metrics.name", "metrics.index", "metrics.meaning")
+    return Table(tuple(Column(say(head)) for head in heads), tuple(rows))
+
+
+def values(runs: list[Run], environments: dict[int, str], say: Words) -> Table:
+    """One row a run, then the published rows. `environments` is empty where there is only one."""
+    references = published(runs)
+    chosen = fields(runs, references)
+    units = {field.name: _common_unit(field, runs) for field in chosen}
+    rows = [Row(tuple(_cell(field, run, units[field.name], environments, say) for field in chosen)) for run in runs]
+    rows += [Row(tuple(_published_cell(f, row, units[f.name], say) for f in chosen), "published") for row in references]
+    notes = (say("stars"), *(_footnote(row, say) for row in references))
+    return Table(tuple(_column(field, units[field.name], say) for field in chosen), tuple(rows), notes)
+
+
+def _column(field: Field, common: str | None, say: Words) -> Column:
+    title = say(field.title) if field.title else meaning(field.name).index
+    star = "*" if field.strong else ""
+    return Column(star + title, common or "", "right" if field.metrics else "left", field.strong)
+
+
+def _common_unit(field: Field, runs: list[Run]) -> str | None:
+    """The unit for the head of a column, if all runs agree; otherwise each cell carries its own."""
+    name = field.metrics[0] if field.metrics else ""
+    units = {unit(name, run.record.metrics[name]) for run in runs if name in run.record.metrics}
+    if not units:
+        return meaning(name).unit
+    return units.pop() if len(units) == 1 else None
+
+
+def _cell(field: Field, run: Run, common: str | None, environments: dict[int, str], say: Words) -> Cell:
+    record = run.record
+    if field.name == "tool":
+        said = [say(record.status), scope(record, say), environments.get(run.number, "")]
+        tone: Tone = "plain" if record.status == "valid" else "bad"
+        return Cell(f"{run.label} {record.engine.name}", ", ".join(part for part in said if part), tone)
+    if not field.metrics:
+        return Cell(_SETTINGS[field.name](record))
+    texts = [shown(name, record.metrics.get(name)) for name in field.metrics]
+    text = UNKNOWN if set(texts) == {UNKNOWN} else "/".join("-" if t == UNKNOWN else t for t in texts)
+    unevaluated = record.quality.metric in field.metrics and not record.quality.evaluated and text != UNKNOWN
+    own = unit(field.metrics[0], record.metrics.get(field.metrics[0])) if common is None and text != UNKNOWN else ""
+    return Cell(text, say("not_evaluated") if unevaluated else own, "strong" if field.strong else "plain")
+
+
+def _published_cell(field: Field, row: Published, common: str | None, say: Words) -> Cell:
+    if field.name == "tool":
+        return Cell(say("published", str(row.number)))
+    if field.name == "precision":
+        label, ran = spelled(row.table.get("published_as")), spelled(row.table.get("ran_as"))
+        return Cell(label if label == ran else say("published.ran", label, ran))
+    found = [_published_number(name, row.values.get(name)) for name in field.metrics]
+    if found and found[0] != UNKNOWN:
+        base = meaning(field.metrics[0]).unit or ""
+        return Cell("/".join("-" if text == UNKNOWN else text for text in found), "" if base == (common or "") else base)
+    for name, convention in field.instead:
+        if name in row.values:
+            return Cell(_published_number(name, row.values[name]), convention)
+    return Cell(UNKNOWN)
+
+
+def _published_number(name: str, value: Any) -> str:
+    return spelled(value) if real(value) is None else formed(meaning(name).form, value)
+
+
+def _footnote(row: Published, say: Words) -> str:
+    table = row.table
+    parts = [
+        say("published.note", spelled(table.get("config"))),
+        say("published.source", spelled(table.get("source"))),
+        say("published.as", spelled(table.get("published_as")), spelled(table.get("ran_as"))),
+        str(table.get("note") or ""),
+    ]
+    return f"[{row.number}] " + " ".join(part for part in parts if part)
+
+
+def conventions(runs: list[Run], say: Words) -> Table | None:
+    """MFU in every convention side by side; none where no row has any."""
+    references = [row for row in published(runs) if set(row.values) & set(_CONVENTIONS)]
+    named = {name for run in runs for name in run.record.metrics} | {name for row in references for name in row.values}
+    if not named & set(_CONVENTIONS):
+        return None
+    rows = []
+    for run in runs:
+        cells = [shown(name, run.record.metrics.get(name)) for name in _CONVENTIONS]
+        rows.append(Row((Cell(run.title), Cell(cells[0], tone="strong"), *(Cell(text) for text in cells[1:]))))
+    for row in references:
+        found = (Cell(_published_number(name, row.values.get(name))) for name in _CONVENTIONS)
+        rows.append(Row((Cell(say("published", str(row.number))), *found), "published"))
+    heads = (
+        Column(f"{'*' if name == 'mfu' else ''}{name}", say(f"mfu.{name}"), "right", name == "mfu") for name in _CONVENTIONS
+    )
+    return Table((Column(say("mfu.run")), *heads), tuple(rows))

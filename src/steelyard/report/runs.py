@@ -1,0 +1,86 @@
+"""Records as a page sees them: numbered within their case, with the cells that several tables share."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from steelyard.record import Record, Value
+from steelyard.report.document import Tone
+from steelyard.report.names import meaning
+from steelyard.report.numbers import UNKNOWN, formed
+from steelyard.report.words import Words
+
+T = TypeVar("T", bound=Hashable)
+CaseName = tuple[str, str]  # name and size
+
+STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "bad"}
+
+
+@dataclass(frozen=True)
+class Run:
+    number: int
+    record: Record
+
+    @property
+    def label(self) -> str:
+        return f"#{self.number}"
+
+    @property
+    def title(self) -> str:
+        case = self.record.case
+        return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}"
+
+
+def kind(record: Record) -> str:
+    return str(record.case.question.get("kind", "score"))
+
+
+def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
+    """Runs of one case and size together: its precisions and divisions are rows of one table, as in the seeds."""
+    out: dict[CaseName, list[Run]] = {}
+    for record in records:
+        runs = out.setdefault((record.case.name, record.case.size), [])
+        runs.append(Run(len(runs) + 1, record))
+    return out
+
+
+def distinct(runs: list[Run], of: Callable[[Run], T]) -> dict[T, list[Run]]:
+    """Runs that have the same to say, together."""
+    out: dict[T, list[Run]] = {}
+    for run in runs:
+        out.setdefault(of(run), []).append(run)
+    return out
+
+
+def labels(runs: list[Run], say: Words) -> str:
+    names = ", ".join(run.label for run in runs)
+    return say("run" if len(runs) == 1 else "runs", names)
+
+
+def scope(record: Record, say: Words) -> str:
+    """A window's size is echoed as the operator typed it."""
+    if record.scope.kind == "full":
+        return say("full")
+    sizes = (("window.sample", record.scope.sample), ("window.steps", record.scope.steps))
+    return say("window", ", ".join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN)
+
+
+def shown(name: str, value: Value | None) -> str:
+    """A metric's number alone."""
+    return UNKNOWN if value is None else formed(meaning(name, value.unit).form, value.value)
+
+
+def unit(name: str, value: Value | None) -> str:
+    if value is None or meaning(name, value.unit).form == "percent":
+        return ""
+    return value.unit
+
+
+def with_unit(name: str, value: Value | None) -> str:
+    text = shown(name, value)
+    return text if text == UNKNOWN else f"{text} {unit(name, value)}".rstrip()
+
+
+def table_of(value: Any) -> dict[str, Any]:
+    """A table of a record that may be missing."""
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,182 @@
+"""Sections 1 to 3 of a case: data, model and weights, environment, tool and strategy."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.record import Record
+from steelyard.report.document import Block, Fact, Facts, Heading, Paragraph
+from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, real, spelled
+from steelyard.report.runs import CaseName, Run, distinct, kind, labels, table_of
+from steelyard.report.words import Words
+
+_DATA = ("source", "rows", "subjects", "tokens", "shortened", "tokenizer", "fingerprint")
+_WEIGHTS = ("source", "sha256")
+# Packages that are the framework of an engine, best known name first; the others are dependent software.
+_FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", "mindspore")
+
+
+def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words) -> list[Fact]:
+    """Known keys first and always, then whatever else the record says, by its own name."""
+    rest = sorted(set(table) - set(known))
+    return [Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)]
+
+
+def data(runs: list[Run], say: Words) -> list[Block]:
+    def facts(run: Run) -> Facts:
+        asked = Fact(say("data.asked"), spelled(table_of(run.record.case.question.get("data"))))
+        return Facts((asked, *_rows(run.record.data, _DATA, "data", say)))
+
+    return _grouped(runs, facts, say)
+
+
+def model(runs: list[Run], say: Words) -> list[Block]:
+    def facts(run: Run) -> Facts:
+        question = run.record.case.question
+        model = Fact(say("model.model"), spelled(table_of(question.get("model"))))
+        precision = Fact(say("model.precision"), spelled(question.get("precision") or run.record.case.precision))
+        return Facts((model, precision, *_rows(run.record.weights, _WEIGHTS, "model", say)))
+
+    return _grouped(runs, facts, say)
+
+
+def _grouped(runs: list[Run], facts: Callable[[Run], Facts], say: Words) -> list[Block]:
+    groups = distinct(runs, facts)
+    out: list[Block] = []
+    for block, members in groups.items():
+        if len(groups) > 1:
+            out.append(Paragraph(labels(members, say), "strong"))
+        out.append(block)
+    return out
+
+
+Environment = tuple[str, Facts, Facts]
+
+
+def environment(record: Record, say: Words) -> Environment:
+    """A name, hardware and software. Equal values are one environment."""
+    hardware = table_of(record.environment.get("hardware"))
+    devices = [table_of(device) for device in hardware.get("devices") or []]
+    kinds = Counter(spelled(device.get("name")) for device in devices)
+    name = ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.get("cpu"))
+    return name, _hardware(hardware, devices, record.site, say), _software(record, say)
+
+
+def _hardware(hardware: dict[str, Any], devices: list[dict[str, Any]], site: dict[str, str], say: Words) -> Facts:
+    kinds = dict.fromkeys(f"{spelled(d.get('name'))} ({gib_of_bytes(d.get('memory_bytes'))})" for d in devices)
+    cpu = spelled(hardware.get("cpu"))
+    cores = hardware.get("cpu_cores")
+    known = (
+        ("machine", site.get("machine") or spelled(hardware.get("machine"))),
+        ("accelerator", ", ".join(kinds) or spelled(hardware.get("accelerator"))),
+        ("count", counted(len(devices)) if devices else UNKNOWN),
+        ("peak", _peak(table_of(hardware.get("peak")))),
+        ("cpu", cpu if cores is None else say("hardware.cores", cpu, counted(cores))),
+        ("memory", gib_of_bytes(hardware.get("memory_bytes"))),
+        ("network", spelled(site.get("network"))),
+    )
+    stated = [Fact(key, site[key]) for key in sorted(site) if key not in ("machine", "network")]
+    return Facts((*(Fact(say(f"hardware.{key}"), text) for key, text in known), *stated))
+
+
+def _peak(peak: dict[str, Any]) -> str:
+    rates = table_of(peak.get("flops_per_s")).items()
+    listed = ", ".join(f"{name} {spelled(known / 1e12)}" for name, rate in rates if (known := real(rate)) is not None)
+    if not listed:
+        return UNKNOWN
+    return f"{spelled(peak.get('name'))}: {listed} TFLOP/s ({spelled(peak.get('source'))})"
+
+
+def _software(record: Record, say: Words) -> Facts:
+    software = table_of(record.environment.get("software"))
+    packages = table_of(software.get("packages"))
+    framework = next((name for name in _FRAMEWORKS if name in packages), None)
+    dependent = {key: software[key] for key in ("cuda", "cudnn", "python") if software.get(key)}
+    dependent |= {name: version for name, version in sorted(packages.items()) if name != framework}
+    listed = ", ".join(f"{name} {spelled(version)}" for name, version in dependent.items())
+    known = (
+        *((key, spelled(software.get(key))) for key in ("os", "kernel", "driver", "container")),
+        ("framework", f"{framework} {spelled(packages[framework])}" if framework else UNKNOWN),
+        ("packages", listed or UNKNOWN),
+        ("source", _source(table_of(record.environment.get("source")), say)),
+    )
+    return Facts(tuple(Fact(say(f"software.{key}"), text) for key, text in known))
+
+
+def _source(source: dict[str, Any], say: Words) -> str:
+    key = "source.dirty" if source.get("dirty") else "source.clean"
+    return say(key, spelled(source.get("version")), spelled(source.get("revision")))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on the page an environment is described, and what it is called there."""
+
+    name: str
+    case: CaseName
+
+
+def places(cases: dict[CaseName, list[Run]], say: Words) -> dict[Environment, Place]:
+    out: dict[Environment, Place] = {}
+    for case, runs in cases.items():
+        for run in runs:
+            out.setdefault(environment(run.record, say), Place(f"E{len(out) + 1}", case))
+    return out
+
+
+def environments(case: CaseName, runs: list[Run], known: dict[Environment, Place], level: int, say: Words) -> list[Block]:
+    """The environments of a case. One that an earlier case described is only named."""
+    out: list[Block] = []
+    for found in distinct(runs, lambda run: environment(run.record, say)):
+        name, hardware, software = found
+        place = known[found]
+        out.append(Heading(level, f"{place.name}: {name}"))
+        if place.case != case:
+            out.append(Paragraph(say("environment.same", place.name)))
+            continue
+        out += [Heading(level + 1, say("hardware")), hardware, Heading(level + 1, say("software")), software]
+    return out
+
+
+def setup(runs: list[Run], say: Words) -> list[Block]:
+    """Tool, optimisation and parallel strategy."""
+
+    def facts(run: Run) -> Facts:
+        record = run.record
+        details = f" ({spelled(record.engine.details)})" if record.engine.details else ""
+        return Facts(
+            (
+                Fact(say(f"tool.{'train' if kind(record) == 'train' else 'score'}"), record.engine.name + details),
+                Fact(say("tune.set"), changed(record, with_origin=True)),
+                Fact(say("tune.all"), spelled(record.tune)),
+                Fact(say("plan"), say("plan.text", parallel(record), *_plan_numbers(record))),
+            )
+        )
+
+    return _grouped(runs, facts, say)
+
+
+def changed(record: Record, with_origin: bool = False) -> str:
+    """Tuned values that are not the defaults, as the record's own origins tell."""
+    out = []
+    for key, value in record.tune.items():
+        origin = _origin(key, record.case.origins)
+        if origin not in (None, "default"):
+            out.append(f"{key}={spelled(value)}" + (f" ({origin})" if with_origin else ""))
+    return ", ".join(out) or UNKNOWN
+
+
+def _origin(key: str, origins: dict[str, str]) -> str | None:
+    """Where a value came from; a table's, from its first entry."""
+    exact = origins.get(f"tune.{key}")
+    return exact or next((where for name, where in sorted(origins.items()) if name.startswith(f"tune.{key}.")), None)
+
+
+def parallel(record: Record) -> str:
+    plan = record.plan
+    return f"TP{plan.tp}PP{plan.pp}DP{plan.dp}"
+
+
+def _plan_numbers(record: Record) -> tuple[str, str, str]:
+    return counted(record.plan.devices), counted(record.plan.nodes), record.plan.launcher

@@ -1,0 +1,276 @@
+"""The parent's side of a run: start the workers, watch them, and make a record of whatever came of it. Never imports torch."""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from steelyard import accelerators, assemble, engines, environment, launch, plan, record
+from steelyard.assemble import Outcome
+from steelyard.case import Resolved
+from steelyard.errors import RequestError
+from steelyard.measure import now, sleep, today
+from steelyard.record import Plan, Record, Scope
+
+PASSES = ("val", "infer", "bare")
+POLL_S = 0.05
+GRACE_S = 5.0
+TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run as it was asked for."""
+
+    resolved: Resolved
+    engine: str = "torch"
+    accelerator: str | None = None
+    nodes: int = 1
+    devices: int = 1
+    passes: tuple[str, ...] = ("val", "infer")
+    sample: int | None = None
+    steps: int | None = None
+    weights: Path | None = None
+    data: Path | None = None
+    tokenizer: Path | None = None
+    site: Path | None = None
+    out: Path = Path("records")
+    hang_s: float = 1800.0
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the workers last said, and since when that phase goes on."""
+
+    phase: str
+    done: int
+    total: int
+    elapsed_s: float
+
+
+Watch = Callable[[Progress], None]
+
+
+def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path]:
+    """Run one case and write its record. A wrong request raises RequestError and leaves nothing."""
+    origin_s, created = now(), today()
+    case = request.resolved.case
+    _check(request)
+    accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
+    found = accelerator.find()
+    layout = plan.make(case, request.nodes, request.devices)
+    if not found or (layout.devices > len(found) and not accelerator.divisible):
+        raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) found on this machine")
+    plan.check_fits(case, found[0].memory_bytes)
+    site = _site(request.site)
+    record.writable(request.out)
+    surroundings = environment.parent_side(accelerator, found[: layout.devices])
+    with tempfile.TemporaryDirectory(prefix="steelyard-") as name:
+        folder = Path(name)
+        spec = folder / "spec.json"
+        spec.write_text(json.dumps(_spec(request, accelerator.name, folder, origin_s)))
+        sampler = accelerator.telemetry(found[: layout.devices], os.getpid(), origin_s)
+        sampler.start()
+        spawned_s = now()
+        try:
+            outcome = _workers(launch.LAUNCHERS[layout.launcher](str(spec), layout), request, folder, sampler, layout, watch)
+        finally:
+            series = sampler.stop()
+        ended_s = now()
+    _raise_request(outcome)
+    facts = assemble.Facts(
+        origin_s=origin_s,
+        spawned_s=spawned_s,
+        ended_s=ended_s,
+        created=created,
+        environment=surroundings,
+        site=site,
+        telemetry=series,
+        plan=layout,
+        scope=_scope(request),
+    )
+    made = assemble.assemble(request.resolved, request.engine, facts, outcome)
+    return made, record.write(made, request.out)
+
+
+def _check(request: Request) -> None:
+    """What is wrong with a request and can be known without starting anything."""
+    if find_spec("torch") is None:
+        raise RequestError("torch is not installed, and runs need it; pip install 'steelyard[torch]', then run again")
+    if request.engine not in engines.names():
+        raise RequestError(f"no engine {request.engine!r}; known: {', '.join(engines.names())}")
+    case = request.resolved.case
+    if request.engine not in case.engines and request.engine in engines.ENGINES:
+        raise RequestError(f"engine {request.engine!r} does not run {case.name}; allowed: {', '.join(case.engines)}")
+    if case.question.division not in case.divisions:
+        raise RequestError(f"{case.name} has no division {case.question.division!r}; allowed: {', '.join(case.divisions)}")
+    for name in request.passes:
+        if name not in PASSES:
+            raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(PASSES)}")
+    if not request.passes or len(set(request.passes)) != len(request.passes):
+        raise RequestError("--passes: name each pass once, such as val,infer")
+    for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
+        if path is not None and not path.exists():
+            raise RequestError(f"{option} {str(path)!r} does not exist")
+    if case.size == "full" and request.data is None:
+        raise RequestError(f"{case.name} at size full needs its data: name their folder with --data, or try --size smoke")
+    for option, number in (("--sample", request.sample), ("--steps", request.steps)):
+        if number is not None and number < 1:
+            raise RequestError(f"{option} {number}: must be at least 1")
+
+
+def _scope(request: Request) -> Scope:
+    window = request.sample is not None or request.steps is not None
+    return Scope(kind="window" if window else "full", sample=request.sample, steps=request.steps)
+
+
+def _site(path: Path | None) -> dict[str, str]:
+    """What the operator states about the machine: a small TOML file of strings."""
+    if path is None:
+        return {}
+    import tomllib
+
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RequestError(f"--site {str(path)!r} cannot be read: {error}") from error
+    allowed = ("machine", "network", "note")
+    for key, value in table.items():
+        if key not in allowed or not isinstance(value, str):
+            raise RequestError(f"--site {str(path)!r}: {key!r} is not a known string; allowed: {', '.join(allowed)}")
+    return table
+
+
+def _spec(request: Request, accelerator: str, folder: Path, origin_s: float) -> dict[str, Any]:
+    def absolute(path: Path | None) -> str | None:
+        return None if path is None else str(path.resolve())
+
+    return {
+        "case": request.resolved.case.model_dump(mode="json"),
+        "scope": _scope(request).model_dump(mode="json"),
+        "passes": list(request.passes),
+        "engine": request.engine,
+        "accelerator": accelerator,
+        "weights": absolute(request.weights),
+        "data": absolute(request.data),
+        "tokenizer": absolute(request.tokenizer),
+        "folder": str(folder),
+        "origin_s": origin_s,
+        "parent_pid": os.getpid(),
+    }
+
+
+def _workers(
+    command: list[str], request: Request, folder: Path, sampler: Any, layout: Plan, watch: Watch | None
+) -> Outcome:
+    """Start the processes and stay with them until none is left."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true", **request.resolved.case.tune.env}
+    log = folder / "stderr.log"
+    with log.open("wb") as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=env, start_new_session=True)
+        sampler.watch(process.pid)
+        try:
+            code, text = _wait(process, request, folder, watch)
+        except KeyboardInterrupt:
+            code, text = "interrupted", "interrupted by the user"
+        finally:
+            _end(process)
+    ranks = [_read(folder / f"rank-{i}.json") for i in range(layout.devices)]
+    known = [rank for rank in ranks if rank is not None]
+    tail = log.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
+    if code is None:
+        code, text = _verdict(known, layout, process.returncode)
+    return Outcome(code, text, process.returncode, tail, known)
+
+
+def _wait(process: subprocess.Popen[bytes], request: Request, folder: Path, watch: Watch | None) -> tuple[str | None, str]:
+    started = heard = phase_since = now()
+    last: dict[str, Any] = {}
+    while process.poll() is None:
+        said = _read(folder / "progress.json")
+        if said is not None and said != last:
+            heard = now()
+            if said["phase"] != last.get("phase"):
+                phase_since = heard
+            last = said
+        if watch is not None and last:
+            watch(Progress(last["phase"], last["done"], last["total"], now() - phase_since))
+        if now() - heard > request.hang_s:
+            where = last.get("phase", "start")
+            return "hang", f"nothing was heard of the workers for {request.hang_s:.0f} s, in phase {where!r}"
+        if request.limit_s is not None and now() - started > request.limit_s:
+            return "time_limit", f"the run took longer than its limit of {request.limit_s:.0f} s"
+        sleep(POLL_S)
+    return None, ""
+
+
+def _verdict(ranks: list[dict[str, Any]], layout: Plan, exit_code: int | None) -> tuple[str | None, str]:
+    """What the rank files and the exit code say."""
+    for rank in ranks:
+        if rank["status"] != "done":
+            return rank["status"], f"rank {rank['rank']}: {rank['error']}"
+    if len(ranks) < layout.devices or exit_code != 0:
+        missing = sorted(set(range(layout.devices)) - {rank["rank"] for rank in ranks})
+        who = f"rank {missing[0]}" if missing else "a worker"
+        if exit_code is not None and exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            return "killed", f"{who} was ended by {name} (SIGKILL is also what the kernel sends when memory runs out)"
+        return "killed", f"{who} left no result; exit code {exit_code}"
+    return None, ""
+
+
+def _raise_request(outcome: Outcome) -> None:
+    if outcome.code == "request":
+        raise RequestError(outcome.text.partition(": ")[2])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a worker and all it started: first kindly, then for certain."""
+    family = _family(process.pid)
+    for one in family:
+        _signal(one, signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=GRACE_S)
+    for one in alive:
+        _signal(one, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=GRACE_S)
+    process.wait()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """The process, its descendants, and whoever else is in its session (a child whose own parent is gone)."""
+    try:
+        head = psutil.Process(pid)
+        family = {head, *head.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        family = set()
+    for one in psutil.process_iter():
+        try:
+            if os.getsid(one.pid) == pid:
+                family.add(one)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return list(family)
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return found

@@ -1,0 +1,206 @@
+"""A worker: one device's share of a run. One JSON spec in, one rank file out, whatever happens in between.
+
+Started by the parent as `python -m steelyard.worker SPEC`, alone or by torchrun, which sets RANK, LOCAL_RANK, WORLD_SIZE.
+"""
+
+import json
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from steelyard import accelerators, engines
+from steelyard.case import Case
+from steelyard.data import mmlu, mmlu_score, tokenizer
+from steelyard.errors import RequestError
+from steelyard.measure import Budget, Trace, bare, mean_time_s, measure, now, sleep
+
+CALIBRATE_S = 0.5
+PROGRESS_S = 0.1
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ.get("RANK", "0"))
+    threading.Thread(target=_end_with_parent, args=(spec["parent_pid"],), daemon=True).start()
+    worker = Worker(spec, rank)
+    try:
+        worker.run()
+        status, error = "done", None
+    except RequestError as failure:
+        status, error = "request", str(failure)
+    except Exception as failure:  # noqa: BLE001: whatever it was goes into the rank file, and on to stderr
+        status, error = _kind(failure), "".join(traceback.format_exception_only(failure)).strip()
+        traceback.print_exc()
+    worker.write(status, error)
+    worker.leave()
+    sys.exit(0 if status == "done" else 1)
+
+
+def _kind(failure: BaseException) -> str:
+    """`out_of_memory`, or `raised`. A CPU's allocator has no type of its own for it, only a text."""
+    text = str(failure)
+    starved = type(failure).__name__ == "OutOfMemoryError" or isinstance(failure, MemoryError)
+    return "out_of_memory" if starved or "can't allocate memory" in text else "raised"
+
+
+def _end_with_parent(pid: int) -> None:
+    """A worker outlives nobody: without its parent there is no one to write the record."""
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            os._exit(3)
+        sleep(1.0)
+
+
+class Worker:
+    def __init__(self, spec: dict[str, Any], rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.folder = Path(spec["folder"])
+        self.case = Case.model_validate(spec["case"])
+        self.budget = Budget()
+        self.out: dict[str, Any] = {"rank": rank, "windows": [], "samples": [], "outputs": {}}
+        self._told = 0.0
+        self.device: Any = None
+
+    def run(self) -> None:
+        with self.budget.part("imports"):
+            make_engine = engines.load(self.spec["engine"])
+            self.device = accelerators.load_device(self.spec["accelerator"], self.local_rank)
+            self.device.set_precision(self.case.question.precision.matmul)
+            self.out |= {"identity": self.device.identity(), "versions": self.device.versions()}
+        self._join()
+        with self.budget.part("data"):
+            self.tell("data", 0, 0)
+            prompts = self._prompts()
+        engine = make_engine(self._job(prompts))
+        for name in self.spec["passes"]:
+            self.tell(f"prepare {name}", 0, 0)
+            engine.prepare(name, self.budget.part)
+            if "matmul_flops_per_s" not in self.out:
+                with self.budget.part("calibrate"):
+                    self.out["matmul_flops_per_s"] = self._calibrate()
+            self._pass(engine, name)
+        self.out["details"] = engine.details()
+
+    def _join(self) -> None:
+        if self.world > 1:
+            import torch.distributed as dist
+
+            with self.budget.part("join"):
+                dist.init_process_group(self.device.backend)
+
+    def _prompts(self) -> mmlu.Prompts:
+        question, spec = self.case.question, self.spec
+        source = Path(spec["data"]) if spec["data"] else None
+        subjects, label = mmlu.load(question.data, source)
+        if source is None:
+            tokens: tokenizer.Tokenizer = tokenizer.MadeTokenizer(question.model.vocab)
+        else:
+            places = [Path(place) for place in (spec["tokenizer"], spec["weights"], spec["data"]) if place]
+            tokens = tokenizer.load(places[:1] if spec["tokenizer"] else places)
+            tokenizer.check_vocab(tokens, question.model.vocab)
+        if question.data.context > question.model.positions:
+            raise RequestError(f"question.data.context={question.data.context} is more than the model's {question.model.positions} positions")
+        prompts = mmlu.encode(subjects, question.data, tokens, spec["scope"]["sample"], question.seed)
+        found = mmlu.fingerprint(subjects, tokens)
+        self.out["data"] = {
+            "source": label,
+            "subjects": len(subjects),
+            "rows": sum(len(subject.test) for subject in subjects),
+            "rows_in_scope": len(prompts.rows),
+            "tokens": sum(len(row) for row in prompts.rows),
+            "shortened": prompts.shortened,
+            "fingerprint": found,
+            "published": found == question.data.fingerprint,
+            "tokenizer": {"source": tokens.source, "vocab": tokens.vocab, "sha256": tokens.sha256},
+        }
+        if self.rank == 0:
+            self.out["common"] = mmlu_score.outputs(
+                prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters
+            )
+        return prompts
+
+    def _job(self, prompts: mmlu.Prompts) -> engines.Job:
+        weights = Path(self.spec["weights"]) if self.spec["weights"] else None
+        return engines.Job(
+            case=self.case,
+            prompts=prompts,
+            weights=weights,
+            device=self.device,
+            rank=self.rank,
+            world=self.world,
+            steps=self.spec["scope"]["steps"],
+            loading=lambda done, total: self.tell("weights", done, total),
+        )
+
+    def _calibrate(self) -> float:
+        """Rate of one large square matmul on random numbers, at the case's precision."""
+        import torch
+
+        dtypes = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        size, dtype = self.device.matmul_shape, dtypes[self.case.question.precision.matmul]
+        a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
+        time_s = mean_time_s(lambda: torch.mm(a, b), self.device, CALIBRATE_S if size > 2048 else 0.0)
+        return 2.0 * size**3 / time_s
+
+    def _pass(self, engine: engines.Engine, name: str) -> None:
+        self._barrier()
+        self.device.reset_memory()
+        total = engine.total(name)
+        self.tell(name, 0, total)
+        with self.budget.part(name):
+            if name == "bare":
+                trace = bare(engine.work(name), self.device)
+            else:
+                trace = measure(name, engine.work(name), self.device, self.rank, step_done=lambda n: self.tell(name, n, total))
+        self._keep(name, trace)
+        if name != "bare":
+            self.out["outputs"][name] = engine.outputs(name)
+
+    def _barrier(self) -> None:
+        if self.world > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+    def _keep(self, name: str, trace: Trace) -> None:
+        window = {"pass": name, "rank": self.rank, "start_s": trace.start_at - self.spec["origin_s"], "wall_s": trace.wall_s}
+        memory = self.device.memory()
+        window |= {key: memory.get(key) for key in ("allocated_bytes", "reserved_bytes")}
+        self.out["windows"].append(window)
+        self.out["samples"] += [sample.model_dump(mode="json", by_alias=True) for sample in trace.samples]
+
+    def tell(self, phase: str, done: int, total: int) -> None:
+        """How far this is, for whoever watches: rank 0 alone, and not too often."""
+        at = now()
+        if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
+            self._told = at
+            _replace(self.folder / "progress.json", {"phase": phase, "done": done, "total": total})
+
+    def write(self, status: str, error: str | None) -> None:
+        self.out |= {"status": status, "error": error, "budget": self.budget.parts()}
+        _replace(self.folder / f"rank-{self.rank}.json", self.out)
+
+    def leave(self) -> None:
+        if self.world > 1 and self.out["status"] == "done":
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Readers see the old file or the new one, never half of one."""
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    main()

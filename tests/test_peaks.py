@@ -1,0 +1,89 @@
+"""The peak table: every row has its source, equal names alone match, and a bad table is refused."""
+
+import re
+
+import pytest
+
+from steelyard.accelerators import peaks
+
+REQUIRED = [
+    "NVIDIA A100-SXM4-40GB",
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA A100-PCIE-40GB",
+    "NVIDIA A100 80GB PCIe",
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA H200",
+    "NVIDIA B200",
+    "NVIDIA GeForce RTX 4090",
+    "AMD Instinct MI300X",
+    "Ascend910B3",
+]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_required_peaks(name: str) -> None:
+    found = peaks.peak(name, None)
+    assert found is not None
+    assert name in found.match
+
+
+@pytest.mark.parametrize("found", peaks.rows(), ids=lambda found: found.name)
+def test_every_peak(found: peaks.Peak) -> None:
+    assert re.search(r"\b20[12]\d\b", found.source), "a source has its year"
+    assert all(rate >= 1e12 for rate in found.flops_per_s.values()), "a rate in other units"
+    assert found.bandwidth_bytes_per_s is None or 1e11 < found.bandwidth_bytes_per_s < 1e14
+    fp16, bf16 = found.flops_per_s.get("fp16"), found.flops_per_s["bf16"]
+    assert fp16 in (None, bf16) or found.accelerator == "hpu"
+    assert [peaks.peak(name, None) for name in found.match] == [found] * len(found.match)
+
+
+def test_the_peaks_of_an_h200_are_dense() -> None:
+    found = peaks.peak("NVIDIA H200", 150754820096)
+    assert found is not None
+    assert found.flops_per_s["bf16"] == found.flops_per_s["fp16"] == 989.4e12
+    assert (found.flops_per_s["tf32"], found.flops_per_s["fp32"]) == (494.7e12, 66.9e12)
+    assert found.bandwidth_bytes_per_s == 4.8e12
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA H20", "H200", "nvidia h200", "NVIDIA H200 ", "AMD EPYC", "Tesla T4"])
+def test_only_equal_names_match(name: str) -> None:
+    found = peaks.peak(name, None)
+    assert found is None or name == "NVIDIA H20" == found.match[0]
+
+
+ROW = """[[peak]]
+name = "{name}"
+accelerator = "cuda"
+match = ["X"]
+source = "a book, 2020"
+{more}
+[peak.flops_per_s]
+bf16 = {rate}
+"""
+
+
+def test_memory_tells_devices_of_one_name_apart() -> None:
+    small, large = peaks.parse(
+        ROW.format(name="small", more="memory_gib = 40", rate=1e12)
+        + ROW.format(name="large", more="memory_gib = 80", rate=2e12)
+    )
+    assert [(small.fits("X", gib << 30), large.fits("X", gib << 30)) for gib in (35, 39, 60, 79)] == [
+        (False, False), (True, False), (False, False), (False, True)
+    ]  # fmt: skip
+    assert not small.fits("X", None)
+    assert not small.fits("Y", 40 << 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ROW.format(name="a", more="", rate=0), "greater than 0"),
+        (ROW.format(name="a", more="colour = 1", rate=1), "Extra inputs"),
+        (ROW.format(name="a", more="", rate=1) + "fp7 = 1", "unknown precisions"),
+        (ROW.format(name="a", more="", rate=1).replace("a book, 2020", ""), "at least 1 character"),
+        (ROW.format(name="a", more="", rate=1) + ROW.format(name="b", more="memory_gib = 1", rate=1), "also in another row"),
+    ],
+)
+def test_a_bad_peak_table(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        peaks.parse(text)
