@@ -154,9 +154,7 @@ def test_a_token_does_not_see_the_ones_after_it() -> None:
     assert not torch.isclose(before[10:], after[10:]).all(dim=1).any()
 
 
-def shared_batch(
-    model: Llama, room: list[Prefix], prefix: Tensor, tails: list[Tensor], with_prefix: bool
-) -> list[Tensor]:
+def shared_batch(model: Llama, room: list[Prefix], prefix: Tensor, tails: list[Tensor], with_prefix: bool) -> list[Tensor]:
     """Logits of the tails' tokens. The prefix is computed in this batch and kept, or read from what was kept."""
     size, head = len(prefix), [prefix] if with_prefix else []
     rows = [*head, *tails]

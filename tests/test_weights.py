@@ -177,7 +177,7 @@ def test_random_weights_depend_on_the_name_not_the_order() -> None:
     for name in ("embed.weight", "output.weight"):
         assert torch.equal(part.get_parameter(name), model.get_parameter(name))
     seed = int.from_bytes(sha256(b"1:embed.weight").digest()[:8], "big") >> 1
-    expected = torch.empty(61, 32).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+    expected = torch.empty(61, 32).normal_(0.0, 32**-0.5, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(model.embed.weight, expected)
 
 
@@ -190,8 +190,9 @@ def test_random_weights_by_kind() -> None:
         elif name.endswith("bias"):
             assert bool((parameter == 0).all()), name
         else:
-            assert float(parameter.std()) == pytest.approx(0.02, rel=0.02), name
-            assert abs(float(parameter.mean())) < 2e-4, name
+            scale = parameter.shape[-1] ** -0.5
+            assert float(parameter.std()) == pytest.approx(scale, rel=0.02), name
+            assert abs(float(parameter.mean())) < 0.01 * scale, name
 
 
 def test_random_weights_leave_the_global_generator_alone() -> None:
@@ -242,6 +243,19 @@ def test_shards_may_be_links_out_of_the_folder(tmp_path: Path) -> None:
         (folder / name).rename(blobs / str(i))
         (folder / name).symlink_to(Path("..") / "blobs" / str(i))
     assert_holds(load(folder), tensors_of(SHAPE))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED])
+def test_copy_to_hf(shape: LlamaShape, tmp_path: Path) -> None:
+    model = load(write(tmp_path, shape), shape)
+    out_bias = "model.layers.1.self_attn.o_proj.bias"
+    theirs = {name: torch.full_like(t, torch.nan) for name, t in tensors_of(shape).items()} | {out_bias: torch.ones(32)}
+    weights.copy_to_hf(model, theirs)
+    assert not theirs.pop(out_bias).any()
+    for name, tensor in tensors_of(shape).items():
+        assert torch.equal(theirs[name], tensor), name
+    with pytest.raises(ValueError, match="parameter 'extra' is none of a Llama's"):
+        weights.copy_to_hf(model, {"extra": torch.ones(1)})
 
 
 def test_source_and_progress(tmp_path: Path) -> None:
@@ -466,9 +480,7 @@ def test_index_that_points_elsewhere(file: Any, tmp_path: Path) -> None:
     where = write_sharded(folder)
     save_file({Q0: torch.ones(32, 32)}, tmp_path / "x.safetensors")
     write_index(folder, where | {Q0: file})
-    refused(
-        folder, "model.safetensors.index.json: names the shard ", "allowed: a plain file name ending in .safetensors; "
-    )
+    refused(folder, "model.safetensors.index.json: names the shard ", "allowed: a plain file name ending in .safetensors; ")
 
 
 @pytest.mark.parametrize("where", [None, {}, ["x.safetensors"], "x"])

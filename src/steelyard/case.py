@@ -122,6 +122,7 @@ class Tune(Frozen):
         "packed", description="packed: no padding; sorted: padded batches of like length; single: one sequence a batch"
     )
     pad_to: int = Field(16, ge=1, description="padded lengths are multiples of this")
+    order: int = Field(0, description="seed of the order in which prompts are packed")
     warmup: int = Field(2, ge=0, description="batches run before a pass, outside it")
     env: dict[str, str] = Field({}, description="environment of the workers; only names in ENV")
 
@@ -189,7 +190,9 @@ def read(name: str) -> tuple[dict[str, Any], str]:
     if name.endswith(".toml"):
         path = Path(name)
         if not path.is_file():
-            raise RequestError(f"case file {name!r} does not exist; give the path of a TOML file or one of: {', '.join(names())}")
+            raise RequestError(
+                f"case file {name!r} does not exist; give the path of a TOML file or one of: {', '.join(names())}"
+            )
         if path.stat().st_size > MAX_CASE_BYTES:
             raise RequestError(f"case file {name!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few kilobytes")
         raw = path.read_bytes()

@@ -12,7 +12,7 @@ from steelyard import __version__
 from steelyard.errors import RequestError
 
 # Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
-UsageProblem = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
     name="steelyard",
@@ -28,7 +28,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 Size = Annotated[str, typer.Option(help="smoke (tiny, made data, seconds on a CPU) or full (the published model and data).")]
 Precision = Annotated[str | None, typer.Option(help="fp32, tf32, fp16 or bf16 (training also bf16-pure); default: the case's.")]
 Division = Annotated[str | None, typer.Option(help="closed (every token computed) or open (shared prefixes computed once).")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override any value, such as tune.batch_tokens=16384.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override any value, such as tune.batch_tokens=16384.")
+]
 Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]
 
 
@@ -93,7 +95,7 @@ def list_(as_json: Json = False) -> None:
     """
     from steelyard import accelerators, case, engines
 
-    found = [
+    found: list[dict[str, Any]] = [
         {"accelerator": row.name, "index": i, "device": one.name, "memory_bytes": one.memory_bytes}
         for row in accelerators.table().values()
         for i, one in enumerate(row.find())
@@ -131,7 +133,13 @@ def show(
     resolved = resolve(case, size, precision, division, settings)
     values = {key: value for key, value in _leaves(resolved.case.model_dump(mode="json")) if not key.startswith("reference")}
     rows = [{"key": key, "value": value, "origin": resolved.origins.get(key, "default")} for key, value in values.items()]
-    rows.append({"key": "model parameters", "value": flops.parameters(resolved.case.question.model), "origin": "derived from the shapes"})
+    rows.append(
+        {
+            "key": "model parameters",
+            "value": flops.parameters(resolved.case.question.model),
+            "origin": "derived from the shapes",
+        }
+    )
     device = accelerators.detect().find()[0]
     peak = peaks.peak(device.name, device.memory_bytes)
     rate = peak.flops_per_s.get(resolved.case.question.precision.matmul) if peak else None
@@ -143,7 +151,9 @@ def show(
         return
     width = max(len(str(row["key"])) for row in rows)
     lines = [f"{row['key']:<{width}}  {_plain(row['value'])}  ({row['origin']})" for row in rows]
-    lines += [f"published: {row['published_as']} (ran as {row['ran_as']}), {row['config']}; {row['source']}" for row in references]
+    lines += [
+        f"published: {row['published_as']} (ran as {row['ran_as']}), {row['config']}; {row['source']}" for row in references
+    ]
     _print("\n".join(lines))
 
 
@@ -163,7 +173,9 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 @app.command()
 def run(
-    cases: Annotated[list[str], typer.Argument(metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.")],
+    cases: Annotated[
+        list[str], typer.Argument(metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.")
+    ],
     size: Size = "full",
     engine: Annotated[str, typer.Option(help="torch (ours) or transformers (what users run today).")] = "torch",
     accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
@@ -171,12 +183,18 @@ def run(
     division: Division = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     devices: Annotated[int, typer.Option(help="Devices per machine.")] = 1,
-    passes: Annotated[str, typer.Option(help="val (eager), infer (compiled), bare (infer again with nothing measured inside).")] = "val,infer",
+    passes: Annotated[
+        str, typer.Option(help="val (eager), infer (compiled), bare (infer again with nothing measured inside).")
+    ] = "val,infer",
     steps: Annotated[int | None, typer.Option(help="Stop each pass after so many batches.")] = None,
     sample: Annotated[int | None, typer.Option(help="A seeded sample of so many questions.")] = None,
-    weights: Annotated[str, typer.Option(metavar="DIR|random", help="A Hugging Face folder of safetensors, or random.")] = "random",
+    weights: Annotated[
+        str, typer.Option(metavar="DIR|random", help="A Hugging Face folder of safetensors, or random.")
+    ] = "random",
     data: Annotated[Path | None, typer.Option(help="Folder or .tar of the case's data (full size).")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or tokenizer.model; default: beside weights or data.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json or tokenizer.model; default: beside weights or data.")
+    ] = None,
     settings: Settings = None,
     site: Annotated[Path | None, typer.Option(help="TOML with machine and network, which cannot be detected.")] = None,
     repeat: Annotated[int, typer.Option(help="Run so many times, in fresh processes.")] = 1,

@@ -85,6 +85,7 @@ def source(package: Path = PACKAGE) -> dict[str, Any]:
         revision = _git(package, "rev-parse", "--verify", "HEAD")
         changes = _git(package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES)
         dirty = None if revision is None or changes is None else changes != ""
+    revision = revision or os.environ.get("STEELYARD_REVISION")  # for copies without a repository, container images say
     return {"version": __version__, "revision": revision, "dirty": dirty}
 
 

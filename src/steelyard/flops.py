@@ -38,7 +38,8 @@ def causal(model: Model, counts: Counts) -> int:
 
 
 def palm(model: Model, counts: Counts) -> int:
-    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token; N without the input table unless tied."""
+    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, N without the input table unless
+    tied."""
     without_table = parameters(model) - (0 if model.tied else model.vocab * model.hidden)
     return 2 * without_table * counts["tokens"] + 4 * model.layers * model.hidden * counts["square"]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from steelyard import flops, stats, telemetry
 from steelyard.case import Model
@@ -154,14 +155,20 @@ def _achievable(record: Record) -> Known:
     return Known(sum(rates) / len(rates)) if rates else Known(None, "the matmul rate was not measured")
 
 
-def _mfu(convention: str, seconds: Callable[[Record, str], float | None], ceiling: Callable[[Record], Known]) -> Callable[[Record], Known]:
+def _mfu(
+    convention: str, seconds: Callable[[Record, str], float | None], ceiling: Callable[[Record], Known]
+) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
         done, peak = _flops(convention)(record), ceiling(record)
         name = headline(record)
         time_s = seconds(record, name) if name else None
         if done.value is None or peak.value is None:
             return Known(None, done.note if done.value is None else peak.note)
-        return Known(done.value / time_s / (peak.value * _devices(record)), f"convention {convention}") if time_s else _absent(name or "infer")
+        return (
+            Known(done.value / time_s / (peak.value * _devices(record)), f"convention {convention}")
+            if time_s
+            else _absent(name or "infer")
+        )
 
     return formula
 
@@ -207,9 +214,10 @@ def _energy(record: Record) -> Known:
     return Known(used)
 
 
-def _series_of(record: Record, rank: int) -> dict[str, object] | None:
-    uuid = next((one.get("identity", {}).get("uuid") for one in record.ranks if one.get("rank") == rank), None)
-    return next((series for series in record.telemetry if uuid is not None and series["device"] == uuid), None)
+def _series_of(record: Record, rank: int) -> dict[str, Any] | None:
+    """What was read off the device of a rank."""
+    device = next((one.get("device") for one in record.ranks if one.get("rank") == rank), None)
+    return next((series for series in record.telemetry if series["device"] == device), None)
 
 
 def _energy_per_token(record: Record) -> Known:
@@ -225,7 +233,11 @@ def _e2e(record: Record) -> Known:
 
 def _overhead(record: Record) -> Known:
     measured, bare = wall_s(record, "infer"), wall_s(record, "bare")
-    return Known(measured / bare - 1) if measured and bare else Known(None, "the bare pass was not asked for (--passes infer,bare)")
+    return (
+        Known(measured / bare - 1)
+        if measured and bare
+        else Known(None, "the bare pass was not asked for (--passes infer,bare)")
+    )
 
 
 def _padded(record: Record) -> Known:

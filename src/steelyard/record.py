@@ -1,7 +1,7 @@
 """Records: one run as write-once JSON. Read, check, write whole or not at all.
 
-The bytes of a record are canonical: sorted keys, fixed separators. One changed byte is therefore either a different value,
-which the hash shows, or a different spelling of the same, which `check` shows.
+The bytes of a record are canonical: keys in their order, fixed separators. One changed byte is therefore either a different
+value, which the hash shows, or a different spelling of the same, which `integrity` shows.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ class Record(Part):
 
 
 def canonical_bytes(table: dict[str, Any]) -> bytes:
-    text = json.dumps(table, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(table, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return (text + "\n").encode()
 
 
@@ -194,7 +194,9 @@ def writable(folder: Path) -> None:
             pass
         probe.unlink()
     except OSError as error:
-        raise RequestError(f"output folder {str(folder)!r} cannot be written: {error.strerror}; choose another with --out") from error
+        raise RequestError(
+            f"output folder {str(folder)!r} cannot be written: {error.strerror}; choose another with --out"
+        ) from error
 
 
 def write(record: Record, folder: Path) -> Path:

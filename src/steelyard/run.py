@@ -24,6 +24,11 @@ PASSES = ("val", "infer", "bare")
 POLL_S = 0.05
 GRACE_S = 5.0
 TAIL_BYTES = 4000
+WORKER_ENV = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+}
 
 
 @dataclass(frozen=True)
@@ -169,11 +174,9 @@ def _spec(request: Request, accelerator: str, folder: Path, origin_s: float) -> 
     }
 
 
-def _workers(
-    command: list[str], request: Request, folder: Path, sampler: Any, layout: Plan, watch: Watch | None
-) -> Outcome:
+def _workers(command: list[str], request: Request, folder: Path, sampler: Any, layout: Plan, watch: Watch | None) -> Outcome:
     """Start the processes and stay with them until none is left."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true", **request.resolved.case.tune.env}
+    env = {**os.environ, **WORKER_ENV, **request.resolved.case.tune.env}
     log = folder / "stderr.log"
     with log.open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=env, start_new_session=True)

@@ -1,6 +1,7 @@
 """Statistics of measured samples: intervals by batch means, and where a run becomes steady."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 # Student's t, two-sided 95 %, by degrees of freedom (any statistics handbook); beyond the table, the next smaller row.
 T_95 = {
@@ -26,7 +27,7 @@ def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float
     count = min(BATCHES, steps)
     edges = [steps * i // count for i in range(count + 1)]
     costs = []
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         done = sum(work[a:b])
         if done <= 0:
             return None
@@ -44,7 +45,7 @@ def steady_start(time_s: Sequence[float]) -> int:
     group = 5
     means = [sum(time_s[i : i + group]) / group for i in range(0, len(time_s) - group + 1, group)]
     best, best_score = 0, float("inf")
-    for cut in range(0, max(1, len(means) // 2)):
+    for cut in range(max(1, len(means) // 2)):
         rest = means[cut:]
         if len(rest) < 2:
             break

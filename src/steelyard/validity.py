@@ -94,7 +94,9 @@ def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
             continue
         steps = [s for s in metrics.samples(record, window.pass_name) if s.rank == window.rank]
         share = sum(s.end_s - s.start_s for s in steps) / window.wall_s if window.wall_s else 0.0
-        text = f"{window.pass_name}: steps of rank {window.rank} cover {share:.1%} of the pass; at least {ACCOUNTED:.0%} is asked"
+        text = (
+            f"{window.pass_name}: steps of rank {window.rank} cover {share:.1%} of the pass; at least {ACCOUNTED:.0%} is asked"
+        )
         out.append((Check(name=f"accounted_{window.pass_name}", ok=share >= ACCOUNTED, detail=text), "unaccounted", None))
     return out
 
@@ -129,7 +131,8 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
                 out.append((None, None, f"{text} (a note: large matmuls run at the power limit)"))
         foreign = [telemetry.foreign(series, start, end) for start, end in spans]
         if any(one is not None for one in foreign):
-            text = f"device {series['device']}: {'another process used it' if any(foreign) else 'no other process'} during the passes"
+            who = "another process used it" if any(foreign) else "no other process"
+            text = f"device {series['device']}: {who} during the passes"
             out.append((Check(name="alone", ok=not any(foreign), detail=text), "shared", None))
     return out
 

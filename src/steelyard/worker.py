@@ -31,7 +31,7 @@ def main() -> None:
         status, error = "done", None
     except RequestError as failure:
         status, error = "request", str(failure)
-    except Exception as failure:  # noqa: BLE001: whatever it was goes into the rank file, and on to stderr
+    except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
         status, error = _kind(failure), "".join(traceback.format_exception_only(failure)).strip()
         traceback.print_exc()
     worker.write(status, error)
@@ -65,7 +65,8 @@ class Worker:
         self.folder = Path(spec["folder"])
         self.case = Case.model_validate(spec["case"])
         self.budget = Budget()
-        self.out: dict[str, Any] = {"rank": rank, "windows": [], "samples": [], "outputs": {}}
+        device = f"{spec['accelerator']}:{self.local_rank}"
+        self.out: dict[str, Any] = {"rank": rank, "device": device, "windows": [], "samples": [], "outputs": {}}
         self._told = 0.0
         self.device: Any = None
 
@@ -107,7 +108,9 @@ class Worker:
             tokens = tokenizer.load(places[:1] if spec["tokenizer"] else places)
             tokenizer.check_vocab(tokens, question.model.vocab)
         if question.data.context > question.model.positions:
-            raise RequestError(f"question.data.context={question.data.context} is more than the model's {question.model.positions} positions")
+            raise RequestError(
+                f"question.data.context={question.data.context} is more than the model's {question.model.positions} positions"
+            )
         prompts = mmlu.encode(subjects, question.data, tokens, spec["scope"]["sample"], question.seed)
         found = mmlu.fingerprint(subjects, tokens)
         self.out["data"] = {
@@ -148,7 +151,7 @@ class Worker:
         size, dtype = self.device.matmul_shape, dtypes[self.case.question.precision.matmul]
         a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
         time_s = mean_time_s(lambda: torch.mm(a, b), self.device, CALIBRATE_S if size > 2048 else 0.0)
-        return 2.0 * size**3 / time_s
+        return float(2 * size**3 / time_s)
 
     def _pass(self, engine: engines.Engine, name: str) -> None:
         self._barrier()

@@ -54,7 +54,9 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
         return make(data.made, data.shots), "made"
     subjects = read(source)
     if len(subjects) != data.subjects:
-        raise RequestError(f"{source}: {len(subjects)} subjects; the case has {data.subjects}: a file of dev/ or test/ is missing")
+        raise RequestError(
+            f"{source}: {len(subjects)} subjects; the case has {data.subjects}: a file of dev/ or test/ is missing"
+        )
     return subjects, source.name
 
 
@@ -178,7 +180,8 @@ def encode(subjects: list[Subject], data: MmluData, tokenizer: Tokenizer, sample
             if dropped[i] > data.shots:
                 s, q = pairs[i]
                 raise RequestError(
-                    f"test/{subjects[s].name}_test.csv: row {q + 1} alone has {len(rows[i])} tokens; the context is {data.context}"
+                    f"test/{subjects[s].name}_test.csv: row {q + 1} alone has {len(rows[i])} tokens; "
+                    f"the context is {data.context}"
                 )
     return Prompts(
         rows=rows,
@@ -217,9 +220,9 @@ def answer_tokens(tokenizer: Tokenizer) -> list[int]:
     return out
 
 
-_NOUNS = "lake river hill stone cloud field tower garden harbour forest island valley bridge market engine window".split()
-_VERBS = "holds carries follows covers crosses reaches feeds guards".split()
-_MADE_NAMES = "tides orchards signals quarries ledgers lanterns".split()
+_NOUNS = ("lake", "river", "hill", "stone", "cloud", "field", "tower", "garden", "harbour", "forest", "island", "valley")
+_VERBS = ("holds", "carries", "follows", "covers", "crosses", "reaches", "feeds", "guards")
+_MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns")
 
 
 def make(made: Made, shots: int) -> list[Subject]:

@@ -9,7 +9,9 @@ from typing import Any
 LETTERS = "ABCD"
 
 
-def outputs(gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]) -> dict[str, Any]:
+def outputs(
+    gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]
+) -> dict[str, Any]:
     """The part that does not depend on a pass."""
     return {
         "gold": "".join(LETTERS[i] for i in gold),

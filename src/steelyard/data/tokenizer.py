@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +14,15 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 
 class Tokenizer(Protocol):
-    source: str
-    vocab: int
-    sha256: str  # of the pieces in the order of their ids, so that two files of one vocabulary agree
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def sha256(self) -> str:
+        """Of the pieces in the order of their ids, so that two files of one vocabulary agree."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids with whatever begins a sequence for this tokenizer."""
@@ -97,7 +104,7 @@ def _need(module: str) -> Any:
         raise RequestError(f"{module} is not installed; pip install 'steelyard[torch]'") from error
 
 
-FILES = {"tokenizer.json": JsonTokenizer, "tokenizer.model": SentencePieceTokenizer}
+FILES: dict[str, Callable[[Path], Tokenizer]] = {"tokenizer.json": JsonTokenizer, "tokenizer.model": SentencePieceTokenizer}
 
 
 def load(places: list[Path]) -> Tokenizer:
@@ -108,7 +115,9 @@ def load(places: list[Path]) -> Tokenizer:
                 path = place if place.is_file() and place.name.endswith(Path(name).suffix) else folder / name
                 if path.is_file():
                     if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                        raise RequestError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}")
+                        raise RequestError(
+                            f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}"
+                        )
                     return kind(path)
     looked = ", ".join(str(place) for place in places) or "nowhere"
     raise RequestError(

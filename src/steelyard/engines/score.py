@@ -9,7 +9,6 @@ from torch import Tensor
 
 from steelyard.case import Tune
 
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -46,19 +46,21 @@ class TorchScore:
         if kernel not in KERNELS:
             raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
         if shared and kernel == "cudnn":
-            raise RequestError("tune.attention='cudnn' cannot see a shared prefix; allowed in division open: auto, flash, efficient, rows")
+            raise RequestError(
+                "tune.attention='cudnn' cannot see a shared prefix; allowed in division open: auto, flash, efficient, rows"
+            )
         return str(kernel)
 
     def _plan(self) -> list[Callable[[], Batch]]:
         """What to compute, batch by batch; the arrays themselves are made inside the pass."""
         rows, budget = self.job.prompts.rows, self.tune.batch_tokens
         if self.question.division == "closed":
-            bins = equal_bins([len(row) for row in rows], budget, self.question.seed, self.job.world)
+            bins = equal_bins([len(row) for row in rows], budget, self.tune.order, self.job.world)
             mine = bins[self.job.rank :: self.job.world]
             return [partial(closed_batch, rows, items) for items in mine[: self.job.steps]]
         shared = prefixes(rows, self.job.prompts.groups)
         self.cache_rows = max(shared, default=0)
-        pieces = open_bins(rows, self.job.prompts.groups, budget, self.question.seed, self.job.world)[self.job.rank]
+        pieces = open_bins(rows, self.job.prompts.groups, budget, self.tune.order, self.job.world)[self.job.rank]
         following = [*pieces[1:], None]
         pairs = list(zip(pieces, following, strict=True))[: self.job.steps]
         return [partial(open_batch, rows, one, after, shared, self.cache_rows) for one, after in pairs]

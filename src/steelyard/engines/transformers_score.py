@@ -46,11 +46,11 @@ class TransformersScore:
         lengths = [len(row) for row in job.prompts.rows]
         single = self.tune.batching == "single"
         budget, pad_to = (1, 1) if single else (self.tune.batch_tokens, self.tune.pad_to)
-        bins = sorted_batches(lengths, budget, pad_to, self.question.seed)
+        bins = sorted_batches(lengths, budget, pad_to, self.tune.order)
         self.pad_to = pad_to
         self.bins = bins[job.rank :: job.world][: job.steps]
         self.answers: dict[str, Answers] = {}
-        self.model: LlamaForCausalLM | None = None
+        self.model: Any = None
         self.body: Callable[..., Any] | None = None
         self.weights: dict[str, Any] = {}
 
@@ -67,7 +67,7 @@ class TransformersScore:
                 self._answer(*self._to_device(items))
             self.job.device.synchronize()
 
-    def _load(self) -> LlamaForCausalLM:
+    def _load(self) -> Any:
         """The same weights as every engine: read, checked or made by our own loader, then handed over."""
         dtype = DTYPES[self.question.precision.weights]
         ours = weights.build(weights.shape_of(self.question.model), self.device, dtype)
@@ -77,7 +77,7 @@ class TransformersScore:
         else:
             self.weights = weights.load_hf(ours, self.job.weights, self.job.loading)
         with torch.device("meta"):
-            model = LlamaForCausalLM(config(self.question.model))
+            model: Any = LlamaForCausalLM(config(self.question.model))  # type: ignore[no-untyped-call]
         model = model.to(dtype).to_empty(device=self.device).eval().requires_grad_(False)
         _restore_buffers(model)
         model.tie_weights()
@@ -143,14 +143,13 @@ def config(model: Model) -> LlamaConfig:
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
         tie_word_embeddings=model.tied,
         attention_bias=model.qkv_bias,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]
     )
 
 
 def _restore_buffers(model: nn.Module) -> None:
     """Rotary frequencies are computed buffers, in no checkpoint; `to_empty` left them without values."""
-    for module in model.modules():
+    for name, module in list(model.named_modules()):
         if hasattr(module, "inv_freq"):
-            device = module.inv_freq.device
-            fresh = type(module)(config=module.config, device=device)
-            module.inv_freq = fresh.inv_freq
+            fresh = type(module)(config=module.config).to(module.inv_freq.device)
+            model.set_submodule(name, fresh)

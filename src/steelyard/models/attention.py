@@ -82,9 +82,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
     """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix only."""
-    out: Tensor = torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, cu_q, cu_k, max_q, max_k, False, 0.0, True, False
-    )[0]
+    out: Tensor = torch.ops.aten._cudnn_attention_forward(q, k, v, None, cu_q, cu_k, max_q, max_k, False, 0.0, True, False)[0]
     return out
 
 

@@ -5,7 +5,7 @@ sees one large matrix and nothing is padded. QKV is one matrix, stored by key gr
 slice of whole groups is a slice of the rows. Gate and up are one matrix, [gate; up].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,14 +93,16 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         delta = torch.zeros_like(x)
         cos, sin = rotary(positions, self.shape, x.dtype)
-        for i, block in enumerate(blocks if blocks is not None else self.layers):
+        layers: Iterable[Callable[..., Streams]] = self.layers if blocks is None else blocks
+        for i, block in enumerate(layers):
             cached = prefix[i] if prefix is not None else None
             x, delta, k, v = block(x, delta, cos, sin, rows, kernel, cached)
             if keep is not None and cached is not None:
                 size = keep.stop - keep.start
                 cached[0][:size].copy_(k[keep])
                 cached[1][:size].copy_(v[keep])
-        return x + delta
+        out: Tensor = x + delta
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.output(self.norm(hidden))

@@ -27,7 +27,6 @@ from steelyard.models.llama import Llama, LlamaShape
 Progress = Callable[[int, int], None]
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
-RANDOM_STD = 0.02  # the usual initialisation of this family
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -169,14 +168,15 @@ def parameters(model: nn.Module) -> int:
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
-    """Random weights: N(0, 0.02) in matrices, ones in norms, zeros in biases. The values of a parameter depend on the
+    """Random weights: N(0, 1 / columns) in matrices, which keeps the scale of what passes through, so that answers depend
+    on the whole prompt at any size; ones in norms, zeros in biases. The values of a parameter depend on the
     seed, its name, shape, dtype and kind of device; not on rank, count of ranks or order."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-                parameter.normal_(0.0, RANDOM_STD, generator=generator)
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -352,9 +352,7 @@ def _check_tensors(model: Llama, shards: list[Shard], slots: dict[str, Slot], re
     missing = sorted(slots.keys() - {name for shard in shards for name in shard.tensors})
     if missing:
         first = f"tensor {missing[0]!r} {list(_wanted(model, slots[missing[0]]))}"
-        raise RequestError(
-            f"{shards[0].path.parent}: {first} is missing, {len(missing)} in all; give a complete folder"
-        )
+        raise RequestError(f"{shards[0].path.parent}: {first} is missing, {len(missing)} in all; give a complete folder")
 
 
 def _place(model: Llama, slot: Slot) -> Tensor:

@@ -19,7 +19,7 @@ from steelyard.report.plain import clean, lines, pad, width, wrap
 _LINE = 100
 _MAX_CELL = 44  # left-aligned cells wrap beyond this; numbers never do
 _GAP = "  "
-_RULES = {1: "=", 2: "-"}
+_RULES = {1: "=", 2: "-", 3: "~"}
 
 
 def text(page: Page) -> str:
@@ -51,7 +51,7 @@ def _block(block: Block) -> str:
 
 def _facts(block: Facts) -> str:
     labels = [clean(item.label) for item in block.items]
-    indent = max(width(label) for label in labels) + 5
+    indent = min(_MAX_CELL, max(width(label) for label in labels) + 5)
     out = []
     for label, item in zip(labels, block.items, strict=True):
         first, *more = wrap(clean(item.text), _LINE - indent)

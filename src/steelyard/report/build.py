@@ -5,7 +5,6 @@ from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Row, Table
 from steelyard.report.names import meaning
-from steelyard.report.numbers import UNKNOWN
 from steelyard.report.results import conventions, metric_list, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, kind, scope, shown, unit, with_unit
 from steelyard.report.setting import Environment, Place, data, environment, environments, model, places, setup
@@ -58,41 +57,35 @@ def _case(case: CaseName, runs: list[Run], known: dict[Environment, Place], leve
 def _figures(run: Run, say: Words) -> Figures:
     record = run.record
     plan = layout(kind(record))
-    wanted = (
-        plan.core,
-        plan.whole,
-        "mfu",
-        *(name for name in plan.quality if name in record.metrics),
-        "mem",
-        "e2e_time",
-    )
-    items = tuple(
-        Figure(meaning(name).index, shown(name, record.metrics.get(name)), unit(name, record.metrics.get(name)))
-        for name in wanted
-    )
-    return Figures(f"{run.title} · {scope(record, say)}", say(record.status), STATUS_TONE[record.status], items)
+    items = []
+    for name in (plan.core, plan.whole, "mfu", record.quality.metric, "mem", "e2e_time"):
+        value = record.metrics.get(name)
+        beside = say("not_evaluated") if _unevaluated(record, name) else unit(name, value)
+        items.append(Figure(meaning(name).index, shown(name, value), beside))
+    return Figures(f"{run.title} · {scope(record, say)}", say(record.status), STATUS_TONE[record.status], tuple(items))
+
+
+def _unevaluated(record: Record, name: str) -> bool:
+    """Whether a quality is there that says nothing, such as that of random weights."""
+    return name == record.quality.metric and not record.quality.evaluated and name in record.metrics
 
 
 def table(records: list[Record], lang: Lang = "en") -> Page:
     """One row a record: what the command line prints after a run."""
     say = Words(lang)
     plans = [layout(kind(record)) for record in records]
-    rates = [("/".join(dict.fromkeys(names))) for names in ([p.whole for p in plans], [p.core for p in plans])]
-    texts = ("case", "size", "engine", "division", "precision", "status")
-    columns = [Column(say(name)) for name in texts]
-    columns += [Column(name, align="right") for name in (*rates, "MFU", "acc/loss", "mem", "e2e_time")]
+    named = ([p.whole for p in plans], [p.core for p in plans], ["MFU"], [record.quality.metric for record in records])
+    columns = [Column(say(name)) for name in ("case", "size", "engine", "division", "precision", "status")]
+    columns += [Column("/".join(dict.fromkeys(names)), align="right") for names in (*named, ["mem"], ["e2e_time"])]
     return Page("", lang, (Table(tuple(columns), tuple(_summary(record, say) for record in records)),))
 
 
 def _summary(record: Record, say: Words) -> Row:
     case, plan = record.case, layout(kind(record))
-    status = say(record.status) if record.scope.kind == "full" else f"{say(record.status)}, {scope(record, say)}"
+    status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
     texts = (case.name, case.size, record.engine.name, case.division, case.precision)
-    quality = next((name for name in plan.quality if name in record.metrics), None)
-    numbers = (
-        *(with_unit(name, record.metrics.get(name)) for name in (plan.whole, plan.core, "mfu")),
-        UNKNOWN if quality is None else shown(quality, record.metrics[quality]),
-        *(with_unit(name, record.metrics.get(name)) for name in ("mem", "e2e_time")),
-    )
-    cells = [*(Cell(text) for text in texts), Cell(status, tone=STATUS_TONE[record.status])]
-    return Row((*cells, *(Cell(text) for text in numbers)))
+    cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]
+    for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):
+        said = with_unit(name, record.metrics.get(name))
+        cells.append(Cell(f"{said} ({say('not_evaluated')})" if _unevaluated(record, name) else said))
+    return Row(tuple(cells))

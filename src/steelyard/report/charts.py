@@ -34,22 +34,25 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
 
 def _rate(record: Record, say: Words) -> list[Block]:
     plan = layout(kind(record))
-    samples = [sample for sample in record.samples if sample.pass_name == plan.charted]
-    work = next((name for name in _WORK if any(sample.counts.get(name) for sample in samples)), None)
-    if work is None:
+    ran = {sample.pass_name for sample in record.samples}
+    name = next((name for name in plan.charted if name in ran), None)
+    samples = [sample for sample in record.samples if sample.pass_name == name]
+    work = next((work for work in _WORK if any(sample.counts.get(work) for sample in samples)), None)
+    if name is None or work is None:
         return []
-    ranks = sorted({sample.rank for sample in samples})[:MAX_SERIES]
+    # A step without work, such as reading the answers back at the end, has no rate.
+    working = [sample for sample in samples if sample.counts.get(work)]
+    ranks = sorted({sample.rank for sample in working})[:MAX_SERIES]
     series = tuple(
-        Series(f"rank {rank}" if len(ranks) > 1 else work, _rates([s for s in samples if s.rank == rank], work))
+        Series(f"rank {rank}" if len(ranks) > 1 else work, _rates([s for s in working if s.rank == rank], work))
         for rank in ranks
     )
-    core = record.metrics.get(plan.core)
-    comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1
-    level = _drawable(core.value) if core is not None and comparable else None
     if not any(y is not None for line in series for _, y in line.points):
         return []
-    titles = (say("chart.rate", plan.charted), say("chart.rate_x"), say("chart.rate_y", work))
-    return [Lines(*titles, series, level, plan.core)]
+    titles = (say("chart.rate", name), say("chart.rate_x"), say("chart.rate_y", work))
+    core = record.metrics.get(plan.core)
+    comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1 and name == plan.charted[0]
+    return [Lines(*titles, series, _drawable(core.value) if core is not None and comparable else None, plan.core)]
 
 
 def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Field:
     """A column: a setting of the run, or metrics joined by a slash. An optional one goes where no row has it.
 
-    `instead` names, for published rows only, the metrics that stand in, each with the convention to print beside it.
+    `instead` names, for published rows only, the metrics that stand in, their convention printed beside them.
     """
 
     name: str
@@ -15,10 +15,10 @@ class Field:
     title: str | None = None
     strong: bool = False
     optional: bool = False
-    instead: tuple[tuple[str, str], ...] = ()
+    instead: tuple[str, ...] = ()
 
 
-_MFU = Field("mfu", ("mfu",), strong=True, instead=(("mfu_nominal", "nominal"), ("mfu_palm", "palm")))
+_MFU = Field("mfu", ("mfu",), strong=True, instead=("mfu_nominal", "mfu_palm"))
 _MEM = Field("mem", ("mem", "mem_total"), title="column.mem")
 
 
@@ -60,18 +60,17 @@ _TRAIN = (
 
 @dataclass(frozen=True)
 class Layout:
-    """`whole` and `core` are the headline rates; `charted` is the pass whose samples are drawn."""
+    """`whole` and `core` are the headline rates; `charted` are the passes one of whose samples are drawn, best first."""
 
     fields: tuple[Field, ...]
     whole: str
     core: str
-    quality: tuple[str, ...]
-    charted: str
+    charted: tuple[str, ...]
 
 
 _LAYOUTS = {
-    "score": Layout(_SCORE, "p_infer_whole", "p_infer_core", ("acc", "loss"), "infer"),
-    "train": Layout(_TRAIN, "p_whole", "p_core", ("loss", "acc"), "train"),
+    "score": Layout(_SCORE, "p_infer_whole", "p_infer_core", ("infer", "val")),
+    "train": Layout(_TRAIN, "p_whole", "p_core", ("train",)),
 }
 
 

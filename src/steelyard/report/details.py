@@ -70,7 +70,7 @@ def _metrics(record: Record, say: Words) -> Block:
     for name in in_order(set(record.metrics)):
         value, row = record.metrics[name], meaning(name, record.metrics[name].unit)
         interval = UNKNOWN if value.interval is None else " – ".join(formed(row.form, end) for end in value.interval)
-        texts = (row.title[say.lang], name, shown(name, value), unit(name, value) or "%", interval, value.note or "")
+        texts = (row.title[say.lang], name, shown(name, value), unit(name, value), interval, value.note or "")
         rows.append(Row(tuple(Cell(text, tone="strong" if place == 2 else "plain") for place, text in enumerate(texts))))
     heads = (
         Column(say("metrics.name")),
@@ -103,7 +103,7 @@ def _budget(record: Record, say: Words) -> list[Block]:
 
 
 def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> Row:
-    texts = (name, formed("number", time_s), formed("percent", share))
+    texts = (name, formed("seconds", time_s), formed("percent", share))
     return Row(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
 
 

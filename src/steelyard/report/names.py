@@ -64,6 +64,7 @@ METRICS = (
         "e2e_time",
         ("End-to-end time", "from the start of the run to the finished record, everything in it"),
         ("端到端时间", "从运行开始到记录写完，包含一切"),
+        "seconds",
         unit="s",
     ),
     _row(
@@ -242,6 +243,11 @@ METRICS = (
     _row("flops_palm", ("FLOPs, PaLM", "full attention square"), ("FLOPs（PaLM）", "完整注意力方阵")),
     _row("flops_nominal", ("FLOPs, nominal", "from the nominal parameter count"), ("FLOPs（名义）", "按名义参数量")),
     _row(
+        "matmul_rate",
+        ("Measured matmul rate", "large matmuls in the case's precision on this machine, in the same run"),
+        ("实测矩阵乘法速率", "同次运行中，本机以该用例精度计算大矩阵乘法的速率"),
+    ),
+    _row(
         "padded_share",
         ("Padding", "share of computed positions that were padding; never counted as work"),
         ("填充比例", "计算位置中填充所占比例，不计入工作量"),
@@ -259,7 +265,7 @@ MEANINGS = {row.name: row for row in SETTINGS + METRICS}
 ORDER = {row.name: place for place, row in enumerate(METRICS)}
 
 # For a metric no row above names: its unit decides its form.
-FORM_BY_UNIT = {"fraction": "percent", "share": "percent", "GiB": "gib", "FLOP": "number"}
+FORM_BY_UNIT = {"fraction": "percent", "share": "percent", "GiB": "gib", "s": "seconds"}
 
 
 def meaning(name: str, unit: str = "") -> Meaning:

@@ -7,7 +7,7 @@ from typing import Any
 UNKNOWN = "/"  # as in the seeds' tables
 
 _SIGNIFICANT = 4
-_LARGEST_PLAIN = 1e10
+_LARGEST_PLAIN = 1e9
 _SMALLEST_PLAIN = 1e-4
 _MAX_DEPTH = 8  # a stranger's record may nest without end
 
@@ -39,7 +39,14 @@ def gib(value: float) -> str:
     return f"{value:,.1f}"
 
 
-_FORMS: dict[str, Callable[[float], str]] = {"number": number, "percent": percent, "gib": gib}
+def seconds(value: float) -> str:
+    """Thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say nothing."""
+    size = abs(value)
+    decimals = next((places for least, places in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3)) if size >= least), None)
+    return number(value) if decimals is None else f"{value:,.{decimals}f}"
+
+
+_FORMS: dict[str, Callable[[float], str]] = {"number": number, "percent": percent, "gib": gib, "seconds": seconds}
 
 
 def formed(form: str, value: Any) -> str:
@@ -80,7 +87,9 @@ def spelled(value: Any, depth: int = 0) -> str:
     if isinstance(value, dict | list | tuple) and depth >= _MAX_DEPTH:
         return "…"
     if isinstance(value, dict):
-        return ", ".join(f"{key}={spelled(item, depth + 1)}" for key, item in value.items() if item is not None)
+        listed = ", ".join(f"{key}={spelled(item, depth + 1)}" for key, item in value.items() if item is not None)
+        return f"{{{listed}}}" if depth else listed
     if isinstance(value, list | tuple):
-        return ", ".join(spelled(item, depth + 1) for item in value)
+        listed = ", ".join(spelled(item, depth + 1) for item in value)
+        return f"[{listed}]" if depth else listed
     return str(value)

@@ -9,6 +9,7 @@ WIDTH, HEIGHT = 960, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
 _TICKS = 5
 _SMALLEST_STEP = 1e-9
+_NEAR_START = 0.1  # of the time axis: a line that begins this early is drawn from zero
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class _Axis:
 def plot(chart: Lines) -> Plot:
     xs = [x for series in chart.series for x, _ in series.points]
     ys = [y for series in chart.series for _, y in series.points if y is not None]
-    first, last = min(xs), max(xs)
-    x_step = _step(last - first)
+    last = max(xs)
+    first = min(xs) if min(xs) > last * _NEAR_START else 0.0
+    x_step = _step((last - first) / 2)
     # Rates, powers and clocks all start at zero: a cut axis would make noise look like a fault.
     top = max([*ys, chart.level or 0.0]) * 1.02
     y_step = _step(top)

@@ -69,8 +69,11 @@ def values(runs: list[Run], environments: dict[int, str], say: Words) -> Table:
     units = {field.name: _common_unit(field, runs) for field in chosen}
     rows = [Row(tuple(_cell(field, run, units[field.name], environments, say) for field in chosen)) for run in runs]
     rows += [Row(tuple(_published_cell(f, row, units[f.name], say) for f in chosen), "published") for row in references]
-    notes = (say("stars"), *(_footnote(row, say) for row in references))
-    return Table(tuple(_column(field, units[field.name], say) for field in chosen), tuple(rows), notes)
+    notes = [say("stars"), *(_footnote(row, say) for row in references)]
+    size = runs[0].record.case.size
+    if references and size != "full":
+        notes.append(say("published.size", size))
+    return Table(tuple(_column(field, units[field.name], say) for field in chosen), tuple(rows), tuple(notes))
 
 
 def _column(field: Field, common: str | None, say: Words) -> Column:
@@ -93,7 +96,7 @@ def _cell(field: Field, run: Run, common: str | None, environments: dict[int, st
     if field.name == "tool":
         said = [say(record.status), scope(record, say), environments.get(run.number, "")]
         tone: Tone = "plain" if record.status == "valid" else "bad"
-        return Cell(f"{run.label} {record.engine.name}", ", ".join(part for part in said if part), tone)
+        return Cell(f"{run.label} {record.engine.name}", say("comma").join(part for part in said if part), tone)
     if not field.metrics:
         return Cell(_SETTINGS[field.name](record))
     texts = [shown(name, record.metrics.get(name)) for name in field.metrics]
@@ -108,14 +111,14 @@ def _published_cell(field: Field, row: Published, common: str | None, say: Words
         return Cell(say("published", str(row.number)))
     if field.name == "precision":
         label, ran = spelled(row.table.get("published_as")), spelled(row.table.get("ran_as"))
-        return Cell(label if label == ran else say("published.ran", label, ran))
+        return Cell(label, "" if label == ran else say("published.ran", ran))
     found = [_published_number(name, row.values.get(name)) for name in field.metrics]
     if found and found[0] != UNKNOWN:
         base = meaning(field.metrics[0]).unit or ""
         return Cell("/".join("-" if text == UNKNOWN else text for text in found), "" if base == (common or "") else base)
-    for name, convention in field.instead:
+    for name in field.instead:
         if name in row.values:
-            return Cell(_published_number(name, row.values[name]), convention)
+            return Cell(_published_number(name, row.values[name]), say(f"mfu.{name}"))
     return Cell(UNKNOWN)
 
 
@@ -131,7 +134,7 @@ def _footnote(row: Published, say: Words) -> str:
         say("published.as", spelled(table.get("published_as")), spelled(table.get("ran_as"))),
         str(table.get("note") or ""),
     ]
-    return f"[{row.number}] " + " ".join(part for part in parts if part)
+    return f"[{row.number}] " + say("gap").join(part for part in parts if part)
 
 
 def conventions(runs: list[Run], say: Words) -> Table | None:

@@ -62,7 +62,7 @@ def scope(record: Record, say: Words) -> str:
     if record.scope.kind == "full":
         return say("full")
     sizes = (("window.sample", record.scope.sample), ("window.steps", record.scope.steps))
-    return say("window", ", ".join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN)
+    return say("window", say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN)
 
 
 def shown(name: str, value: Value | None) -> str:

@@ -163,7 +163,7 @@ def changed(record: Record, with_origin: bool = False) -> str:
     for key, value in record.tune.items():
         origin = _origin(key, record.case.origins)
         if origin not in (None, "default"):
-            out.append(f"{key}={spelled(value)}" + (f" ({origin})" if with_origin else ""))
+            out.append(f"{key}={spelled(value, depth=1)}" + (f" ({origin})" if with_origin else ""))
     return ", ".join(out) or UNKNOWN
 
 
