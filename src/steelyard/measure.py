@@ -131,9 +131,9 @@ def _samples(name: str, rank: int, first: Event, marks: list[_Mark]) -> list[Sam
         if isinstance(mark.item, Phase):
             opened.append((mark.item.name, at_s))
             continue
-        ends = [begin for _, begin in opened[1:]] + [at_s]
+        borders = [*(begin for _, begin in opened), at_s]
         phases: dict[str, float] = {}
-        for (phase, begin), end in zip(opened, ends, strict=True):
+        for (phase, begin), end in zip(opened, borders[1:], strict=True):
             phases[phase] = phases.get(phase, 0.0) + end - begin
         out.append(
             Sample(
