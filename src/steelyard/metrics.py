@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 from typing import Any
 
 from steelyard import flops, stats, telemetry
@@ -107,7 +108,7 @@ def _interval(record: Record, name: str, rate: float) -> tuple[float, float] | N
     found = stats.rate_interval(tokens, times)
     if found is None or found[1] == float("inf"):
         return None
-    own = sum(tokens) / sum(times)
+    own = fsum(tokens) / fsum(times)
     return rate * found[0] / own, rate * found[1] / own
 
 
@@ -152,7 +153,7 @@ def _peak(record: Record) -> Known:
 def _achievable(record: Record) -> Known:
     """Matmul rate of one device, measured in this run: the mean over ranks."""
     rates = [rank["matmul_flops_per_s"] for rank in record.ranks if rank.get("matmul_flops_per_s")]
-    return Known(sum(rates) / len(rates)) if rates else Known(None, "the matmul rate was not measured")
+    return Known(fsum(rates) / len(rates)) if rates else Known(None, "the matmul rate was not measured")
 
 
 def _mfu(
@@ -228,7 +229,7 @@ def _energy_per_token(record: Record) -> Known:
 
 
 def _e2e(record: Record) -> Known:
-    return Known(sum(record.budget.values())) if record.budget else Known(None, "the run did not get that far")
+    return Known(fsum(record.budget.values())) if record.budget else Known(None, "the run did not get that far")
 
 
 def _overhead(record: Record) -> Known:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import fsum
 
 # Student's t, two-sided 95 %, by degrees of freedom (any statistics handbook); beyond the table, the next smaller row.
 T_95 = {
@@ -21,19 +22,19 @@ def t_95(freedom: int) -> float:
 def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of a rate, total work over total time, from consecutive steps cut into batches. None for too few steps."""
     steps = len(work)
-    total_work, total_time = sum(work), sum(time_s)
+    total_work, total_time = fsum(work), fsum(time_s)
     if steps < FEWEST or total_work <= 0 or total_time <= 0:
         return None
     count = min(BATCHES, steps)
     edges = [steps * i // count for i in range(count + 1)]
     costs = []
     for a, b in pairwise(edges):
-        done = sum(work[a:b])
+        done = fsum(work[a:b])
         if done <= 0:
             return None
-        costs.append(sum(time_s[a:b]) / done)
-    mean = sum(costs) / count
-    variance = sum((cost - mean) ** 2 for cost in costs) / (count - 1)
+        costs.append(fsum(time_s[a:b]) / done)
+    mean = fsum(costs) / count
+    variance = fsum((cost - mean) ** 2 for cost in costs) / (count - 1)
     half = t_95(count - 1) * (variance / count) ** 0.5
     center = total_time / total_work
     return 1 / (center + half), (1 / (center - half) if half < center else float("inf"))
@@ -43,14 +44,14 @@ def steady_start(time_s: Sequence[float]) -> int:
     """The step at which a run becomes steady: the cut that makes the mean of the rest surest (MSER-5, White 1997), looked
     for in the first half. 0 where nothing is gained by a cut."""
     group = 5
-    means = [sum(time_s[i : i + group]) / group for i in range(0, len(time_s) - group + 1, group)]
+    means = [fsum(time_s[i : i + group]) / group for i in range(0, len(time_s) - group + 1, group)]
     best, best_score = 0, float("inf")
     for cut in range(max(1, len(means) // 2)):
         rest = means[cut:]
         if len(rest) < 2:
             break
-        mean = sum(rest) / len(rest)
-        score = sum((value - mean) ** 2 for value in rest) / len(rest) ** 2
+        mean = fsum(rest) / len(rest)
+        score = fsum((value - mean) ** 2 for value in rest) / len(rest) ** 2
         if score < best_score:
             best, best_score = cut, score
     return best * group

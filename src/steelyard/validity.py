@@ -1,6 +1,7 @@
 """What makes a finished run valid: checks on a record's evidence, and the reasons that follow from them."""
 
 from collections.abc import Callable
+from math import fsum
 
 from steelyard import metrics, telemetry
 from steelyard.accelerators import nvml
@@ -93,7 +94,7 @@ def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
         if window.pass_name == "bare":
             continue
         steps = [s for s in metrics.samples(record, window.pass_name) if s.rank == window.rank]
-        share = sum(s.end_s - s.start_s for s in steps) / window.wall_s if window.wall_s else 0.0
+        share = fsum(s.end_s - s.start_s for s in steps) / window.wall_s if window.wall_s else 0.0
         text = (
             f"{window.pass_name}: steps of rank {window.rank} cover {share:.1%} of the pass; at least {ACCOUNTED:.0%} is asked"
         )

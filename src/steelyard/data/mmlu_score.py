@@ -4,6 +4,7 @@
 which of the four letters was likeliest, `gold` which is right; a question that was not answered is "?".
 """
 
+from math import fsum
 from typing import Any
 
 LETTERS = "ABCD"
@@ -53,7 +54,7 @@ def score(found: dict[str, Any], name: str) -> dict[str, float]:
     return {
         "acc": acc,
         "se": (acc * (1 - acc) / len(asked)) ** 0.5,
-        "macro": sum(by_subject.values()) / len(by_subject),
+        "macro": fsum(by_subject.values()) / len(by_subject),
         "choice": sum(answers["choices"][i] == found["gold"][i] for i in asked) / len(asked),
     }
 
