@@ -35,6 +35,7 @@ class TorchScore:
         self.answers: dict[str, Answers] = {}
         self.model: Llama | None = None
         self.blocks: list[Callable[..., Streams]] | None = None
+        self.compiled: list[Callable[..., Streams]] = []
         self.prefix: list[Prefix] | None = None
         self.weights: dict[str, Any] = {}
 
@@ -73,9 +74,9 @@ class TorchScore:
                     self.prefix = self.model.empty_prefix(self.cache_rows)
                 self.job.device.synchronize()
         compiled = compile_wanted(name, self.tune)
-        self.blocks = None
-        if compiled:
-            self.blocks = [torch.compile(block, dynamic=True) for block in self.model.layers]
+        if compiled and not self.compiled:
+            self.compiled = [torch.compile(block, dynamic=True) for block in self.model.layers]
+        self.blocks = self.compiled if compiled else None
         with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
             for batch in self.batches[: max(self.tune.warmup, int(compiled))]:
                 self._answer(*self._to_device(batch()))

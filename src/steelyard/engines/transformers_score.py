@@ -52,6 +52,7 @@ class TransformersScore:
         self.answers: dict[str, Answers] = {}
         self.model: Any = None
         self.body: Callable[..., Any] | None = None
+        self.compiled: Callable[..., Any] | None = None
         self.weights: dict[str, Any] = {}
 
     def prepare(self, name: str, part: Part) -> None:
@@ -60,8 +61,9 @@ class TransformersScore:
                 self.model = self._load()
                 self.job.device.synchronize()
         compiled = compile_wanted(name, self.tune)
-        body = self.model.model
-        self.body = torch.compile(body, dynamic=True) if compiled else body
+        if compiled and self.compiled is None:
+            self.compiled = torch.compile(self.model.model, dynamic=True)
+        self.body = self.compiled if compiled else self.model.model
         with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
             for items in self.bins[: max(self.tune.warmup, int(compiled))]:
                 self._answer(*self._to_device(items))
