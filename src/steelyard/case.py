@@ -21,7 +21,7 @@ from steelyard.precision import PRESETS, Precision
 Division = Literal["closed", "open"]
 Size = Literal["smoke", "full"]
 
-MAX_CASE_BYTES = 1 << 20
+MAX_CASE_BYTES = 64 << 10  # the TOML parser's time grows with the square of a dotted key
 
 # Variables a tune may set. A case file can come from a stranger, so none that names a program or a library to load is here.
 ENV = {
@@ -43,7 +43,7 @@ ENV = {
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)  # JSON, and so a key, has neither
 
 
 class Model(Frozen):
@@ -118,8 +118,8 @@ class Tune(Frozen):
     batch_tokens: int = Field(32768, ge=1, description="tokens computed together in one batch")
     compile: bool = Field(True, description="compile the infer pass (the val pass never is)")
     attention: str = Field("auto", description="attention kernel, or auto: the accelerator's choice")
-    batching: Literal["packed", "sorted", "single"] = Field(
-        "packed", description="packed: no padding; sorted: padded batches of like length; single: one sequence a batch"
+    batching: Literal["auto", "packed", "sorted", "single"] = Field(
+        "auto", description="packed: no padding; sorted: padded batches of like length; single: one prompt a batch"
     )
     pad_to: int = Field(16, ge=1, description="padded lengths are multiples of this")
     order: int = Field(0, description="seed of the order in which prompts are packed")
@@ -131,6 +131,9 @@ class Tune(Frozen):
         unknown = sorted(set(self.env) - ENV)
         if unknown:
             raise ValueError(f"environment variable {unknown[0]} is not one a tune may set; allowed: {', '.join(sorted(ENV))}")
+        for name, value in self.env.items():
+            if "\0" in value:
+                raise ValueError(f"environment variable {name} holds a NUL character")
         return self
 
 
@@ -203,8 +206,10 @@ def read(name: str) -> tuple[dict[str, Any], str]:
         hint = f"; did you mean {near[0]!r}?" if near else f"; known cases: {', '.join(names())}"
         raise RequestError(f"no case {name!r}{hint} (a file of your own ends in .toml)")
     try:
-        return tomllib.loads(raw.decode("utf-8")), name
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = tomllib.loads(raw.decode("utf-8"))
+        _note(table, "", {})  # what is nested too deep to be walked fails here
+        return table, name
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"case file {name!r} is not TOML: {error}") from error
 
 
@@ -219,6 +224,8 @@ def resolve(
     table, path = read(name)
     origins: dict[str, str] = {}
     smoke = table.pop("smoke", {})
+    if not isinstance(smoke, dict):
+        raise RequestError(f"case {path!r}: smoke is {_shown(smoke)}; it is a table of what the size smoke changes")
     _note(table, "case", origins)
     if size not in ("smoke", "full"):
         raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
@@ -265,8 +272,13 @@ def _validate(table: dict[str, Any], path: str) -> Case:
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         if first["type"] == "extra_forbidden":
             raise RequestError(f"case {path!r}: unknown key {where!r}{more}; remove it, or see docs/cases.md") from error
-        shown = "" if first["type"] == "missing" else f" (it is {first['input']!r})"
+        shown = "" if first["type"] == "missing" else f" (it is {_shown(first['input'])})"
         raise RequestError(f"case {path!r}: {where}: {first['msg']}{shown}{more}; see docs/cases.md") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
@@ -280,8 +292,10 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
         raise RequestError(f"--set: no key {key!r}; {hint}")
     try:
         value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text
+    if key.startswith("tune.env.") and not isinstance(value, str):
+        value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")
     node = table
     for part in parents:
@@ -289,7 +303,7 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
         if not isinstance(node, dict):
             raise RequestError(f"--set: {key!r} lies under {part!r}, which is a single value")
     node[leaf] = value
-    origins[key] = "command line"
+    _note({key: value}, "command line", origins)
 
 
 def settable() -> list[str]:
@@ -300,7 +314,6 @@ def settable() -> list[str]:
         ("question.model", Model),
         ("question.data", MmluData),
         ("question.data.made", Made),
-        ("question.precision", Precision),
         ("tune", Tune),
         ("gate", Gate),
     ):

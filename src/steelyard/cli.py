@@ -1,6 +1,7 @@
 """The verbs. The only file that prints: answers on stdout, progress and errors on stderr."""
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.errors import RequestError
+from steelyard.errors import LostError, RequestError
 
 # Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
 UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -40,8 +41,11 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except RequestError as error:
-        _say(f"error: {error}")
+        _say(f"error: {_one_line(error)}")
         sys.exit(2)
+    except LostError as error:
+        _say(f"error: {_one_line(error)}")
+        sys.exit(1)
     except UsageProblem as error:
         _usage(error)
         sys.exit(2)
@@ -49,7 +53,6 @@ def main() -> None:
         _say("interrupted")
         sys.exit(1)
     except BrokenPipeError:
-        sys.stderr.close()
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -60,16 +63,28 @@ def _usage(error: Any) -> None:
         _print(error.format_message())
     else:
         verb = error.ctx.command_path if error.ctx else "steelyard"
-        _say(f"error: {error.format_message().rstrip('.')}; see {verb} --help")
+        _say(f"error: {_one_line(error.format_message()).rstrip('.')}; see {verb} --help")
 
 
 def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _one_line(text: object) -> str:
+    """Names and values in a text come from files and command lines, and may hold anything."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
 def _print(text: str) -> None:
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail again, with a traceback, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise LostError(f"stdout cannot be written: {error.strerror}") from error
 
 
 def _say(text: str) -> None:
@@ -305,8 +320,7 @@ def report_(
         raise RequestError(f"--format {format_!r}: allowed: {', '.join(report.FORMATS)}")
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
-    read = _read(records)
-    page = report.render(read, format_, lang)
+    page = _page(records, format_, lang)
     if to is not None:
         _write(to, page)
     if as_json:
@@ -315,6 +329,19 @@ def report_(
         _print(page)
     else:
         _say(f"page: {to}")
+
+
+def _page(places: list[Path], format_: str, lang: str) -> str:
+    from steelyard import report
+    from steelyard.verify import MISFITS
+
+    try:
+        return report.render(_read(places), format_, lang)
+    except MISFITS as error:
+        where = ", ".join(map(str, places))
+        raise RequestError(
+            f"{where}: no page can be made of it: {type(error).__name__}: {error}; try steelyard verify"
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -334,9 +361,9 @@ def _paths(places: list[Path]) -> list[Path]:
 
 
 def _read(places: list[Path]) -> list[Any]:
-    from steelyard import record
+    from steelyard.verify import read
 
-    return [record.read(path) for path in _paths(places)]
+    return [read(path) for path in _paths(places)]
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from steelyard.errors import RequestError
 from steelyard.record import Plan
@@ -15,7 +16,8 @@ def local(spec: str, plan: Plan) -> list[str]:
     if plan.devices == 1:
         return [sys.executable, *worker]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", f"--nproc-per-node={plan.devices}"]
-    return [sys.executable, *torchrun, *worker]
+    logs = f"--log-dir={Path(spec).parent}"  # else it leaves a folder of its own behind
+    return [sys.executable, *torchrun, logs, *worker]
 
 
 LAUNCHERS: dict[str, Callable[[str, Plan], list[str]]] = {"local": local}

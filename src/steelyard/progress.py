@@ -38,13 +38,13 @@ def line(progress: Progress) -> str:
     spent = clock(progress.elapsed_s)
     if progress.total <= 0:
         return f"{progress.phase}  {spent}"
-    filled = BAR * progress.done // progress.total
+    filled = min(BAR, BAR * progress.done // progress.total)
     bar = "━" * filled + "╌" * (BAR - filled)
     share = f"{progress.phase}  {bar}  {progress.done}/{progress.total}"
     if progress.done == 0 or progress.elapsed_s <= 0:
         return f"{share}  {spent}"
     rate = progress.done / progress.elapsed_s
-    return f"{share}  {rate:.2f}/s  {spent}, {clock((progress.total - progress.done) / rate)} left"
+    return f"{share}  {rate:.2f}/s  {spent}, {clock(max(0, progress.total - progress.done) / rate)} left"
 
 
 def clock(seconds: float) -> str:

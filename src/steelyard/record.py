@@ -8,16 +8,18 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from steelyard.errors import RequestError
+from steelyard.errors import LostError, RequestError
 
 SCHEMA = 1
 MAX_RECORD_BYTES = 256 << 20
+MAX_DEPTH = 64  # of nested tables and lists; a record has about ten
 
 Status = Literal["valid", "invalid", "failed"]
 Number = int | float
@@ -182,7 +184,9 @@ def to_table(record: Record) -> dict[str, Any]:
 def file_name(record: Record) -> str:
     stamp = record.created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
     case = record.case
-    return f"{stamp}-{case.name}-{case.size}-{case.division}-{case.precision}-{record.engine.name}-{record.id[:8]}.json"
+    parts = (stamp, case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
+    # Some of these names are free text, from case files of strangers too; none may lead out of the folder.
+    return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in parts) + ".json"
 
 
 def writable(folder: Path) -> None:
@@ -190,9 +194,14 @@ def writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(8)}"
+        twin = probe.with_suffix(".link")
         with probe.open("xb"):
             pass
-        probe.unlink()
+        try:
+            os.link(probe, twin)  # what `write` needs, and some file systems do not have
+            twin.unlink()
+        finally:
+            probe.unlink()
     except OSError as error:
         raise RequestError(
             f"output folder {str(folder)!r} cannot be written: {error.strerror}; choose another with --out"
@@ -202,14 +211,22 @@ def writable(folder: Path) -> None:
 def write(record: Record, folder: Path) -> Path:
     """The whole file or none: written beside its place, synced, then linked to a name that must not exist yet."""
     path = folder / file_name(record)
-    temporary = folder / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        _write(path, record)
+    except OSError as error:
+        raise LostError(f"the record cannot be written to {str(folder)!r}: {error.strerror}; the run is lost") from error
+    return path
+
+
+def _write(path: Path, record: Record) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as out:
             out.write(canonical_bytes(to_table(record)))
             out.flush()
             os.fsync(out.fileno())
         os.link(temporary, path)
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
@@ -217,7 +234,6 @@ def write(record: Record, folder: Path) -> Path:
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
-    return path
 
 
 def read(path: Path) -> Record:
@@ -225,10 +241,13 @@ def read(path: Path) -> Record:
     raw = _bytes(path)
     try:
         table = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        canonical_bytes(table)  # what has no such bytes was never written by us: NaN, infinities, half characters
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not a record: {error}") from error
+    if _depth(table) > MAX_DEPTH:
+        raise RequestError(f"{path}: not a record: nested more than {MAX_DEPTH} deep")
     version = table.get("schema") if isinstance(table, dict) else None
-    if version != SCHEMA:
+    if type(version) is not int or version != SCHEMA:
         raise RequestError(f"{path}: schema is {version!r}; this version reads {SCHEMA}")
     try:
         return Record.model_validate(table)
@@ -238,8 +257,19 @@ def read(path: Path) -> Record:
         raise RequestError(f"{path}: not a record: {where}: {first['msg']}") from error
 
 
+def _depth(table: Any) -> int:
+    """How deep tables and lists are nested."""
+    depth, level = 0, [table]
+    while level := [value for value in level if isinstance(value, dict | list)]:
+        depth += 1
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
+    return depth
+
+
 def _bytes(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path}: not a file; give the path of a record")
         size = path.stat().st_size
         if size > MAX_RECORD_BYTES:
             raise RequestError(f"{path}: {size} bytes; a record has at most {MAX_RECORD_BYTES}")

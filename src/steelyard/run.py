@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +26,11 @@ PASSES = ("val", "infer", "bare")
 POLL_S = 0.05
 GRACE_S = 5.0
 TAIL_BYTES = 4000
+MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
     "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",  # python -m would import whatever lies in the current folder
     "TOKENIZERS_PARALLELISM": "true",
 }
 
@@ -68,43 +72,72 @@ Watch = Callable[[Progress], None]
 def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path]:
     """Run one case and write its record. A wrong request raises RequestError and leaves nothing."""
     origin_s, created = now(), today()
-    case = request.resolved.case
     _check(request)
+    accelerator, layout, found = _placed(request)
+    site = _site(request.site)
+    with ExitStack() as undisturbed, _temporary() as name:
+        folder = Path(name)
+        spec = folder / "spec.json"
+        command = launch.LAUNCHERS[layout.launcher](str(spec), layout)
+        record.writable(request.out)
+        surroundings = environment.parent_side(accelerator, found)
+        spec.write_text(json.dumps(_spec(request, accelerator.name, folder, origin_s)))
+        sampler = accelerator.telemetry(found, os.getpid(), origin_s)
+        sampler.start()
+        spawned_s = now()
+        try:
+            outcome = _workers(command, request, folder, sampler, layout, watch, undisturbed)
+        finally:
+            series = sampler.stop()
+        ended_s = now()
+        _raise_request(outcome)
+        facts = assemble.Facts(
+            origin_s=origin_s,
+            spawned_s=spawned_s,
+            ended_s=ended_s,
+            created=created,
+            environment=surroundings,
+            site=site,
+            telemetry=series,
+            plan=layout,
+            scope=_scope(request),
+        )
+        made = assemble.assemble(request.resolved, request.engine, facts, outcome)
+        return made, record.write(made, request.out)
+
+
+def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[accelerators.Found]]:
+    """Where the work goes: the accelerator, the plan, and the devices in use."""
+    case = request.resolved.case
     accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
     found = accelerator.find()
     layout = plan.make(case, request.nodes, request.devices)
     if not found or (layout.devices > len(found) and not accelerator.divisible):
         raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) found on this machine")
     plan.check_fits(case, found[0].memory_bytes)
-    site = _site(request.site)
-    record.writable(request.out)
-    surroundings = environment.parent_side(accelerator, found[: layout.devices])
-    with tempfile.TemporaryDirectory(prefix="steelyard-") as name:
-        folder = Path(name)
-        spec = folder / "spec.json"
-        spec.write_text(json.dumps(_spec(request, accelerator.name, folder, origin_s)))
-        sampler = accelerator.telemetry(found[: layout.devices], os.getpid(), origin_s)
-        sampler.start()
-        spawned_s = now()
-        try:
-            outcome = _workers(launch.LAUNCHERS[layout.launcher](str(spec), layout), request, folder, sampler, layout, watch)
-        finally:
-            series = sampler.stop()
-        ended_s = now()
-    _raise_request(outcome)
-    facts = assemble.Facts(
-        origin_s=origin_s,
-        spawned_s=spawned_s,
-        ended_s=ended_s,
-        created=created,
-        environment=surroundings,
-        site=site,
-        telemetry=series,
-        plan=layout,
-        scope=_scope(request),
-    )
-    made = assemble.assemble(request.resolved, request.engine, facts, outcome)
-    return made, record.write(made, request.out)
+    return accelerator, layout, found[: layout.devices]
+
+
+def _temporary() -> "tempfile.TemporaryDirectory[str]":
+    """Where workers and parent meet. That it cannot be removed is no reason to lose a record."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise RequestError(f"no temporary folder can be made: {error.strerror}; name another with TMPDIR") from error
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """From the end of the workers until the record is there, a second Ctrl-C would only lose it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _check(request: Request) -> None:
@@ -123,6 +156,8 @@ def _check(request: Request) -> None:
             raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(PASSES)}")
     if not request.passes or len(set(request.passes)) != len(request.passes):
         raise RequestError("--passes: name each pass once, such as val,infer")
+    if "bare" in request.passes and "infer" not in request.passes:
+        raise RequestError("--passes: bare is there to be compared with infer; name both, such as infer,bare")
     for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
         if path is not None and not path.exists():
             raise RequestError(f"{option} {str(path)!r} does not exist")
@@ -131,6 +166,9 @@ def _check(request: Request) -> None:
     for option, number in (("--sample", request.sample), ("--steps", request.steps)):
         if number is not None and number < 1:
             raise RequestError(f"{option} {number}: must be at least 1")
+    for option, seconds in (("--hang-after", request.hang_s), ("--time-limit", request.limit_s)):
+        if seconds is not None and not seconds > 0:
+            raise RequestError(f"{option} {seconds:g}: must be more than 0 seconds")
 
 
 def _scope(request: Request) -> Scope:
@@ -174,25 +212,39 @@ def _spec(request: Request, accelerator: str, folder: Path, origin_s: float) -> 
     }
 
 
-def _workers(command: list[str], request: Request, folder: Path, sampler: Any, layout: Plan, watch: Watch | None) -> Outcome:
+def _workers(
+    command: list[str],
+    request: Request,
+    folder: Path,
+    sampler: Any,
+    layout: Plan,
+    watch: Watch | None,
+    undisturbed: ExitStack,
+) -> Outcome:
     """Start the processes and stay with them until none is left."""
-    env = {**os.environ, **WORKER_ENV, **request.resolved.case.tune.env}
+    env = {**os.environ, **WORKER_ENV, **request.resolved.case.tune.env, MARK: str(folder)}
     log = folder / "stderr.log"
     with log.open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=env, start_new_session=True)
-        sampler.watch(process.pid)
         try:
+            sampler.watch(process.pid)
             code, text = _wait(process, request, folder, watch)
         except KeyboardInterrupt:
             code, text = "interrupted", "interrupted by the user"
         finally:
-            _end(process)
+            undisturbed.enter_context(_ignoring_interrupts())
+            _end(process, str(folder))
     ranks = [_read(folder / f"rank-{i}.json") for i in range(layout.devices)]
     known = [rank for rank in ranks if rank is not None]
-    tail = log.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
     if code is None:
         code, text = _verdict(known, layout, process.returncode)
-    return Outcome(code, text, process.returncode, tail, known)
+    return Outcome(code, text, process.returncode, _tail(log), known)
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES).decode("utf-8", "replace")
 
 
 def _wait(process: subprocess.Popen[bytes], request: Request, folder: Path, watch: Watch | None) -> tuple[str | None, str]:
@@ -217,18 +269,26 @@ def _wait(process: subprocess.Popen[bytes], request: Request, folder: Path, watc
 
 
 def _verdict(ranks: list[dict[str, Any]], layout: Plan, exit_code: int | None) -> tuple[str | None, str]:
-    """What the rank files and the exit code say."""
-    for rank in ranks:
-        if rank["status"] != "done":
-            return rank["status"], f"rank {rank['rank']}: {rank['error']}"
+    """What the rank files and the exit code say. The first rank to fail is the cause: others fail for want of a peer."""
+    broken = [rank for rank in ranks if rank["status"] != "done"]
+    if broken:
+        first = min(broken, key=lambda rank: float(rank["ended_s"]))
+        return first["status"], f"rank {first['rank']}: {first['error']}"
     if len(ranks) < layout.devices or exit_code != 0:
         missing = sorted(set(range(layout.devices)) - {rank["rank"] for rank in ranks})
         who = f"rank {missing[0]}" if missing else "a worker"
         if exit_code is not None and exit_code < 0:
-            name = signal.Signals(-exit_code).name
-            return "killed", f"{who} was ended by {name} (SIGKILL is also what the kernel sends when memory runs out)"
+            return (
+                "killed",
+                f"{who} was ended by {_signal_name(-exit_code)} (SIGKILL is also what the kernel sends when memory runs out)",
+            )
         return "killed", f"{who} left no result; exit code {exit_code}"
     return None, ""
+
+
+def _signal_name(number: int) -> str:
+    names = {one.value: one.name for one in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def _raise_request(outcome: Outcome) -> None:
@@ -236,39 +296,38 @@ def _raise_request(outcome: Outcome) -> None:
         raise RequestError(outcome.text.partition(": ")[2])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and all it started: first kindly, then for certain."""
-    family = _family(process.pid)
-    for one in family:
-        _signal(one, signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, timeout=GRACE_S)
-    for one in alive:
-        _signal(one, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=GRACE_S)
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End a worker and all it started: first kindly, then for certain, with whatever was started in between."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        family = _family(process.pid, mark)
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+        end_s = now() + GRACE_S
+        while now() < end_s and any(map(_alive, family)):
+            sleep(POLL_S)
     process.wait()
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """The process, its descendants, and whoever else is in its session (a child whose own parent is gone)."""
-    try:
-        head = psutil.Process(pid)
-        family = {head, *head.children(recursive=True)}
-    except psutil.NoSuchProcess:
-        family = set()
-    for one in psutil.process_iter():
-        try:
-            if os.getsid(one.pid) == pid:
-                family.add(one)
-        except (ProcessLookupError, PermissionError):
-            continue
-    return list(family)
+def _family(pid: int, mark: str) -> list[psutil.Process]:
+    """The worker, its session, and all that carry the run's mark: a child may have a session of its own (torchrun's do),
+    and its parent may be gone."""
+    return [one for one in psutil.process_iter() if _alive(one) and _belongs(one, pid, mark)]
 
 
-def _signal(process: psutil.Process, number: int) -> None:
+def _belongs(process: psutil.Process, pid: int, mark: str) -> bool:
     try:
-        process.send_signal(number)
+        return os.getsid(process.pid) == pid or process.environ().get(MARK) == mark
+    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _alive(process: psutil.Process) -> bool:
+    """A zombie is at its end; whether it is waited for is up to its parent."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return
+        return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:

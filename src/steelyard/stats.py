@@ -45,6 +45,7 @@ def steady_start(time_s: Sequence[float]) -> int:
     for in the first half. 0 where nothing is gained by a cut."""
     group = 5
     means = [fsum(time_s[i : i + group]) / group for i in range(0, len(time_s) - group + 1, group)]
+    means = [value - means[0] for value in means]  # equal steps are exactly 0, or rounding would choose the cut
     best, best_score = 0, float("inf")
     for cut in range(max(1, len(means) // 2)):
         rest = means[cut:]

@@ -1,38 +1,76 @@
 """Verification: a record says what its raw samples say, byte for byte and number for number."""
 
+import hashlib
 from pathlib import Path
 
 from steelyard import metrics, record, validity
-from steelyard.record import Record, Value
+from steelyard.case import canonical
+from steelyard.errors import RequestError
+from steelyard.record import Check, Quality, Reason, Record, Value
+
+# What comes of formulas over a file whose free tables hold anything but what a run writes there.
+MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+Judged = tuple[dict[str, Value], list[Check], list[Reason], list[str], Quality]
+
+
+def read(path: Path) -> Record:
+    """A record whose parts fit together: all that is derived from it can be."""
+    found = record.read(path)
+    _judge(path, found)
+    return found
 
 
 def verify(path: Path) -> list[str]:
     """What is wrong with a record; nothing, where it is sound."""
     found = record.read(path)
-    return record.integrity(path, found) + _recompute(found)
+    values, checks, reasons, notes, quality = _judge(path, found)
+    wrong = record.integrity(path, found) + _question(found) + _metrics(found, values)
+    if (found.checks, found.quality, found.notes) != (checks, quality, notes):
+        wrong.append("the checks, the notes or the quality are not those that follow from the samples")
+    return wrong + _status(found, reasons)
 
 
-def _recompute(found: Record) -> list[str]:
+def _judge(path: Path, found: Record) -> Judged:
+    """All that follows from the raw parts."""
+    try:
+        values = metrics.derive(found)
+        return values, *validity.judge(found, values)
+    except MISFITS as error:
+        raise RequestError(f"{path}: not a record: its parts do not fit together: {type(error).__name__}: {error}") from error
+
+
+def _metrics(found: Record, values: dict[str, Value]) -> list[str]:
     wrong = []
-    values = metrics.derive(found)
-    for name, told in found.metrics.items():  # a record may be older than a metric, and a note may be reworded
-        if name not in values:
-            wrong.append(f"metric {name} is not one that can be derived")
-        elif _numbers(told) != _numbers(values[name]):
-            wrong.append(f"metric {name} is {_numbers(told)}; recomputed from the samples: {_numbers(values[name])}")
-    checks, reasons, _, quality = validity.judge(found, values)
-    again = {check.name: check.ok for check in checks}
-    wrong += [
-        f"check {check.name} does not follow from the samples" for check in found.checks if again.get(check.name) != check.ok
-    ]
-    if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
-        wrong.append(f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}")
-    if found.failure is None:
-        status = "invalid" if reasons else "valid"
-        if found.status != status:
-            wrong.append(f"the status is {found.status}; it follows from the samples that it is {status}")
+    for name in sorted(values.keys() | found.metrics.keys()):
+        if name not in found.metrics:
+            wrong.append(f"metric {name} is missing; recomputed: {values[name].value}")
+        elif name not in values:
+            wrong.append(f"metric {name!r} is not one that can be derived")
+        elif found.metrics[name] != values[name]:
+            wrong.append(f"metric {name} is {found.metrics[name].value}; recomputed from the samples: {values[name].value}")
     return wrong
 
 
-def _numbers(value: Value) -> tuple[float | None, str, tuple[float, float] | None]:
-    return value.value, value.unit, value.interval
+def _status(found: Record, reasons: list[Reason]) -> list[str]:
+    """A failure comes first among the reasons; it alone does not follow from the samples."""
+    own = found.reasons[1:] if found.failure else found.reasons
+    status = "failed" if found.failure else "invalid" if reasons else "valid"
+    wrong = []
+    if own != reasons or (found.failure and not found.reasons):
+        wrong.append("the reasons are not those that follow from the samples")
+    if found.status != status:
+        wrong.append(f"the status is {found.status}; it follows from the samples that it is {status}")
+    return wrong
+
+
+def _question(found: Record) -> list[str]:
+    """The key stands for the question, and so do the names beside it."""
+    case, asked = found.case, found.case.question
+    asked = {**asked, "data": {**asked["data"], "fingerprint": found.data.get("fingerprint", "unknown")}}
+    wrong = []
+    if hashlib.sha256(canonical(asked).encode()).hexdigest()[:16] != case.key:
+        wrong.append("the key is not that of the question")
+    if (asked["division"], asked["precision"]["name"]) != (case.division, case.precision):
+        wrong.append("the division or the precision is not that of the question")
+    return wrong

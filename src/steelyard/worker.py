@@ -3,6 +3,7 @@
 Started by the parent as `python -m steelyard.worker SPEC`, alone or by torchrun, which sets RANK, LOCAL_RANK, WORLD_SIZE.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -10,6 +11,8 @@ import threading
 import traceback
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from steelyard import accelerators, engines
 from steelyard.case import Case
@@ -19,6 +22,8 @@ from steelyard.measure import Budget, Trace, bare, mean_time_s, measure, now, sl
 
 CALIBRATE_S = 0.5
 PROGRESS_S = 0.1
+ANSWERS = ("items", "best", "choice", "finite")
+COUNTS = ("tokens", "samples", "logits", "pairs", "square")
 
 
 def main() -> None:
@@ -32,7 +37,7 @@ def main() -> None:
     except RequestError as failure:
         status, error = "request", str(failure)
     except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
-        status, error = _kind(failure), "".join(traceback.format_exception_only(failure)).strip()
+        status, error = _kind(failure), " ".join("".join(traceback.format_exception_only(failure)).split())
         traceback.print_exc()
     worker.write(status, error)
     worker.leave()
@@ -47,13 +52,21 @@ def _kind(failure: BaseException) -> str:
 
 
 def _end_with_parent(pid: int) -> None:
-    """A worker outlives nobody: without its parent there is no one to write the record."""
-    while True:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            os._exit(3)
+    """A worker outlives nobody: without its parent there is no one to write the record. What it started ends with it."""
+    while _lives(pid):
         sleep(1.0)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(3)
+
+
+def _lives(pid: int) -> bool:
+    """A killed parent may stay a zombie for ever, in a container whose first process waits for nobody."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Worker:
@@ -67,6 +80,7 @@ class Worker:
         self.budget = Budget()
         device = f"{spec['accelerator']}:{self.local_rank}"
         self.out: dict[str, Any] = {"rank": rank, "device": device, "windows": [], "samples": [], "outputs": {}}
+        self.questions = 0
         self._told = 0.0
         self.device: Any = None
 
@@ -80,7 +94,8 @@ class Worker:
         with self.budget.part("data"):
             self.tell("data", 0, 0)
             prompts = self._prompts()
-        engine = make_engine(self._job(prompts))
+        with self.budget.part("engine"):
+            engine = make_engine(self._job(prompts))
         for name in self.spec["passes"]:
             self.tell(f"prepare {name}", 0, 0)
             engine.prepare(name, self.budget.part)
@@ -88,7 +103,7 @@ class Worker:
                 with self.budget.part("calibrate"):
                     self.out["matmul_flops_per_s"] = self._calibrate()
             self._pass(engine, name)
-        self.out["details"] = engine.details()
+        self.out["details"] = _plain("details", engine.details())
 
     def _join(self) -> None:
         if self.world > 1:
@@ -112,6 +127,7 @@ class Worker:
                 f"question.data.context={question.data.context} is more than the model's {question.model.positions} positions"
             )
         prompts = mmlu.encode(subjects, question.data, tokens, spec["scope"]["sample"], question.seed)
+        self.questions = len(prompts.rows)
         found = mmlu.fingerprint(subjects, tokens)
         self.out["data"] = {
             "source": label,
@@ -162,10 +178,16 @@ class Worker:
             if name == "bare":
                 trace = bare(engine.work(name), self.device)
             else:
-                trace = measure(name, engine.work(name), self.device, self.rank, step_done=lambda n: self.tell(name, n, total))
+                trace = measure(name, engine.work(name), self.device, self.rank, step_done=lambda n: self._step(name, n, total))
+        self.tell(name, total, total)
         self._keep(name, trace)
         if name != "bare":
-            self.out["outputs"][name] = engine.outputs(name)
+            self.out["outputs"][name] = _answers(engine.outputs(name), self.questions)
+
+    def _step(self, name: str, done: int, total: int) -> None:
+        """The last step is told after the pass: whatever follows its mark counts as time that no step accounts for."""
+        if done < total:
+            self.tell(name, done, total)
 
     def _barrier(self) -> None:
         if self.world > 1:
@@ -177,6 +199,10 @@ class Worker:
         window = {"pass": name, "rank": self.rank, "start_s": trace.start_at - self.spec["origin_s"], "wall_s": trace.wall_s}
         memory = self.device.memory()
         window |= {key: memory.get(key) for key in ("allocated_bytes", "reserved_bytes")}
+        for sample in trace.samples:
+            missing = [key for key in COUNTS if sample.counts and key not in sample.counts]
+            if missing:
+                raise ValueError(f"the engine's Work of step {sample.step} does not count {', '.join(missing)}")
         self.out["windows"].append(window)
         self.out["samples"] += [sample.model_dump(mode="json", by_alias=True) for sample in trace.samples]
 
@@ -188,7 +214,7 @@ class Worker:
             _replace(self.folder / "progress.json", {"phase": phase, "done": done, "total": total})
 
     def write(self, status: str, error: str | None) -> None:
-        self.out |= {"status": status, "error": error, "budget": self.budget.parts()}
+        self.out |= {"status": status, "error": error, "ended_s": now(), "budget": self.budget.parts()}
         _replace(self.folder / f"rank-{self.rank}.json", self.out)
 
     def leave(self) -> None:
@@ -196,6 +222,28 @@ class Worker:
             import torch.distributed as dist
 
             dist.destroy_process_group()
+
+
+def _plain(what: str, value: Any) -> Any:
+    """What an engine says, if it can go into a file."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the engine's {what} are not plain values: {error}") from error
+    return value
+
+
+def _answers(table: Any, questions: int) -> dict[str, list[int]]:
+    """An engine's answers, if a record can be made of them: that happens where the engine is no longer there to blame."""
+    columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
+    if not columns or not all(isinstance(c, list) and all(isinstance(value, int) for value in c) for c in columns):
+        raise TypeError(f"the engine's outputs must be lists of integers: {', '.join(ANSWERS)}")
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError("the engine's outputs must be lists of one length")
+    items, _, choice, _ = columns
+    if not all(0 <= item < questions for item in items) or not all(0 <= one < 4 for one in choice):
+        raise ValueError(f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond 0 to 3")
+    return dict(zip(ANSWERS, columns, strict=True))
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:

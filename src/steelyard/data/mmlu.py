@@ -6,8 +6,10 @@ Read from the published layout (`data/dev/*_dev.csv`, `data/test/*_test.csv`), a
 import csv
 import hashlib
 import io
+import lzma
 import random
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from steelyard.errors import RequestError
 
 LETTERS = "ABCD"
 MAX_FILE_BYTES = 64 << 20
+MAX_ALL_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
 
 Row = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
@@ -57,12 +60,23 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
         raise RequestError(
             f"{source}: {len(subjects)} subjects; the case has {data.subjects}: a file of dev/ or test/ is missing"
         )
+    for subject in subjects:
+        if len(subject.dev) < data.shots:
+            raise RequestError(
+                f"{source}: dev/{subject.name}_dev.csv has {len(subject.dev)} rows; the case asks after {data.shots} examples"
+            )
     return subjects, source.name
 
 
 def read(source: Path) -> list[Subject]:
     """All subjects of a folder or a tar, in the order of their names."""
-    files = {(split, name): content for split, name, content in _files(source)}
+    files: dict[tuple[str, str], bytes] = {}
+    size = 0
+    for split, name, content in _files(source):
+        files[split, name] = content
+        size += len(content)
+        if size > MAX_ALL_BYTES:
+            raise RequestError(f"{source}: its files are larger than {MAX_ALL_BYTES} bytes in all; MMLU has 7 MB")
     tests = sorted(name for split, name in files if split == "test")
     devs = {name for split, name in files if split == "dev"}
     if not tests:
@@ -103,7 +117,7 @@ def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
 def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
     try:
         with tarfile.open(source) as tar:
-            for count, member in enumerate(tar):
+            for count, member in enumerate(tar, 1):
                 if count > MAX_MEMBERS:
                     raise RequestError(f"{source}: more than {MAX_MEMBERS} members; MMLU has 173")
                 folder, _, name = member.name.rpartition("/")
@@ -115,8 +129,11 @@ def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
                 content = tar.extractfile(member)
                 if content is not None:
                     yield split, name.removesuffix(f"_{split}.csv"), content.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise RequestError(f"{source}: not a readable tar: {error}") from error
+            while tar.fileobj is not None and tar.fileobj.read(1 << 20):
+                pass  # a compressed file's checksum stands at its end, and tarfile does not read so far
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        first = str(error).partition("\n")[0].rstrip(":")  # the others say how each compression failed
+        raise RequestError(f"{source}: not a readable tar: {first}") from error
 
 
 def _rows(content: bytes, name: str) -> tuple[Row, ...]:

@@ -36,6 +36,11 @@ class MadeTokenizer:
     vocab: int
     source: str = "made"
 
+    def __post_init__(self) -> None:
+        least = 3 + len(_ANSWERS)
+        if self.vocab < least:
+            raise RequestError(f"question.model.vocab={self.vocab} has no room for made data; allowed: {least} and more")
+
     @property
     def sha256(self) -> str:
         return hashlib.sha256(f"made-1:{self.vocab}".encode()).hexdigest()
@@ -65,6 +70,8 @@ class JsonTokenizer:
         self._inner.no_padding()
         self._inner.no_truncation()
         pieces = self._inner.get_vocab(with_added_tokens=True)
+        if not pieces:
+            raise RequestError(f"{path}: a tokenizer.json without tokens")
         self.source = path.name
         self.vocab = max(pieces.values()) + 1
         self.sha256 = _pieces_sha256(sorted(pieces, key=lambda piece: int(pieces[piece])))

@@ -25,7 +25,7 @@ class TorchScore:
         self.job = job
         self.question = job.case.question
         self.tune = job.case.tune
-        if self.tune.batching != "packed":
+        if self.tune.batching not in ("auto", "packed"):
             raise RequestError(f"engine torch packs; tune.batching={self.tune.batching!r} is for engine transformers")
         self.kernel = self._choose_kernel()
         self.device: torch.device = job.device.torch_device
@@ -62,8 +62,8 @@ class TorchScore:
         shared = prefixes(rows, self.job.prompts.groups)
         self.cache_rows = max(shared, default=0)
         pieces = open_bins(rows, self.job.prompts.groups, budget, self.tune.order, self.job.world)[self.job.rank]
-        following = [*pieces[1:], None]
-        pairs = list(zip(pieces, following, strict=True))[: self.job.steps]
+        following = [*pieces[1:], None]  # one too many on a rank that got nothing
+        pairs = list(zip(pieces, following, strict=False))[: self.job.steps]
         return [partial(open_batch, rows, one, after, shared, self.cache_rows) for one, after in pairs]
 
     def prepare(self, name: str, part: Part) -> None:

@@ -1,11 +1,13 @@
 """Engine `transformers`, scoring: LlamaForCausalLM as users run it today. Eager for val, torch.compile for infer.
 
 Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
-as `padded`. `tune.batching`: `sorted` (default here) batches prompts of like length, `single` is one prompt at a time.
+as `padded`. Layers are compiled one by one, which shares one graph among them: compiling the whole model took minutes, and
+its graph cannot leave out the causal mask. `tune.batching`: `sorted` (what auto means here) batches prompts of like length,
+`single` is one prompt at a time.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,8 @@ class TransformersScore:
         self.tune = job.case.tune
         if self.question.division != "closed":
             raise RequestError("engine transformers computes every token of every prompt; allowed: --division closed")
+        if self.tune.batching == "packed":
+            raise RequestError("engine transformers pads; allowed: tune.batching=auto, sorted or single")
         self.attention = "sdpa" if self.tune.attention == "auto" else self.tune.attention
         if self.attention not in ATTENTION:
             raise RequestError(f"tune.attention={self.attention!r} is not known; allowed: auto, {', '.join(ATTENTION)}")
@@ -51,19 +55,21 @@ class TransformersScore:
         self.bins = bins[job.rank :: job.world][: job.steps]
         self.answers: dict[str, Answers] = {}
         self.model: Any = None
-        self.body: Callable[..., Any] | None = None
-        self.compiled: Callable[..., Any] | None = None
+        self.plain: nn.ModuleList = nn.ModuleList()
+        self.compiled: nn.ModuleList | None = None
         self.weights: dict[str, Any] = {}
 
     def prepare(self, name: str, part: Part) -> None:
         if self.model is None:
             with part("weights"):
                 self.model = self._load()
+                self.plain = self.model.model.layers
                 self.job.device.synchronize()
         compiled = compile_wanted(name, self.tune)
         if compiled and self.compiled is None:
-            self.compiled = torch.compile(self.model.model, dynamic=True)
-        self.body = self.compiled if compiled else self.model.model
+            layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain]
+            self.compiled = nn.ModuleList(layers)
+        self.model.model.layers = self.compiled if compiled else self.plain
         with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
             for items in self.bins[: max(self.tune.warmup, int(compiled))]:
                 self._answer(*self._to_device(items))
@@ -117,11 +123,9 @@ class TransformersScore:
         return send(table, self.device), send(np.array(lens, dtype=np.int64) - 1, self.device)
 
     def _answer(self, tokens: Tensor, last: Tensor) -> Tensor:
-        if self.model is None or self.body is None:
-            raise RuntimeError("work before prepare")
         backends = ATTENTION[self.attention]
         with sdpa_kernel(backends) if backends else contextlib.nullcontext():
-            hidden = self.body(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
         picked = hidden[torch.arange(len(last), device=last.device), last]
         return Answers.of(self.model.lm_head(picked), self.letters)
 

@@ -1,5 +1,6 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
+from steelyard.data.mmlu_score import subject_accuracy
 from steelyard.record import Record
 from steelyard.report import charts
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Row, Table, Tone
@@ -18,6 +19,7 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("all", [_metrics(record, say)]),
         ("budget", _budget(record, say)),
         ("checks", _checks(record, say)),
+        ("subjects", _subjects(record, say)),
     )
     for key, blocks in sections:
         if blocks:
@@ -105,6 +107,18 @@ def _budget(record: Record, say: Words) -> list[Block]:
 def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> Row:
     texts = (name, formed("seconds", time_s), formed("percent", share))
     return Row(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
+
+
+def _subjects(record: Record, say: Words) -> list[Block]:
+    """Accuracy by subject, in every pass that has answers, for cases that ask in subjects."""
+    passes = [name for name in ("val", "infer") if name in record.outputs.get("passes", {})]
+    found = {name: subject_accuracy(record.outputs, name) for name in passes}
+    if not any(found.values()):
+        return []
+    heads = (Column(say("subjects.name")), *(Column(name, align="right") for name in passes))
+    names = [name for name in record.outputs["subjects"] if any(name in one for one in found.values())]
+    rows = tuple(Row((Cell(name), *(Cell(formed("percent", found[one].get(name))) for one in passes))) for name in names)
+    return [Table(heads, rows)]
 
 
 def _checks(record: Record, say: Words) -> list[Block]:

@@ -133,6 +133,8 @@ _TABLE: dict[str, tuple[str, str]] = {
     "budget.share": ("Share", "占比"),
     "budget.sum": ("sum of the parts", "各部分之和"),
     "budget.rest": ("others", "其余"),
+    "subjects": ("Accuracy by subject", "各学科准确率"),
+    "subjects.name": ("Subject", "学科"),
     "checks": ("Checks", "检查"),
     "checks.name": ("Check", "检查项"),
     "checks.ok": ("Result", "结果"),

@@ -1,0 +1,119 @@
+"""Docs that cannot drift: what exists is documented, what the README says to run runs, published numbers have records."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steelyard import accelerators, case, engines, metrics, record, validity
+from steelyard.verify import verify
+
+ROOT = Path(__file__).parent.parent
+DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
+RESULTS = sorted((ROOT / "results").rglob("*.json"))
+VERBS = ("list", "show", "run", "report", "verify", "schema")
+
+
+def test_every_metric_is_documented():
+    missing = [metric.name for metric in metrics.METRICS if f"`{metric.name}`" not in DOCS["metrics.md"]]
+    assert missing == []
+
+
+def test_every_reason_is_documented():
+    source = (ROOT / "src/steelyard/validity.py").read_text() + (ROOT / "src/steelyard/run.py").read_text()
+    for code in ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality", "killed", "hang"):
+        assert f'"{code}"' in source, code
+        assert f"`{code}`" in DOCS["metrics.md"], code
+    assert len(validity.RULES) == 7  # a new rule needs a new row in docs/metrics.md
+
+
+@pytest.mark.parametrize("name", case.names())
+def test_every_case_is_documented(name):
+    assert f"`{name}`" in DOCS["cases.md"]
+    assert name in DOCS["README.md"]
+
+
+def test_every_engine_and_accelerator_is_documented():
+    for name in engines.names():
+        assert f"`{name}`" in DOCS["engines.md"]
+    for name in accelerators.table():
+        assert f"{name}.py" in DOCS["accelerators.md"]
+
+
+def test_every_field_of_a_record_is_documented():
+    for name, field in record.Record.model_fields.items():
+        assert f"`{field.alias or name}`" in DOCS["records.md"], name
+
+
+def test_every_key_of_a_case_is_documented():
+    for key in case.settable():
+        leaf = key.rpartition(".")[2]
+        if not key.startswith(("question.precision", "question.data.made")):
+            assert leaf in DOCS["cases.md"], key
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_is_in_the_readme_and_teaches(verb):
+    assert f"steelyard {verb}" in DOCS["README.md"]
+    done = subprocess.run([sys.executable, "-m", "steelyard", verb, "--help"], capture_output=True, text=True, check=True)
+    assert f"steelyard {verb}" in done.stdout.split("Example")[1]
+
+
+def test_verbs_are_all_there_are():
+    from steelyard.cli import app
+
+    assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(VERBS)
+
+
+def commands(text: str) -> list[str]:
+    """Lines that a reader would paste: those of code blocks that begin with steelyard."""
+    blocks = re.findall(r"```(?:sh|console)?\n(.*?)```", text, re.DOTALL)
+    lines = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("steelyard ")]
+
+
+@pytest.mark.parametrize("line", sorted({line for text in DOCS.values() for line in commands(text)}))
+def test_commands_in_the_docs_are_understood(line, tmp_path):
+    """Each is run for real where it needs nothing that is not here; the others must be refused for that alone."""
+    for name in ("data.tar", "tokenizer.model"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "Llama-2-7b-hf").mkdir()
+    here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
+    if any(word in line for word in ("records", "RECORD", "mine.toml")):
+        here = [*here[:4], "--help"]  # the verbs themselves are run on real records elsewhere
+    done = subprocess.run(here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
+    refused = done.returncode == 2 and ("data.tar: " in done.stderr or "site.toml" in done.stderr)
+    assert done.returncode == 0 or refused, done.stderr
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_published_records_are_sound(path):
+    assert verify(path) == []
+
+
+def test_links_lead_somewhere():
+    for name, text in DOCS.items():
+        base = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            assert (base / target).exists(), (name, target)
+
+
+def test_numbers_in_performance_are_in_records():
+    """Every number that docs/performance.md attributes to a record is in that record."""
+    by_id = {json.loads(path.read_text())["id"][:8]: json.loads(path.read_text()) for path in RESULTS}
+    rows = re.findall(r"^\|.*`([0-9a-f]{8})`.*\|$", DOCS["performance.md"], re.MULTILINE)
+    assert rows, "the tables of docs/performance.md name the record of each row"
+    for line in DOCS["performance.md"].splitlines():
+        found = re.search(r"`([0-9a-f]{8})`", line)
+        if not line.startswith("|") or not found:
+            continue
+        told = by_id[found.group(1)]["metrics"]
+        for text in re.findall(r"(?<![\w.])(\d+\.\d) %", line):
+            assert any(f"{100 * m['value']:.1f}" == text for n, m in told.items() if m["value"] is not None), (line, text)
+        for text in re.findall(r"(?<![\w.])(\d{2,3},\d{3})(?![\w,])", line):
+            values = {f"{m['value']:,.0f}" for m in told.values() if m["value"] is not None}
+            assert text in values, (line, text)

@@ -1,0 +1,142 @@
+"""What a stranger's files do to the command: one line and exit code 2, or a record that says what is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+CASE = "llama2-7b-mmlu"
+SMOKE = ["--size", "smoke", "--accelerator", "cpu"]
+
+
+def steelyard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "steelyard", "run", CASE, "--out", str(folder / "records"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def refused(done: subprocess.CompletedProcess[str], folder: Path, *fragments: str) -> None:
+    """One line, exit code 2, nothing written."""
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    for fragment in fragments:
+        assert fragment in done.stderr
+    assert list((folder / "records").glob("*")) == []
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Hugging Face folder of the smoke model, in two shards."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="400KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    return Path(shutil.copytree(checkpoint, tmp_path / "weights"))
+
+
+def test_real_weights_are_loaded_and_named(copy, tmp_path):
+    done = steelyard(tmp_path, *SMOKE, "--weights", str(copy))
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "records").glob("*.json")
+    found = json.loads(path.read_text())
+    assert found["weights"]["source"] == "huggingface"
+    assert found["quality"]["note"] == "size smoke; the data are not the published set"
+
+
+def test_a_planted_nan_makes_the_result_invalid(copy, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    name = next(path for path in copy.glob("*.safetensors") if "model.norm.weight" in load_file(path))
+    tensors = load_file(name)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, name, metadata={"format": "pt"})
+    done = steelyard(tmp_path, *SMOKE, "--weights", str(copy))
+    assert done.returncode == 1
+    (path,) = (tmp_path / "records").glob("*.json")
+    found = json.loads(path.read_text())
+    assert found["status"] == "invalid"
+    assert {reason["code"] for reason in found["reasons"]} == {"nan"}
+    assert "48 of 48 questions got logits that are not finite" in found["reasons"][0]["text"]
+
+
+def test_a_truncated_shard(copy, tmp_path):
+    name = sorted(copy.glob("*.safetensors"))[1]
+    name.write_bytes(name.read_bytes()[:-100])
+    refused(steelyard(tmp_path, *SMOKE, "--weights", str(copy)), tmp_path, name.name, "is not a whole safetensors file")
+
+
+@pytest.mark.parametrize("engine", ["torch", "transformers"])
+def test_a_checkpoint_of_another_shape(copy, tmp_path, engine):
+    done = steelyard(tmp_path, *SMOKE, "--weights", str(copy), "--engine", engine, "--set", "question.model.ffn=192")
+    refused(done, tmp_path, "intermediate_size is 160, the case's ffn is 192")
+
+
+def test_a_missing_folder_of_weights(tmp_path):
+    refused(steelyard(tmp_path, *SMOKE, "--weights", str(tmp_path / "no")), tmp_path, "--weights", "does not exist")
+
+
+@pytest.fixture
+def mmlu(data_dir, tmp_path):
+    """The real data, unpacked, to be damaged."""
+    with tarfile.open(data_dir / "mmlu" / "mmlu_data.tar.gz") as tar:
+        tar.extractall(tmp_path / "mmlu", filter="data")
+    return tmp_path / "mmlu"
+
+
+def full(data: Path, tokenizer: Path) -> list[str]:
+    return ["--data", str(data), "--tokenizer", str(tokenizer), "--accelerator", "cpu", "--sample", "5"]
+
+
+def test_a_missing_subject_file(mmlu, data_dir, tmp_path):
+    (mmlu / "data/dev/anatomy_dev.csv").unlink()
+    done = steelyard(tmp_path, *full(mmlu, data_dir / "tokenizers/llama/tokenizer.model"))
+    refused(done, tmp_path, "dev/anatomy_dev.csv is missing")
+
+
+def test_a_row_of_five_columns(mmlu, data_dir, tmp_path):
+    with (mmlu / "data/test/virology_test.csv").open("a") as out:
+        out.write("question,a,b,c,d\n")
+    done = steelyard(tmp_path, *full(mmlu, data_dir / "tokenizers/llama/tokenizer.model"))
+    refused(done, tmp_path, "test/virology_test.csv: row 167 has 5 columns; a question has 6")
+
+
+def test_a_tokenizer_of_another_vocabulary(data_dir, tmp_path):
+    done = steelyard(
+        tmp_path,
+        *full(data_dir / "mmlu" / "mmlu_data.tar.gz", data_dir / "tokenizers/llama/tokenizer.model"),
+        "--set",
+        "question.model.vocab=50257",
+    )
+    refused(done, tmp_path, "has 32000 tokens and the model 50257")
+
+
+def test_no_tokenizer(data_dir, tmp_path):
+    done = steelyard(tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--sample", "5")
+    refused(done, tmp_path, "no tokenizer found", "--tokenizer")
+
+
+def test_full_size_without_data(tmp_path):
+    refused(steelyard(tmp_path, "--accelerator", "cpu"), tmp_path, "needs its data", "--data", "--size smoke")
+
+
+def test_weights_larger_than_the_device(data_dir, tmp_path):
+    done = steelyard(tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--set", "question.model.layers=9000")
+    refused(done, tmp_path, "GiB and a device has")

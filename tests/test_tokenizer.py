@@ -1,0 +1,235 @@
+"""Tokenizers: ids as published, one vocabulary from two kinds of file, where one is looked for, and files that are none."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Inner
+from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend, Replace
+from tokenizers.normalizers import Sequence as Normalizers
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+
+from steelyard.case import Made
+from steelyard.data import mmlu, tokenizer
+from steelyard.data.tokenizer import JsonTokenizer, MadeTokenizer, SentencePieceTokenizer
+from steelyard.errors import RequestError
+
+TEXTS = ["Hello world", "The lake holds 12 stones.\n\nAnswer:", " two  spaces", "naïve 你好 🦙", "Answer: D", ""]
+
+
+def refusal(*places: Path) -> str:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.load(list(places))
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.fixture(scope="module")
+def llama_json(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama vocabulary as a tokenizer.json: its pieces, and as merges every pair of pieces that is a piece, by score."""
+    inner: Any = sentencepiece.SentencePieceProcessor(model_file=str(data_dir / "tokenizers" / "llama" / "tokenizer.model"))
+    ids = {inner.id_to_piece(i): i for i in range(inner.get_piece_size())}
+    pairs = [
+        ((-inner.get_score(i), ids[piece[:cut]], ids[piece[cut:]]), (piece[:cut], piece[cut:]))
+        for piece, i in ids.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in ids and piece[cut:] in ids
+    ]
+    merges = [pair for _, pair in sorted(pairs)]
+    made = Inner(BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    made.normalizer = Normalizers([Prepend("▁"), Replace(" ", "▁")])
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    path = tmp_path_factory.mktemp("llama") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def gpt2(data_dir: Path) -> Inner:
+    folder = data_dir / "tokenizers" / "gpt2"
+    made = Inner(BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return made
+
+
+def test_made_tokens() -> None:
+    tokens = MadeTokenizer(512)
+    ids = tokens.encode(["Answer: B", "Answer:", " A B C D", "A", ""])
+    assert ids[0] == [1, *ids[1][1:], 3]
+    assert len(ids[1]) == 3  # beginning, "Answer", ":"
+    assert ids[2] == [1, 2, 3, 4, 5]
+    expected = 6 + int.from_bytes(hashlib.sha256(b"A").digest()[:4], "big") % 506
+    assert ids[3] == [1, expected]
+    assert ids[4] == [1]
+    assert mmlu.answer_tokens(tokens) == [2, 3, 4, 5]
+
+
+def test_made_tokens_stay_in_the_vocabulary_and_off_the_answers() -> None:
+    subjects = mmlu.make(Made(subjects=4, questions=12), 5)
+    texts = [mmlu.prompt(subject, row, 5) for subject in subjects for row in subject.test]
+    for vocab in (7, 64, 512):
+        rows = MadeTokenizer(vocab).encode(texts)
+        assert all(1 <= one < vocab for row in rows for one in row)
+        for text, row in zip(texts, rows, strict=True):
+            assert sum(2 <= one <= 5 for one in row) == 5  # the five answered examples
+            assert row.count(1) == 1, text
+
+
+def test_made_vocabularies_are_told_apart() -> None:
+    assert MadeTokenizer(512).sha256 == hashlib.sha256(b"made-1:512").hexdigest()
+    assert MadeTokenizer(512).sha256 != MadeTokenizer(513).sha256
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 6])
+def test_made_vocabulary_has_a_least_size(vocab: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        MadeTokenizer(vocab)
+    assert str(caught.value) == f"question.model.vocab={vocab} has no room for made data; allowed: 7 and more"
+
+
+def test_llama_ids(data_dir: Path) -> None:
+    found = tokenizer.load([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
+    assert isinstance(found, SentencePieceTokenizer)
+    assert (found.source, found.vocab) == ("tokenizer.model", 32000)
+    assert found.encode(["Hello world", ""]) == [[1, 15043, 3186], [1]]
+    assert mmlu.answer_tokens(found) == [319, 350, 315, 360]
+
+
+def test_one_vocabulary_from_two_files(data_dir: Path, llama_json: Path) -> None:
+    one = tokenizer.load([data_dir / "tokenizers" / "llama"])
+    other = tokenizer.load([llama_json])
+    assert isinstance(other, JsonTokenizer)
+    assert (one.vocab, one.sha256) == (other.vocab, other.sha256)
+    texts = TEXTS[:-1]  # "Prepend" leaves an empty text empty
+    assert one.encode(texts) == other.encode(texts)
+    subject = mmlu.read(data_dir / "mmlu" / "mmlu_data.tar.gz")[7]
+    prompts = [mmlu.prompt(subject, row, 5) for row in subject.test[:20]]
+    assert one.encode(prompts) == other.encode(prompts)
+    assert mmlu.answer_tokens(other) == [319, 350, 315, 360]
+
+
+def test_byte_level_answers_have_a_leading_space(data_dir: Path, tmp_path: Path) -> None:
+    made = gpt2(data_dir)
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer.load([tmp_path])
+    assert (found.source, found.vocab) == ("tokenizer.json", 50257)
+    assert found.encode(["Hello world"]) == [[15496, 995]]
+    pieces = json.loads((data_dir / "tokenizers" / "gpt2" / "vocab.json").read_text())
+    assert mmlu.answer_tokens(found) == [pieces[f"Ġ{letter}"] for letter in "ABCD"] == [317, 347, 327, 360]
+    in_order = sorted(pieces, key=lambda piece: pieces[piece])
+    assert found.sha256 == hashlib.sha256(json.dumps(in_order).encode()).hexdigest()
+
+
+def test_padding_and_truncation_of_a_file_are_not_followed(data_dir: Path, tmp_path: Path) -> None:
+    made = gpt2(data_dir)
+    made.enable_padding(length=9)
+    made.enable_truncation(3)
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["truncation"]["max_length"] == 3
+    assert tokenizer.load([tmp_path]).encode(["Hello world", " A B C D"]) == [[15496, 995], [317, 347, 327, 360]]
+
+
+def test_added_tokens_count(data_dir: Path, tmp_path: Path) -> None:
+    made = gpt2(data_dir)
+    made.add_tokens(["<one more>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer.load([tmp_path])
+    assert found.vocab == 50258
+    assert found.encode(["<one more>"]) == [[50257]]
+
+
+@pytest.mark.parametrize("size", [31000 + 1 - 1024, 30000, 31000])
+def test_vocabularies_that_fit(size: int) -> None:
+    tokenizer.check_vocab(MadeTokenizer(size), 31000)
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab", "allowed"), [(31001, 31000, "29977 to 31000"), (29976, 31000, "29977 to 31000"), (513, 512, "1 to 512")]
+)
+def test_vocabularies_that_do_not_fit(size: int, vocab: int, allowed: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.check_vocab(MadeTokenizer(size), vocab)
+    assert str(caught.value) == (
+        f"tokenizer made has {size} tokens and the model {vocab}; allowed: {allowed}; "
+        "name the model's own tokenizer with --tokenizer"
+    )
+
+
+def test_search_order(data_dir: Path, tmp_path: Path) -> None:
+    """Places in their order; in each the json first, then the model, then the folder tokenizer/."""
+    model = (data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()
+    empty, nested, both, file = (tmp_path / name for name in ("empty", "nested", "both", "my-own.json"))
+    for folder in (empty, nested / "tokenizer", both):
+        folder.mkdir(parents=True)
+    (nested / "tokenizer" / "tokenizer.model").write_bytes(model)
+    (both / "tokenizer.model").write_bytes(model)
+    gpt2(data_dir).save(str(both / "tokenizer.json"))
+    gpt2(data_dir).save(str(file))
+    archive = tmp_path / "data.tar"
+    archive.write_bytes(b"")
+    assert tokenizer.load([tmp_path / "absent", empty, archive, nested, both]).vocab == 32000
+    assert tokenizer.load([empty, both, nested]).vocab == 50257
+    assert tokenizer.load([both / "tokenizer.model", both]).vocab == 32000
+    assert tokenizer.load([file]).source == "my-own.json"
+    (nested / "tokenizer.json").write_bytes((both / "tokenizer.json").read_bytes())
+    assert tokenizer.load([nested]).vocab == 50257
+
+
+def test_nothing_found(tmp_path: Path) -> None:
+    advice = "put tokenizer.json or tokenizer.model beside the weights or the data, or name it with --tokenizer"
+    assert refusal() == f"no tokenizer found (looked in: nowhere); {advice}"
+    other = tmp_path / "vocab.txt"
+    other.write_text("x")
+    assert refusal(tmp_path, other) == f"no tokenizer found (looked in: {tmp_path}, {other}); {advice}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not a tokenizer.json: EOF while parsing a value at line 1 column 0"),
+        (b"\xff\xfe\x00", "not a tokenizer.json: stream did not contain valid UTF-8"),
+        (b'{"a":\n', "not a tokenizer.json: "),
+        (b"[1, 2]", "not a tokenizer.json: "),
+        (b"[" * 100_000, "not a tokenizer.json: "),
+        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "a tokenizer.json without tokens"),
+        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}', "not a tokenizer.json: "),
+    ],
+)
+def test_garbage_json(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{path}: {reason}")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe" * 100, b"hello\nworld" * 50, b"{}"])
+def test_garbage_model(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{path}: not a SentencePiece model: ")
+
+
+def test_truncated_model(data_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes((data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()[:400_000])
+    assert refusal(tmp_path).startswith(f"{path}: not a SentencePiece model: ")
+
+
+def test_a_pointer_in_place_of_a_model(tmp_path: Path) -> None:
+    """What a clone without Git LFS leaves."""
+    path = tmp_path / "tokenizer.model"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:9e556afd\nsize 499723\n")
+    assert refusal(tmp_path).startswith(f"{path}: not a SentencePiece model: ")
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    assert refusal(tmp_path) == f"{path}: 268435457 bytes; a tokenizer has at most 268435456"
