@@ -366,7 +366,7 @@ def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run)
     plain = json.loads(canonical_bytes(to_table(made)))
     places = free_tables(plain)
     path = tmp_path / "record.json"
-    for place in rng.sample(places, min(len(places), FLIPS)):
+    for place in rng.sample(places, FLIPS // 2):
         table = json.loads(canonical_bytes(plain))
         set_to(*place, value=rng.choice([None, -1, 0, 1e308, "x", "", [], [1], {}, {"x": None}, True]))(table)
         path.write_bytes(canonical_bytes(table))

@@ -1,6 +1,8 @@
 """Verification: a record says what its raw samples say, byte for byte and number for number."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from steelyard import metrics, record, validity
@@ -17,25 +19,32 @@ Judged = tuple[dict[str, Value], list[Check], list[Reason], list[str], Quality]
 def read(path: Path) -> Record:
     """A record whose parts fit together: all that is derived from it can be."""
     found = record.read(path)
-    _judge(path, found)
+    with _fitting(path):
+        _judge(found)
     return found
 
 
 def verify(path: Path) -> list[str]:
     """What is wrong with a record; nothing, where it is sound."""
     found = record.read(path)
-    values, checks, reasons, notes, quality = _judge(path, found)
-    wrong = record.integrity(path, found) + _question(found) + _metrics(found, values)
+    with _fitting(path):
+        values, checks, reasons, notes, quality = _judge(found)
+        wrong = record.integrity(path, found) + _question(found) + _metrics(found, values)
     if (found.checks, found.quality, found.notes) != (checks, quality, notes):
         wrong.append("the checks, the notes or the quality are not those that follow from the samples")
     return wrong + _status(found, reasons)
 
 
-def _judge(path: Path, found: Record) -> Judged:
+def _judge(found: Record) -> Judged:
     """All that follows from the raw parts."""
+    values = metrics.derive(found)
+    return values, *validity.judge(found, values)
+
+
+@contextmanager
+def _fitting(path: Path) -> Iterator[None]:
     try:
-        values = metrics.derive(found)
-        return values, *validity.judge(found, values)
+        yield
     except MISFITS as error:
         raise RequestError(f"{path}: not a record: its parts do not fit together: {type(error).__name__}: {error}") from error
 
