@@ -12,10 +12,12 @@ setup: .venv/ready
 
 # A suitable torch in the current environment (a GPU build, say) is used as it is; otherwise one is installed.
 .venv/ready: pyproject.toml setup.sh
+	rm -rf .venv
 	PYTHON=$(PYTHON) sh setup.sh
 	touch $@
 
 run: setup
+	rm -rf $(RECORDS)
 	$(BIN)/steelyard run smoke --accelerator cpu --out $(RECORDS)
 	$(BIN)/steelyard report $(RECORDS) --format html --to $(RECORDS)/page.html
 

@@ -38,6 +38,7 @@ def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden
         "device": f"cuda:{rank}",
         "status": "done",
         "error": None,
+        "ended_s": 20.0,
         "budget": {"imports": 2.0, "val": 12.0, "infer": 6.0, "harness": 0.5},
         "windows": windows,
         "samples": samples,

@@ -163,5 +163,5 @@ def test_compiled_answers_equal_eager_ones(tmp_path: Path) -> None:
         assert passes["val"] == passes["infer"]
         assert passes["infer"]["choices"] == eager["outputs"]["passes"]["infer"]["choices"]
         assert passes == eager["outputs"]["passes"]
-        assert len(set(passes["infer"]["choices"])) >= 3
+        assert len(set(passes["infer"]["choices"])) >= 2
         assert compiled["case"]["key"] == eager["case"]["key"]

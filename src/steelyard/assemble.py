@@ -134,5 +134,6 @@ def _budget(facts: Facts, first: dict[str, Any], sealed_s: float) -> dict[str, f
 def _failure(outcome: Outcome) -> Failure | None:
     if outcome.code is None:
         return None
-    rank = next((one["rank"] for one in outcome.ranks if one["status"] != "done"), None)
+    broken = [rank for rank in outcome.ranks if rank["status"] != "done"]
+    rank = min(broken, key=lambda rank: float(rank["ended_s"]))["rank"] if broken else None  # the others miss their peer
     return Failure(rank=rank, exit_code=outcome.exit_code, error=outcome.text, stderr_tail=outcome.stderr_tail)

@@ -106,10 +106,11 @@ def _interval(record: Record, name: str, rate: float) -> tuple[float, float] | N
     tokens = [float(sample.counts["tokens"]) for sample in steps]
     times = [sample.end_s - sample.start_s for sample in steps]
     found = stats.rate_interval(tokens, times)
-    if found is None or found[1] == float("inf"):
+    if found is None:
         return None
     own = fsum(tokens) / fsum(times)
-    return rate * found[0] / own, rate * found[1] / own
+    # An interval may have no upper end; JSON has no infinity, and a million times the rate says as much.
+    return rate * found[0] / own, rate * min(found[1] / own, 1e6)
 
 
 def _per_second(key: str, per_device: bool = False) -> Callable[[Record], Known]:

@@ -112,8 +112,9 @@ def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[acce
     accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
     found = accelerator.find()
     layout = plan.make(case, request.nodes, request.devices)
-    if not found or (layout.devices > len(found) and not accelerator.divisible):
-        raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) found on this machine")
+    most = max(len(found), os.cpu_count() or 1, 8) if found and accelerator.divisible else len(found)
+    if layout.devices > most:
+        raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
     plan.check_fits(case, found[0].memory_bytes)
     return accelerator, layout, found[: layout.devices]
 
@@ -270,12 +271,13 @@ def _wait(process: subprocess.Popen[bytes], request: Request, folder: Path, watc
 
 def _verdict(ranks: list[dict[str, Any]], layout: Plan, exit_code: int | None) -> tuple[str | None, str]:
     """What the rank files and the exit code say. The first rank to fail is the cause: others fail for want of a peer."""
-    broken = [rank for rank in ranks if rank["status"] != "done"]
+    broken = [rank for rank in ranks if rank["status"] not in ("done", "running")]
     if broken:
         first = min(broken, key=lambda rank: float(rank["ended_s"]))
         return first["status"], f"rank {first['rank']}: {first['error']}"
-    if len(ranks) < layout.devices or exit_code != 0:
-        missing = sorted(set(range(layout.devices)) - {rank["rank"] for rank in ranks})
+    done = {rank["rank"] for rank in ranks if rank["status"] == "done"}
+    if len(done) < layout.devices or exit_code != 0:
+        missing = sorted(set(range(layout.devices)) - done)
         who = f"rank {missing[0]}" if missing else "a worker"
         if exit_code is not None and exit_code < 0:
             return (

@@ -119,7 +119,8 @@ class Worker:
         if source is None:
             tokens: tokenizer.Tokenizer = tokenizer.MadeTokenizer(question.model.vocab)
         else:
-            places = [Path(place) for place in (spec["tokenizer"], spec["weights"], spec["data"]) if place]
+            beside = str(source if source.is_dir() else source.parent)
+            places = [Path(place) for place in (spec["tokenizer"], spec["weights"], beside) if place]
             tokens = tokenizer.load(places[:1] if spec["tokenizer"] else places)
             tokenizer.check_vocab(tokens, question.model.vocab)
         if question.data.context > question.model.positions:
@@ -183,6 +184,7 @@ class Worker:
         self._keep(name, trace)
         if name != "bare":
             self.out["outputs"][name] = _answers(engine.outputs(name), self.questions)
+        self.write("running", None)  # whoever is killed later leaves this much
 
     def _step(self, name: str, done: int, total: int) -> None:
         """The last step is told after the pass: whatever follows its mark counts as time that no step accounts for."""

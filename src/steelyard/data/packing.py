@@ -203,5 +203,8 @@ def sorted_batches(lengths: list[int], budget: int, pad_to: int, seed: int) -> l
             out.append([])
             width = -(-lengths[i] // pad_to) * pad_to
         out[-1].append(i)
+    if len(out) > 1 and len(out[-1]) == 1 < len(out[-2]):  # a batch of one is a shape of its own to a compiler
+        last = out.pop()
+        out[-1] += last
     random.Random(f"bins:{seed}").shuffle(out)
     return out

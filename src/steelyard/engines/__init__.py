@@ -68,7 +68,8 @@ def load(name: str) -> Callable[[Job], Engine]:
     try:
         engine: Callable[[Job], Engine] = getattr(import_module(module), attribute)
     except ImportError as error:
-        raise RequestError(f"engine {name!r} needs {error.name}; pip install 'steelyard[{name}]'") from error
+        what = error.name or str(error)
+        raise RequestError(f"engine {name!r} needs {what}; pip install 'steelyard[{name}]'") from error
     return engine
 
 

@@ -71,9 +71,15 @@ class TransformersScore:
             self.compiled = nn.ModuleList(layers)
         self.model.model.layers = self.compiled if compiled else self.plain
         with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
-            for items in self.bins[: max(self.tune.warmup, int(compiled))]:
+            for items in self._warmup() if compiled else self.bins[: self.tune.warmup]:
                 self._answer(*self._to_device(items))
             self.job.device.synchronize()
+
+    def _warmup(self) -> list[list[int]]:
+        """Batches of every extreme shape beside the first ones: a compiler meets its special cases here, not in the pass."""
+        width = {id(items): max(len(self.job.prompts.rows[i]) for i in items) for items in self.bins}
+        extremes = [pick(self.bins, key=key) for key in (len, lambda items: width[id(items)]) for pick in (min, max)]
+        return [*extremes, *self.bins[: self.tune.warmup]]
 
     def _load(self) -> Any:
         """The same weights as every engine: read, checked or made by our own loader, then handed over."""
