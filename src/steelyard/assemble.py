@@ -6,9 +6,9 @@ from typing import Any
 
 from steelyard import metrics, record, validity
 from steelyard.case import Resolved
-from steelyard.data import mmlu_score
 from steelyard.measure import Clock, now
 from steelyard.record import Case, Engine, Failure, Plan, Quality, Reason, Record, Sample, Scope, Window
+from steelyard.tasks import TASKS, Task
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def assemble(resolved: Resolved, engine: str, facts: Facts, outcome: Outcome, cl
         ranks=[_rank(rank) for rank in ranks],
         samples=[Sample.model_validate(sample) for rank in ranks for sample in rank["samples"]],
         telemetry=facts.telemetry,
-        outputs=_outputs(ranks, first),
+        outputs=_outputs(TASKS[resolved.case.question.task], ranks, first),
         checks=[],
         quality=Quality(metric="acc", value=None, gate=None, evaluated=False, note="the run failed"),
         metrics={},
@@ -110,12 +110,12 @@ def _rank(rank: dict[str, Any]) -> dict[str, Any]:
     return {key: rank.get(key) for key in keys}
 
 
-def _outputs(ranks: list[dict[str, Any]], first: dict[str, Any]) -> dict[str, Any]:
+def _outputs(task: Task, ranks: list[dict[str, Any]], first: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = first.get("common", {})
     if out:
         for name in first["outputs"]:
             tables = [rank["outputs"][name] for rank in ranks if name in rank["outputs"]]
-            out = mmlu_score.merge(out, name, tables)
+            out = task.merge(out, name, tables)
     return out
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from steelyard import flops, stats, telemetry
 from steelyard.case import Model
-from steelyard.data import mmlu_score
 from steelyard.record import Record, Sample, Value, Window
+from steelyard.tasks import TASKS, Task
 
 GIB = 1 << 30
 
@@ -249,17 +249,21 @@ def _padded(record: Record) -> Known:
     return Known(counts.get("padded", 0) / computed) if computed else _absent(name or "infer")
 
 
+def _task(record: Record) -> Task:
+    return TASKS[record.case.question["task"]]
+
+
 def _quality(key: str, name: str | None) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
         chosen = name or headline(record)
-        value = mmlu_score.score(record.outputs, chosen).get(key) if chosen else None
+        value = _task(record).score(record.outputs, chosen).get(key) if chosen else None
         return _absent(chosen or "infer") if value is None else Known(value)
 
     return formula
 
 
 def _agreement(record: Record) -> Known:
-    value = mmlu_score.agreement(record.outputs, "infer", "val")
+    value = _task(record).agreement(record.outputs, "infer", "val")
     return Known(None, "needs both passes, val and infer") if value is None else Known(value)
 
 

@@ -16,13 +16,13 @@ import psutil
 
 from steelyard import accelerators, engines
 from steelyard.case import Case
-from steelyard.data import mmlu, mmlu_score, tokenizer
+from steelyard.data.mmlu import Prompts
 from steelyard.errors import RequestError
 from steelyard.measure import Budget, Trace, bare, mean_time_s, measure, now, sleep
+from steelyard.tasks import TASKS, Sources
 
 CALIBRATE_S = 0.5
 PROGRESS_S = 0.1
-ANSWERS = ("items", "best", "choice", "finite")
 COUNTS = ("tokens", "samples", "logits", "pairs", "square")
 
 
@@ -80,7 +80,8 @@ class Worker:
         self.budget = Budget()
         device = f"{spec['accelerator']}:{self.local_rank}"
         self.out: dict[str, Any] = {"rank": rank, "device": device, "windows": [], "samples": [], "outputs": {}}
-        self.questions = 0
+        self.task = TASKS[self.case.question.task]
+        self.common: dict[str, Any] = {}
         self._told = 0.0
         self.device: Any = None
 
@@ -93,9 +94,11 @@ class Worker:
         self._join()
         with self.budget.part("data"):
             self.tell("data", 0, 0)
-            prompts = self._prompts()
+            prepared = self.task.prepare(self.case.question, self._sources(), self.spec["scope"]["sample"])
+            self.common = prepared.common
+            self.out |= {"data": prepared.facts} | ({"common": prepared.common} if self.rank == 0 else {})
         with self.budget.part("engine"):
-            engine = make_engine(self._job(prompts))
+            engine = make_engine(self._job(prepared.work))
         for name in self.spec["passes"]:
             self.tell(f"prepare {name}", 0, 0)
             engine.prepare(name, self.budget.part)
@@ -112,47 +115,15 @@ class Worker:
             with self.budget.part("join"):
                 dist.init_process_group(self.device.backend)
 
-    def _prompts(self) -> mmlu.Prompts:
-        question, spec = self.case.question, self.spec
-        source = Path(spec["data"]) if spec["data"] else None
-        subjects, label = mmlu.load(question.data, source)
-        if source is None:
-            tokens: tokenizer.Tokenizer = tokenizer.MadeTokenizer(question.model.vocab)
-        else:
-            beside = str(source if source.is_dir() else source.parent)
-            places = [Path(place) for place in (spec["tokenizer"], spec["weights"], beside) if place]
-            tokens = tokenizer.load(places[:1] if spec["tokenizer"] else places)
-            tokenizer.check_vocab(tokens, question.model.vocab)
-        if question.data.context > question.model.positions:
-            raise RequestError(
-                f"question.data.context={question.data.context} is more than the model's {question.model.positions} positions"
-            )
-        prompts = mmlu.encode(subjects, question.data, tokens, spec["scope"]["sample"], question.seed)
-        self.questions = len(prompts.rows)
-        found = mmlu.fingerprint(subjects, tokens)
-        self.out["data"] = {
-            "source": label,
-            "subjects": len(subjects),
-            "rows": sum(len(subject.test) for subject in subjects),
-            "rows_in_scope": len(prompts.rows),
-            "tokens": sum(len(row) for row in prompts.rows),
-            "shortened": prompts.shortened,
-            "fingerprint": found,
-            "published": found == question.data.fingerprint,
-            "tokenizer": {"source": tokens.source, "vocab": tokens.vocab, "sha256": tokens.sha256},
-        }
-        if self.rank == 0:
-            self.out["common"] = mmlu_score.outputs(
-                prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters
-            )
-        return prompts
+    def _sources(self) -> Sources:
+        named = (self.spec[key] for key in ("data", "tokenizer", "weights"))
+        return Sources(*(Path(place) if place else None for place in named))
 
-    def _job(self, prompts: mmlu.Prompts) -> engines.Job:
-        weights = Path(self.spec["weights"]) if self.spec["weights"] else None
+    def _job(self, prompts: Prompts) -> engines.Job:
         return engines.Job(
             case=self.case,
             prompts=prompts,
-            weights=weights,
+            weights=self._sources().weights,
             device=self.device,
             rank=self.rank,
             world=self.world,
@@ -183,7 +154,7 @@ class Worker:
         self.tell(name, total, total)
         self._keep(name, trace)
         if name != "bare":
-            self.out["outputs"][name] = _answers(engine.outputs(name), self.questions)
+            self.out["outputs"][name] = self.task.check(engine.outputs(name), self.common)
         self.write("running", None)  # whoever is killed later leaves this much
 
     def _step(self, name: str, done: int, total: int) -> None:
@@ -233,19 +204,6 @@ def _plain(what: str, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise TypeError(f"the engine's {what} are not plain values: {error}") from error
     return value
-
-
-def _answers(table: Any, questions: int) -> dict[str, list[int]]:
-    """An engine's answers, if a record can be made of them: that happens where the engine is no longer there to blame."""
-    columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
-    if not columns or not all(isinstance(c, list) and all(isinstance(value, int) for value in c) for c in columns):
-        raise TypeError(f"the engine's outputs must be lists of integers: {', '.join(ANSWERS)}")
-    if len({len(column) for column in columns}) != 1:
-        raise ValueError("the engine's outputs must be lists of one length")
-    items, _, choice, _ = columns
-    if not all(0 <= item < questions for item in items) or not all(0 <= one < 4 for one in choice):
-        raise ValueError(f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond 0 to 3")
-    return dict(zip(ANSWERS, columns, strict=True))
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:

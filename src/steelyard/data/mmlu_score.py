@@ -8,6 +8,7 @@ from math import fsum
 from typing import Any
 
 LETTERS = "ABCD"
+ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
 
 
 def outputs(
@@ -22,6 +23,20 @@ def outputs(
         "letters": letters,
         "passes": {},
     }
+
+
+def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
+    """An engine's answers, if a record can be made of them: that happens where the engine is no longer there to blame."""
+    questions = len(common["gold"])
+    columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
+    if not columns or not all(isinstance(c, list) and all(isinstance(value, int) for value in c) for c in columns):
+        raise TypeError(f"the engine's outputs must be lists of integers: {', '.join(ANSWERS)}")
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError("the engine's outputs must be lists of one length")
+    items, _, choice, _ = columns
+    if not all(0 <= item < questions for item in items) or not all(0 <= one < 4 for one in choice):
+        raise ValueError(f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond 0 to 3")
+    return dict(zip(ANSWERS, columns, strict=True))
 
 
 def merge(common: dict[str, Any], name: str, tables: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
-from steelyard.data.mmlu_score import subject_accuracy
 from steelyard.record import Record
 from steelyard.report import charts
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Row, Table, Tone
@@ -8,6 +7,7 @@ from steelyard.report.names import in_order, meaning
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
 from steelyard.report.words import Words
+from steelyard.tasks import TASKS
 
 
 def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
@@ -112,7 +112,7 @@ def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") ->
 def _subjects(record: Record, say: Words) -> list[Block]:
     """Accuracy by subject, in every pass that has answers, for cases that ask in subjects."""
     passes = [name for name in ("val", "infer") if name in record.outputs.get("passes", {})]
-    found = {name: subject_accuracy(record.outputs, name) for name in passes}
+    found = {name: TASKS[record.case.question["task"]].breakdown(record.outputs, name) for name in passes}
     if not any(found.values()):
         return []
     heads = (Column(say("subjects.name")), *(Column(name, align="right") for name in passes))

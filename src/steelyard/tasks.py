@@ -1,0 +1,88 @@
+"""Tasks: what is asked of a model, from reading the data to scoring the answers. One row each.
+
+A worker prepares a task's work and checks the answers that an engine gives; the parent merges the ranks' answers and scores
+them, again on every verification. Nothing here needs torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.case import Question
+from steelyard.data import mmlu, mmlu_score, tokenizer
+from steelyard.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a task's data may lie."""
+
+    data: Path | None
+    tokenizer: Path | None
+    weights: Path | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Work for an engine, facts on the data for the record, and the part of the outputs that no pass changes."""
+
+    work: mmlu.Prompts
+    facts: dict[str, Any]
+    common: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    prepare: Callable[[Question, Sources, int | None], Prepared]  # the question, where to look, the size of the sample
+    check: Callable[[Any, dict[str, Any]], dict[str, Any]]  # an engine's answers, if they fit `common`
+    merge: Callable[[dict[str, Any], str, list[dict[str, Any]]], dict[str, Any]]  # outputs, pass, every rank's answers
+    score: Callable[[dict[str, Any], str], dict[str, float]]  # outputs, pass → values by name
+    agreement: Callable[[dict[str, Any], str, str], float | None]  # of two passes
+    breakdown: Callable[[dict[str, Any], str], dict[str, float]]  # outputs, pass → values by part of the data
+
+
+def _prepare_mmlu(question: Question, sources: Sources, sample: int | None) -> Prepared:
+    data, model = question.data, question.model
+    if data.context > model.positions:
+        raise RequestError(f"question.data.context={data.context} is more than the model's {model.positions} positions")
+    subjects, label = mmlu.load(data, sources.data)
+    tokens = _tokens(sources, model.vocab)
+    prompts = mmlu.encode(subjects, data, tokens, sample, question.seed)
+    found = mmlu.fingerprint(subjects, tokens)
+    facts = {
+        "source": label,
+        "subjects": len(subjects),
+        "rows": sum(len(subject.test) for subject in subjects),
+        "rows_in_scope": len(prompts.rows),
+        "tokens": sum(len(row) for row in prompts.rows),
+        "shortened": prompts.shortened,
+        "fingerprint": found,
+        "published": found == data.fingerprint,
+        "tokenizer": {"source": tokens.source, "vocab": tokens.vocab, "sha256": tokens.sha256},
+    }
+    common = mmlu_score.outputs(prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters)
+    return Prepared(prompts, facts, common)
+
+
+def _tokens(sources: Sources, vocab: int) -> tokenizer.Tokenizer:
+    """The named tokenizer, or the one beside the weights or the data; made data come with their own."""
+    if sources.data is None:
+        return tokenizer.MadeTokenizer(vocab)
+    beside = sources.data if sources.data.is_dir() else sources.data.parent
+    places = [sources.tokenizer] if sources.tokenizer else [place for place in (sources.weights, beside) if place]
+    found = tokenizer.load(places)
+    tokenizer.check_vocab(found, vocab)
+    return found
+
+
+TASKS = {
+    "mmlu": Task(
+        prepare=_prepare_mmlu,
+        check=mmlu_score.check,
+        merge=mmlu_score.merge,
+        score=mmlu_score.score,
+        agreement=mmlu_score.agreement,
+        breakdown=mmlu_score.subject_accuracy,
+    ),
+}
