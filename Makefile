@@ -26,7 +26,7 @@ test: setup
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check src tests
 
 types: setup
 	$(BIN)/mypy

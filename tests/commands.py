@@ -190,7 +190,14 @@ class Shell:
         command = [sys.executable, "-P", "-m", "steelyard", *map(str, arguments)]
         pipe = subprocess.PIPE if pipes else subprocess.DEVNULL
         return subprocess.Popen(
-            command, cwd=self.folder, env=self.env(**variables), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+            command,
+            cwd=self.folder,
+            env=self.env(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            preexec_fn=_listen,
         )
 
     def __call__(self, *arguments: str | Path, **variables: str) -> Done:
@@ -213,6 +220,11 @@ class Shell:
                 one.kill()
             except psutil.NoSuchProcess:
                 continue
+
+
+def _listen() -> None:
+    """As from a terminal: a test runner in the background hands down that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(process: "subprocess.Popen[str]", timeout_s: float = 120.0) -> Done:

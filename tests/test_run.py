@@ -141,6 +141,13 @@ def test_interrupt(faulty: Shell, number: int) -> None:
     assert record["failure"]["exit_code"] == -signal.SIGTERM
 
 
+@pytest.mark.full
+def test_a_rank_without_work_is_no_reason(shell: Shell) -> None:
+    """One question for two ranks: the second has nothing to account for."""
+    done = shell(*SMOKE, "--devices", "2", "--sample", "1", "--out", shell.out)
+    assert (done.code, [record["status"] for record in shell.records()]) == (0, ["valid"])
+
+
 def test_interrupt_again_and_again(faulty: Shell) -> None:
     """The second Ctrl-C falls into the time in which a worker that does not listen is given to end."""
     done = interrupted(faulty, "stubborn@work", signal.SIGINT, signal.SIGINT, signal.SIGTERM)
