@@ -191,6 +191,13 @@ def test_memory_and_energy_are_those_of_the_headline_pass():
     assert value(found, "energy_per_token") == pytest.approx(1.0)
 
 
+def test_a_pass_between_two_readings_has_the_memory_around_it():
+    late = series(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])  # the pass is from 30 s to 36 s, a reading every 2 s
+    found = made(facts=facts(telemetry=[late]))
+    assert value(found, "mem") == 7.0
+    assert found.metrics["mem"].note == "read just before and after the pass, which was over between two readings"
+
+
 def test_a_device_that_tells_nothing_has_null_with_a_reason():
     found = made(facts=facts(telemetry=[series(memory_bytes=[None] * 5, energy_j=[None] * 5)]))
     assert (value(found, "mem"), value(found, "energy")) == (None, None)

@@ -176,15 +176,18 @@ def _mfu(
 
 
 def _mem(record: Record) -> Known:
-    """Highest memory in use over devices, inside the headline pass."""
+    """Highest memory in use over devices, inside the headline pass; around it, where a pass is over between two readings."""
     name = headline(record)
     if name is None:
         return _absent("infer")
     spans = windows(record, name)
     start, end = min(w.start_s for w in spans), max(w.start_s + w.wall_s for w in spans)
-    peaks = [telemetry.peak_memory(telemetry.window(series, start, end)) for series in record.telemetry]
-    known = [peak for peak in peaks if peak is not None]
-    return Known(max(known) / GIB) if known else Known(None, "no memory reading fell into the pass")
+    for margin, note in ((0.0, None), (1.0, "read just before and after the pass, which was over between two readings")):
+        around = [telemetry.window(s, start - margin * s["period_s"], end + margin * s["period_s"]) for s in record.telemetry]
+        known = [peak for peak in map(telemetry.peak_memory, around) if peak is not None]
+        if known:
+            return Known(max(known) / GIB, note)
+    return Known(None, "no memory reading fell into the pass")
 
 
 def _framework(key: str) -> Callable[[Record], Known]:
