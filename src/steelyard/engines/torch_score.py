@@ -74,10 +74,11 @@ class TorchScore:
                     self.prefix = self.model.empty_prefix(self.cache_rows)
                 self.job.device.synchronize()
         compiled = compile_wanted(name, self.tune)
-        if compiled and not self.compiled:
-            self.compiled = [torch.compile(block, dynamic=True) for block in self.model.layers]
-        self.blocks = self.compiled if compiled else None
-        with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
+        new = compiled and not self.compiled
+        with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
+            if new:
+                self.compiled = [torch.compile(block, dynamic=True) for block in self.model.layers]
+            self.blocks = self.compiled if compiled else None
             for batch in self.batches[: max(self.tune.warmup, int(compiled))]:
                 self._answer(*self._to_device(batch()))
             self.job.device.synchronize()

@@ -66,11 +66,12 @@ class TransformersScore:
                 self.plain = self.model.model.layers
                 self.job.device.synchronize()
         compiled = compile_wanted(name, self.tune)
-        if compiled and self.compiled is None:
-            layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain]
-            self.compiled = nn.ModuleList(layers)
-        self.model.model.layers = self.compiled if compiled else self.plain
-        with part(f"{'compile' if compiled else 'warmup'}_{name}"), torch.inference_mode():
+        new = compiled and self.compiled is None
+        with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
+            if new:
+                layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain]
+                self.compiled = nn.ModuleList(layers)
+            self.model.model.layers = self.compiled if compiled else self.plain
             for items in self._warmup() if compiled else self.bins[: self.tune.warmup]:
                 self._answer(*self._to_device(items))
             self.job.device.synchronize()
@@ -78,7 +79,8 @@ class TransformersScore:
     def _warmup(self) -> list[list[int]]:
         """Batches of every extreme shape beside the first ones: a compiler meets its special cases here, not in the pass."""
         width = {id(items): max(len(self.job.prompts.rows[i]) for i in items) for items in self.bins}
-        extremes = [pick(self.bins, key=key) for key in (len, lambda items: width[id(items)]) for pick in (min, max)]
+        keys = (len, lambda items: width[id(items)])
+        extremes = [pick(self.bins, key=key) for key in keys for pick in (min, max)] if self.bins else []
         return [*extremes, *self.bins[: self.tune.warmup]]
 
     def _load(self) -> Any:
