@@ -19,7 +19,11 @@ H200 = Found("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
 A100 = Found("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
 
 
-def test_shape() -> None:
+def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(environment.VARIABLES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("TORCH_HOME", "/somewhere")
     got = environment.parent_side(CUDA, [H200, H200])
     assert json.loads(json.dumps(got)) == got
     hardware, software = got["hardware"], got["software"]
@@ -43,6 +47,7 @@ def test_shape() -> None:
         "packages": environment.packages(),
         "cuda": None,
         "cudnn": None,
+        "variables": {"NCCL_ALGO": "Ring"},
     }
     assert set(got) == {"hardware", "software", "source"}
     assert got["source"]["version"] == __version__

@@ -1,5 +1,6 @@
 """Metrics and validity of records put together from exact samples: every number worked out by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ def resolved(**changes: Any) -> case.Resolved:
     """The MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16, vocabulary 32."""
     sets = ["layers=2", "hidden=8", "heads=2", "kv_heads=2", "ffn=16", "vocab=32", "nominal_parameters=1000"]
     settings = [f"question.model.{one}" for one in sets] + list(changes.pop("settings", []))
-    return case.resolve("llama2-7b-mmlu", settings=settings, **changes)
+    return replace(case.resolve("llama2-7b-mmlu", settings=settings, **changes), origins={})  # as if a file said so
 
 
 def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden_s: float = 0.0, **over: Any) -> dict[str, Any]:
@@ -224,6 +225,23 @@ def real(**answers: Any) -> Record:
         rank["outputs"] = rank["outputs"] | {name: rank["outputs"][name] | table}
     target = ["gate.target=0.25", "gate.within=0.01"]
     return made(rank, resolved=resolved(settings=target))
+
+
+def test_a_changed_question_is_not_judged_and_says_so():
+    one = case.resolve("llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"])
+    rank = rank_file()
+    rank["details"]["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
+    found = made(rank, resolved=one)
+    assert found.quality.note == "the question was changed on the command line"
+    assert found.notes[-2:] == [
+        "another question than the case's: question.data.shots changed on the command line",
+        "other limits than the case's: max_interval, gate.within changed on the command line",
+    ]
+
+
+def test_a_sample_of_open_says_that_it_shares_less():
+    found = made(resolved=resolved(division="open"), facts=facts(scope=Scope(kind="window", sample=12)))
+    assert found.notes[-1] == "a sample shares fewer tokens than the whole set: its rate is not that of a full run"
 
 
 def test_the_gate_passes_and_fails():

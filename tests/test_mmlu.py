@@ -162,7 +162,7 @@ def test_a_row_number_counts_rows_and_not_lines(tmp_path: Path) -> None:
 def test_wrong_count_of_subjects(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "x", files_of(SMALL))
     found = refusal(source, DATA.model_copy(update={"subjects": 57}))
-    assert found == f"{source}: 2 subjects; the case has 57: a file of dev/ or test/ is missing"
+    assert found == f"{source}: 2 subjects; the case has 57; a file of dev/ or test/ is missing"
 
 
 def test_no_source() -> None:

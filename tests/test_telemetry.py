@@ -37,6 +37,7 @@ def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
             "device": "cuda:0",
             "period_s": NEVER_S,
             "baseline_processes": 2,
+            "severity": {},
             "columns": {"t_s": [10.0, 11.0], "memory_bytes": [5, 6], "processes": [2, 1]},
         }
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -94,10 +94,10 @@ class MmluData(Frozen):
 class Gate(Frozen):
     """Quality a valid result must have; applied only to a full run with the case's real weights."""
 
-    metric: str
+    metric: Literal["acc", "acc_choice"]
     target: float
-    within: float
-    agree_within: float = Field(description="how far infer may be from val")
+    within: float = Field(ge=0)
+    agree_within: float = Field(ge=0, description="how far infer may be from val")
 
 
 class Question(Frozen):
@@ -158,7 +158,7 @@ class Case(Frozen):
     question: Question
     tune: Tune = Tune()
     gate: Gate | None = None
-    max_interval: float | None = Field(None, description="widest 95 % interval of the headline rate, as a share of it")
+    max_interval: float | None = Field(None, gt=0, description="widest 95 % interval of the headline rate, as a share of it")
     reference: list[Reference] = []
 
     def key(self, fingerprint: str) -> str:
@@ -202,7 +202,7 @@ def read(name: str) -> tuple[dict[str, Any], str]:
     elif name in names():
         raw = (resources.files("steelyard") / "cases" / f"{name}.toml").read_bytes()
     else:
-        near = get_close_matches(name, names(), 1)
+        near = get_close_matches(name.lower(), [*names(), "smoke"], 1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known cases: {', '.join(names())}"
         raise RequestError(f"no case {name!r}{hint} (a file of your own ends in .toml)")
     try:
@@ -215,25 +215,27 @@ def read(name: str) -> tuple[dict[str, Any], str]:
 
 def resolve(
     name: str,
-    size: str = "full",
+    size: str | None = None,
     precision: str | None = None,
     division: str | None = None,
     settings: list[str] | None = None,
 ) -> Resolved:
-    """A case as it will be run: file, size, then what the command line says."""
+    """A case as it will be run: file, size (full unless told), then what the command line says."""
     table, path = read(name)
     origins: dict[str, str] = {}
     smoke = table.pop("smoke", {})
     if not isinstance(smoke, dict):
         raise RequestError(f"case {path!r}: smoke is {_shown(smoke)}; it is a table of what the size smoke changes")
     _note(table, "case", origins)
-    if size not in ("smoke", "full"):
+    if size not in (None, "smoke", "full"):
         raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
+    if division not in (None, *get_args(Division)):
+        raise RequestError(f"--division {division!r} is not known; allowed: {', '.join(get_args(Division))}")
     if size == "smoke":
         table = _merge(table, smoke)
         _note(smoke, "case, size smoke", origins)
-    table["size"] = size
-    origins["size"] = "command line"
+    table["size"] = size or "full"
+    origins["size"] = "command line" if size else "default"
     question = table.get("question")
     if isinstance(question, dict):
         if division is not None:
@@ -245,9 +247,30 @@ def resolve(
     for setting in settings or []:
         _apply(table, setting, origins)
     _expand_precision(table, origins)
+    _forget_nominal(table, origins)
     case = _validate(table, path)
     _note_defaults(case.model_dump(mode="json"), origins)
     return Resolved(case, origins, path)
+
+
+def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
+    """A model changed on the command line is no longer of the size that its case names."""
+    key = "question.model.nominal_parameters"
+    model = table.get("question", {}).get("model") if isinstance(table.get("question"), dict) else None
+    changed = any(name.startswith("question.model.") for name, origin in origins.items() if origin == "command line")
+    if isinstance(model, dict) and changed and origins.get(key) != "command line":
+        model["nominal_parameters"] = None
+        origins[key] = "unknown: the model was changed"
+
+
+def changed_question(origins: dict[str, str]) -> list[str]:
+    """What the command line changed of the question, beside its precision and division, which have names of their own."""
+    named = ("question.division", "question.precision")
+    return sorted(
+        key
+        for key, origin in origins.items()
+        if origin == "command line" and key.startswith("question.") and not key.startswith(named)
+    )
 
 
 def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
@@ -272,7 +295,7 @@ def _validate(table: dict[str, Any], path: str) -> Case:
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         if first["type"] == "extra_forbidden":
             raise RequestError(f"case {path!r}: unknown key {where!r}{more}; remove it, or see docs/cases.md") from error
-        shown = "" if first["type"] == "missing" else f" (it is {_shown(first['input'])})"
+        shown = "" if first["type"] in ("missing", "value_error") else f" (it is {_shown(first['input'])})"
         raise RequestError(f"case {path!r}: {where}: {first['msg']}{shown}{more}; see docs/cases.md") from error
 
 

@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Size = Annotated[str, typer.Option(help="smoke (tiny, made data, seconds on a CPU) or full (the published model and data).")]
+Size = Annotated[str | None, typer.Option(help="full (published model and data, the default) or smoke (tiny, made, seconds).")]
 Precision = Annotated[str | None, typer.Option(help="fp32, tf32, fp16 or bf16 (training also bf16-pure); default: the case's.")]
 Division = Annotated[str | None, typer.Option(help="closed (every token computed) or open (shared prefixes computed once).")]
 Settings = Annotated[
@@ -131,7 +131,7 @@ def list_(as_json: Json = False) -> None:
 @app.command()
 def show(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's name, or the path of your own TOML file.")],
-    size: Size = "full",
+    size: Size = None,
     precision: Precision = None,
     division: Division = None,
     settings: Settings = None,
@@ -162,7 +162,7 @@ def show(
     rows.append({"key": "peak FLOP/s", "value": rate, "origin": origin})
     references = [row.model_dump(mode="json") for row in resolved.case.reference]
     if as_json:
-        _dump({"name": resolved.case.name, "size": size, "values": rows, "reference": references})
+        _dump({"name": resolved.case.name, "size": resolved.case.size, "values": rows, "reference": references})
         return
     width = max(len(str(row["key"])) for row in rows)
     lines = [f"{row['key']:<{width}}  {_plain(row['value'])}  ({row['origin']})" for row in rows]
@@ -191,7 +191,7 @@ def run(
     cases: Annotated[
         list[str], typer.Argument(metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.")
     ],
-    size: Size = "full",
+    size: Size = None,
     engine: Annotated[str, typer.Option(help="torch (ours) or transformers (what users run today).")] = "torch",
     accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
     precision: Precision = None,
@@ -235,7 +235,7 @@ def run(
             accelerator=accelerator,
             nodes=nodes,
             devices=devices,
-            passes=tuple(name for name in passes.split(",") if name),
+            passes=tuple(name.strip() for name in passes.split(",") if name.strip()),
             sample=sample,
             steps=steps,
             weights=None if weights == "random" else Path(weights),
@@ -246,7 +246,7 @@ def run(
             hang_s=hang_after,
             limit_s=time_limit,
         )
-        for resolved in _resolve(cases, size, precision, division, settings)
+        for resolved in _resolve(cases, engine, size, precision, division, settings)
         for _ in range(_at_least_one(repeat))
     ]
     return _run(requests, as_json)
@@ -258,19 +258,28 @@ def _at_least_one(repeat: int) -> int:
     return repeat
 
 
-def _resolve(cases: list[str], size: str, precision: str | None, division: str | None, settings: list[str] | None) -> list[Any]:
-    """What to run. `smoke` stands for every case at that size, in every division it has."""
-    from steelyard import case
+def _resolve(
+    cases: list[str],
+    engine: str,
+    size: str | None,
+    precision: str | None,
+    division: str | None,
+    settings: list[str] | None,
+) -> list[Any]:
+    """What to run. `smoke` stands for every case at that size, in every division that it and the engine have."""
+    from steelyard import case, engines
 
     out = []
     for name in cases:
-        if name == "smoke":
-            for known in case.names():
-                first = case.resolve(known, "smoke", precision, division, settings)
-                every = [division] if division else list(first.case.divisions)
-                out += [case.resolve(known, "smoke", precision, one, settings) for one in every]
-        else:
+        if name != "smoke":
             out.append(case.resolve(name, size, precision, division, settings))
+            continue
+        if size not in (None, "smoke"):
+            raise RequestError(f"run smoke --size {size}: smoke is a size; name a case to run it at size {size}")
+        for known in case.names():
+            every = case.resolve(known, "smoke", precision, division, settings).case.divisions
+            able = [one for one in every if one in engines.DIVISIONS.get(engine, every)]
+            out += [case.resolve(known, "smoke", precision, one, settings) for one in ([division] if division else able)]
     return out
 
 
@@ -279,8 +288,10 @@ def _run(requests: list[Any], as_json: bool) -> int:
 
     from steelyard import record, report
     from steelyard.progress import Display
-    from steelyard.run import run_case
+    from steelyard.run import check, run_case
 
+    for request in requests:  # all of them before the first is run
+        check(request)
     console = Console(stderr=True, quiet=as_json)
     done = []
     for request in requests:
@@ -374,7 +385,8 @@ def verify(records: Records, as_json: Json = False) -> int:
     """
     from steelyard.verify import verify as check
 
-    found = {str(path): check(path) for path in _paths(records)}
+    paths = _paths(records)
+    found = {str(path): check(path) if len(paths) == 1 else _verdict(path) for path in paths}
     wrong = {path: lines for path, lines in found.items() if lines}
     if as_json:
         _dump({"records": [{"path": path, "ok": not lines, "wrong": lines} for path, lines in found.items()]})
@@ -384,6 +396,16 @@ def verify(records: Records, as_json: Json = False) -> int:
             for line in lines:
                 _print(f"  {line}")
     return 1 if wrong else 0
+
+
+def _verdict(path: Path) -> list[str]:
+    """One of several: what is no record at all is wrong, and the others are still looked at."""
+    from steelyard.verify import verify as check
+
+    try:
+        return check(path)
+    except RequestError as error:
+        return [_one_line(error)]
 
 
 @app.command()

@@ -40,6 +40,9 @@ CONTAINER_FILES = {
 # What it leaves in the names of control groups.
 CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
 
+# Variables that workers inherit and that can change a result.
+VARIABLES = ("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH")
+
 GIT_TIMEOUT_S = 10.0
 PACKAGE = Path(__file__).resolve().parent
 SOURCES = (".", ":(exclude,glob)**/__pycache__/**")  # what runs: results and notes elsewhere in the tree change nothing
@@ -119,7 +122,13 @@ def _software(found: list[Found]) -> dict[str, Any]:
         "packages": packages(),
         "cuda": None,
         "cudnn": None,
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _tells(name)},
     }
+
+
+def _tells(name: str) -> bool:
+    """Whether a variable can change a result. Places of files cannot, and are nobody's business."""
+    return name.startswith(VARIABLES) and not name.endswith(("_DIR", "_HOME", "_PATH", "_FILE"))
 
 
 def _os_name() -> str:

@@ -185,20 +185,23 @@ class Budget:
         self._start = clock()
         self._parts: dict[str, float] = {}
         self._open: str | None = None
+        self._begin = self._start
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         if self._open is not None:
             raise RuntimeError(f"budget part {name!r} begins inside {self._open!r}")
-        self._open = name
-        begin = self._clock()
+        self._open, self._begin = name, self._clock()
         try:
             yield
         finally:
-            self._parts[name] = self._parts.get(name, 0.0) + self._clock() - begin
+            self._parts[name] = self._parts.get(name, 0.0) + self._clock() - self._begin
             self._open = None
 
     def parts(self) -> dict[str, float]:
-        """All parts until now, the rest under `harness`."""
-        total = self._clock() - self._start
-        return {**self._parts, "harness": total - sum(self._parts.values())}
+        """All parts until now, an open one as far as it got, the rest under `harness`."""
+        at = self._clock()
+        parts = dict(self._parts)
+        if self._open is not None:
+            parts[self._open] = parts.get(self._open, 0.0) + at - self._begin
+        return {**parts, "harness": at - self._start - sum(parts.values())}

@@ -106,11 +106,10 @@ def _interval(record: Record, name: str, rate: float) -> tuple[float, float] | N
     tokens = [float(sample.counts["tokens"]) for sample in steps]
     times = [sample.end_s - sample.start_s for sample in steps]
     found = stats.rate_interval(tokens, times)
-    if found is None:
+    if found is None or found[1] == float("inf"):
         return None
     own = fsum(tokens) / fsum(times)
-    # An interval may have no upper end; JSON has no infinity, and a million times the rate says as much.
-    return rate * found[0] / own, rate * min(found[1] / own, 1e6)
+    return rate * found[0] / own, rate * found[1] / own
 
 
 def _per_second(key: str, per_device: bool = False) -> Callable[[Record], Known]:
@@ -232,6 +231,13 @@ def _energy_per_token(record: Record) -> Known:
     return Known(used.value / total(record, name)["tokens"])
 
 
+def _energy_per_sample(record: Record) -> Known:
+    used, name = _energy(record), headline(record)
+    if used.value is None or name is None:
+        return used
+    return Known(used.value / total(record, name)["samples"])
+
+
 def _e2e(record: Record) -> Known:
     return Known(fsum(record.budget.values())) if record.budget else Known(None, "the run did not get that far")
 
@@ -297,6 +303,7 @@ METRICS = (
     Metric("mem_total", "GiB", "", _mem_total),
     Metric("energy", "J", "lower", _energy),
     Metric("energy_per_token", "J/token", "lower", _energy_per_token),
+    Metric("energy_per_sample", "J/question", "lower", _energy_per_sample),
     Metric("acc", "", "higher", _quality("acc", None)),
     Metric("acc_val", "", "higher", _quality("acc", "val")),
     Metric("acc_se", "", "", _quality("se", None)),

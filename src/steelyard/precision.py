@@ -9,7 +9,7 @@ Kept = Literal["fp32", "fp16", "bf16"]
 
 
 class Precision(BaseModel):
-    """`matmul` names the peak-table column that MFU is measured against. The last three are of training only."""
+    """`matmul` names the peak-table column that MFU is measured against. The last two are of training only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

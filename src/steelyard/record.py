@@ -30,7 +30,7 @@ class Part(BaseModel):
 
 
 class Reason(Part):
-    """Why a run is not valid. Codes are listed in docs/records.md."""
+    """Why a run is not valid. Codes are listed in docs/metrics.md."""
 
     code: str
     text: str

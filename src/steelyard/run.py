@@ -27,6 +27,7 @@ POLL_S = 0.05
 GRACE_S = 5.0
 TAIL_BYTES = 4000
 MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
+SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
     "HF_HUB_OFFLINE": "1",
@@ -72,7 +73,7 @@ Watch = Callable[[Progress], None]
 def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path]:
     """Run one case and write its record. A wrong request raises RequestError and leaves nothing."""
     origin_s, created = now(), today()
-    _check(request)
+    check(request)
     accelerator, layout, found = _placed(request)
     site = _site(request.site)
     with ExitStack() as undisturbed, _temporary() as name:
@@ -112,7 +113,9 @@ def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[acce
     accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
     found = accelerator.find()
     layout = plan.make(case, request.nodes, request.devices)
-    most = max(len(found), os.cpu_count() or 1, 8) if found and accelerator.divisible else len(found)
+    if not found:
+        raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
+    most = max(len(found), os.cpu_count() or 1, 8) if accelerator.divisible else len(found)
     if layout.devices > most:
         raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
     plan.check_fits(case, found[0].memory_bytes)
@@ -141,7 +144,7 @@ def _ignoring_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _check(request: Request) -> None:
+def check(request: Request) -> None:
     """What is wrong with a request and can be known without starting anything."""
     if find_spec("torch") is None:
         raise RequestError("torch is not installed, and runs need it; pip install 'steelyard[torch]', then run again")
@@ -150,8 +153,12 @@ def _check(request: Request) -> None:
     case = request.resolved.case
     if request.engine not in case.engines and request.engine in engines.ENGINES:
         raise RequestError(f"engine {request.engine!r} does not run {case.name}; allowed: {', '.join(case.engines)}")
-    if case.question.division not in case.divisions:
-        raise RequestError(f"{case.name} has no division {case.question.division!r}; allowed: {', '.join(case.divisions)}")
+    allowed = [one for one in case.divisions if one in engines.DIVISIONS.get(request.engine, case.divisions)]
+    if case.question.division not in allowed:
+        raise RequestError(
+            f"{case.name} has no division {case.question.division!r} with engine {request.engine}; "
+            f"allowed: {', '.join(allowed)}"
+        )
     for name in request.passes:
         if name not in PASSES:
             raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(PASSES)}")
@@ -223,7 +230,8 @@ def _workers(
     undisturbed: ExitStack,
 ) -> Outcome:
     """Start the processes and stay with them until none is left."""
-    env = {**os.environ, **WORKER_ENV, **request.resolved.case.tune.env, MARK: str(folder)}
+    inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+    env = {**inherited, **WORKER_ENV, **request.resolved.case.tune.env, MARK: str(folder)}
     log = folder / "stderr.log"
     with log.open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=env, start_new_session=True)
@@ -231,7 +239,7 @@ def _workers(
             sampler.watch(process.pid)
             code, text = _wait(process, request, folder, watch)
         except KeyboardInterrupt:
-            code, text = "interrupted", "interrupted by the user"
+            code, text = "interrupted", f"interrupted by the user{_where(folder)}"
         finally:
             undisturbed.enter_context(_ignoring_interrupts())
             _end(process, str(folder))
@@ -240,6 +248,11 @@ def _workers(
     if code is None:
         code, text = _verdict(known, layout, process.returncode)
     return Outcome(code, text, process.returncode, _tail(log), known)
+
+
+def _where(folder: Path) -> str:
+    said = _read(folder / "progress.json")
+    return f", in phase {said['phase']!r}" if said else ""
 
 
 def _tail(log: Path) -> str:
@@ -264,7 +277,7 @@ def _wait(process: subprocess.Popen[bytes], request: Request, folder: Path, watc
             where = last.get("phase", "start")
             return "hang", f"nothing was heard of the workers for {request.hang_s:.0f} s, in phase {where!r}"
         if request.limit_s is not None and now() - started > request.limit_s:
-            return "time_limit", f"the run took longer than its limit of {request.limit_s:.0f} s"
+            return "time_limit", f"the run took longer than its limit of {request.limit_s:.0f} s{_where(folder)}"
         sleep(POLL_S)
     return None, ""
 

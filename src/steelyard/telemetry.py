@@ -7,7 +7,7 @@ reading that the device does not give.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
@@ -26,6 +26,7 @@ class Source:
 
     device: str
     read: Callable[[int], Reading]
+    severity: dict[str, str] = field(default_factory=dict)  # what each reason means: nothing, note, invalidates
 
 
 class Sampler:
@@ -91,6 +92,7 @@ class Sampler:
             "device": source.device,
             "period_s": self._period_s,
             "baseline_processes": columns.get("processes", [None])[0],
+            "severity": source.severity,
             "columns": columns,
         }
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from math import fsum
 
-from steelyard import metrics, telemetry
+from steelyard import metrics, stats, telemetry
 from steelyard.accelerators import nvml
+from steelyard.case import changed_question
 from steelyard.record import Check, Quality, Reason, Record, Value
 
 ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
@@ -39,6 +40,7 @@ def quality(record: Record, values: dict[str, Value]) -> Quality:
         text
         for holds, text in (
             (gate is not None, "the case has no gate"),
+            (not changed_question(record.case.origins), "the question was changed on the command line"),
             (record.scope.kind == "full", "the scope is a window"),
             (record.case.size == "full", "size smoke"),
             (record.weights.get("source") not in (None, "random"), "the weights are random"),
@@ -110,7 +112,11 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
     if limit is None or record.case.size == "smoke" or value is None or value.value is None:
         return []
     if value.interval is None:
-        return [(None, None, "too few batches for an interval of the rate")]
+        name = metrics.headline(record) or ""
+        if len([s for s in metrics.samples(record, name) if s.counts.get("tokens")]) < stats.FEWEST * _devices(record):
+            return [(None, None, "too few batches for an interval of the rate")]
+        text = "the 95 % interval of the rate has no upper end"
+        return [(Check(name="interval", ok=False, detail=text), "interval", None)]
     width = (value.interval[1] - value.interval[0]) / value.value
     text = f"the 95 % interval of the rate is {width:.2%} of it wide; the case allows {limit:.0%}"
     return [(Check(name="interval", ok=width <= limit, detail=text), "interval", None)]
@@ -129,9 +135,10 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
                 seen[name] = max(seen.get(name, 0.0), share)
         for name, share in sorted(seen.items()):
             text = f"device {series['device']}: {name} in {share:.0%} of the readings of a pass"
-            if nvml.severity(name) == "invalidates":
+            severity = series.get("severity", nvml.SEVERITY).get(name, "note")
+            if severity == "invalidates":
                 out.append((Check(name=f"clocks_{name}", ok=False, detail=text), "slowdown", None))
-            elif nvml.severity(name) == "note":
+            elif severity == "note":
                 out.append((None, None, f"{text} (a note: large matmuls run at the power limit)"))
         foreign = [telemetry.foreign(series, start, end) for start, end in spans]
         if any(one is not None for one in foreign):
@@ -148,7 +155,7 @@ def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
     off = abs(found.value - gate["target"])
     text = f"{found.metric} is {found.value:.4f}; the gate is {gate['target']} within {gate['within']}"
     out: list[Finding] = [(Check(name="gate", ok=off <= gate["within"], detail=text), "quality", None)]
-    val = values.get("acc_val")
+    val = values.get(f"{found.metric}_val")
     if val is not None and val.value is not None:
         apart = abs(found.value - val.value)
         text = f"infer and val are {apart:.4f} apart; allowed: {gate['agree_within']}"
@@ -156,4 +163,23 @@ def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
     return out
 
 
-RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, _interval, _device, _gate)
+def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """What a reader must know before comparing: another question, other limits, a sample that shares less."""
+    out: list[Finding] = []
+    keys = changed_question(record.case.origins)
+    if keys:
+        out.append((None, None, f"another question than the case's: {', '.join(keys)} changed on the command line"))
+    limits = [key for key, origin in record.case.origins.items() if origin == "command line"]
+    limits = [key for key in limits if key == "max_interval" or key.startswith("gate.")]
+    if limits:
+        out.append((None, None, f"other limits than the case's: {', '.join(limits)} changed on the command line"))
+    if record.case.division == "open" and record.scope.sample is not None:
+        out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))
+    return out
+
+
+def _devices(record: Record) -> int:
+    return record.plan.nodes * record.plan.devices
+
+
+RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, _interval, _device, _gate, _asked)

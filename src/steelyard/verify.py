@@ -18,11 +18,11 @@ Judged = tuple[dict[str, Value], list[Check], list[Reason], list[str], Quality]
 
 
 def read(path: Path) -> Record:
-    """A record whose parts fit together: all that is derived from it can be."""
-    found = record.read(path)
-    with _fitting(path):
-        _judge(found)
-    return found
+    """A sound record: what a page is made of."""
+    wrong = verify(path)
+    if wrong:
+        raise RequestError(f"{path}: does not verify: {wrong[0]}; see steelyard verify")
+    return record.read(path)
 
 
 def verify(path: Path) -> list[str]:

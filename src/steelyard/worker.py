@@ -6,6 +6,7 @@ Started by the parent as `python -m steelyard.worker SPEC`, alone or by torchrun
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -21,7 +22,7 @@ from steelyard.errors import RequestError
 from steelyard.measure import Budget, Trace, bare, mean_time_s, measure, now, sleep
 from steelyard.tasks import TASKS, Sources
 
-CALIBRATE_S = 0.5
+CALIBRATE_S = 0.4
 PROGRESS_S = 0.1
 COUNTS = ("tokens", "samples", "logits", "pairs", "square")
 
@@ -31,6 +32,7 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     threading.Thread(target=_end_with_parent, args=(spec["parent_pid"],), daemon=True).start()
     worker = Worker(spec, rank)
+    signal.signal(signal.SIGTERM, worker.ended)
     try:
         worker.run()
         status, error = "done", None
@@ -90,7 +92,7 @@ class Worker:
             make_engine = engines.load(self.spec["engine"])
             self.device = accelerators.load_device(self.spec["accelerator"], self.local_rank)
             self.device.set_precision(self.case.question.precision.matmul)
-            self.out |= {"identity": self.device.identity(), "versions": self.device.versions()}
+            self.out |= {"identity": self.device.identity(), "versions": self.device.versions(), "threads": _threads()}
         self._join()
         with self.budget.part("data"):
             self.tell("data", 0, 0)
@@ -138,7 +140,7 @@ class Worker:
         dtypes = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
         size, dtype = self.device.matmul_shape, dtypes[self.case.question.precision.matmul]
         a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
-        time_s = mean_time_s(lambda: torch.mm(a, b), self.device, CALIBRATE_S if size > 2048 else 0.0)
+        time_s = mean_time_s(lambda: torch.mm(a, b), self.device, CALIBRATE_S)
         return float(2 * size**3 / time_s)
 
     def _pass(self, engine: engines.Engine, name: str) -> None:
@@ -190,11 +192,23 @@ class Worker:
         self.out |= {"status": status, "error": error, "ended_s": now(), "budget": self.budget.parts()}
         _replace(self.folder / f"rank-{self.rank}.json", self.out)
 
+    def ended(self, number: int, frame: Any) -> None:
+        """Told to end: leave what there is, then go the way the signal says."""
+        self.write("running", None)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
     def leave(self) -> None:
         if self.world > 1 and self.out["status"] == "done":
             import torch.distributed as dist
 
             dist.destroy_process_group()
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _plain(what: str, value: Any) -> Any:

@@ -149,7 +149,7 @@ def sources(found: list[Found]) -> list[Source]:
     nvml = _pynvml()
     nvml.nvmlInit()
     handles = [nvml.nvmlDeviceGetHandleByIndex(device.index) for device in found]
-    return [Source(f"cuda:{rank}", partial(_read, nvml, handle)) for rank, handle in enumerate(handles)]
+    return [Source(f"cuda:{rank}", partial(_read, nvml, handle), dict(SEVERITY)) for rank, handle in enumerate(handles)]
 
 
 def _read(nvml: Any, handle: Any, _root_pid: int) -> Reading:

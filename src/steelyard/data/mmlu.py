@@ -58,7 +58,8 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
     subjects = read(source)
     if len(subjects) != data.subjects:
         raise RequestError(
-            f"{source}: {len(subjects)} subjects; the case has {data.subjects}: a file of dev/ or test/ is missing"
+            f"{source}: {len(subjects)} subjects; the case has {data.subjects}; "
+            + ("data of your own are for --size full" if data.made else "a file of dev/ or test/ is missing")
         )
     for subject in subjects:
         if len(subject.dev) < data.shots:

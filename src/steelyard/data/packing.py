@@ -194,7 +194,8 @@ def _keep(pieces: list[Piece], after: list[Piece] | None, starts: Ids) -> tuple[
 
 
 def sorted_batches(lengths: list[int], budget: int, pad_to: int, seed: int) -> list[list[int]]:
-    """Padded batches of like length, each of at most `budget` tokens with its padding, in seeded random order."""
+    """Padded batches of like length, each of at most `budget` tokens with its padding (one prompt more where a last batch
+    of one was left over), in seeded random order."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     out: list[list[int]] = []
     width = 0

@@ -22,6 +22,9 @@ ENGINES = {
     "transformers": "steelyard.engines.transformers_score:TransformersScore",
 }
 
+# What an engine cannot do, known without importing it; one that is not here says so itself.
+DIVISIONS = {"transformers": ("closed",)}
+
 Part = Callable[[str], AbstractContextManager[None]]
 
 

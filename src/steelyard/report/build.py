@@ -1,5 +1,6 @@
 """Records to pages: the whole page in the seeds' order, and the short table after a run."""
 
+from steelyard.case import changed_question
 from steelyard.record import Record
 from steelyard.report.columns import layout
 from steelyard.report.details import details
@@ -60,9 +61,12 @@ def _figures(run: Run, say: Words) -> Figures:
     items = []
     for name in (plan.core, plan.whole, "mfu", record.quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
-        beside = say("not_evaluated") if _unevaluated(record, name) else unit(name, value)
+        known = value is not None and value.value is not None
+        beside = say("not_evaluated") if known and _unevaluated(record, name) else unit(name, value) if known else ""
         items.append(Figure(meaning(name).index, shown(name, value), beside))
-    return Figures(f"{run.title} · {scope(record, say)}", say(record.status), STATUS_TONE[record.status], tuple(items))
+    codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
+    status = f"{say(record.status)}: {codes}" if codes else say(record.status)
+    return Figures(f"{run.title} · {scope(record, say)}", status, STATUS_TONE[record.status], tuple(items))
 
 
 def _unevaluated(record: Record, name: str) -> bool:
@@ -83,6 +87,7 @@ def table(records: list[Record], lang: Lang = "en") -> Page:
 def _summary(record: Record, say: Words) -> Row:
     case, plan = record.case, layout(kind(record))
     status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
+    status += [say("changed")] if changed_question(case.origins) else []
     texts = (case.name, case.size, record.engine.name, case.division, case.precision)
     cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]
     for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):

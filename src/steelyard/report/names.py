@@ -236,6 +236,12 @@ METRICS = (
         unit="J/token",
     ),
     _row(
+        "energy_per_sample",
+        ("Energy per question", "energy / questions of the pass"),
+        ("每题能耗", "能耗除以该遍题数"),
+        unit="J/question",
+    ),
+    _row(
         "flops_causal",
         ("FLOPs, causal", "matmul FLOPs the model's definition needs; the headline convention"),
         ("FLOPs（因果）", "模型定义所需的矩阵乘法运算量，主要口径"),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard.case import changed_question
 from steelyard.record import Record
 from steelyard.report.columns import Field, layout
 from steelyard.report.document import Cell, Column, Row, Table, Tone
@@ -37,7 +38,10 @@ class Published:
 
 def published(runs: list[Run]) -> list[Published]:
     """The reference rows of all runs of a case, each once."""
-    rows = {json.dumps(row, sort_keys=True, default=str): row for run in runs for row in run.record.case.reference}
+    same = [
+        run.record.case for run in runs if not changed_question(run.record.case.origins)
+    ]  # rows answer the case's own question
+    rows = {json.dumps(row, sort_keys=True, default=str): row for case in same for row in case.reference}
     return [Published(number, row) for number, row in enumerate(rows.values(), 1)]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from steelyard.case import changed_question
 from steelyard.record import Record, Value
 from steelyard.report.document import Tone
 from steelyard.report.names import meaning
@@ -11,7 +12,7 @@ from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.words import Words
 
 T = TypeVar("T", bound=Hashable)
-CaseName = tuple[str, str]  # name and size
+CaseName = tuple[str, ...]  # name, size, and what was changed of the question
 
 STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "bad"}
 
@@ -39,9 +40,22 @@ def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
     """Runs of one case and size together: its precisions and divisions are rows of one table, as in the seeds."""
     out: dict[CaseName, list[Run]] = {}
     for record in records:
-        runs = out.setdefault((record.case.name, record.case.size), [])
+        runs = out.setdefault(_name(record), [])
         runs.append(Run(len(runs) + 1, record))
     return out
+
+
+def _name(record: Record) -> CaseName:
+    """The command line may make another question of a case: such runs stand apart, under what was changed."""
+    keys = changed_question(record.case.origins)
+    asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
+    return (record.case.name, record.case.size, *asked)
+
+
+def _value(question: Any, key: str) -> str:
+    for part in key.split(".")[1:]:
+        question = question.get(part) if isinstance(question, dict) else None
+    return str(question)
 
 
 def distinct(runs: list[Run], of: Callable[[Run], T]) -> dict[T, list[Run]]:

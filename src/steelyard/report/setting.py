@@ -12,7 +12,7 @@ from steelyard.report.runs import CaseName, Run, distinct, kind, labels, table_o
 from steelyard.report.words import Words
 
 _DATA = ("source", "rows", "subjects", "tokens", "shortened", "tokenizer", "fingerprint")
-_WEIGHTS = ("source", "sha256")
+_WEIGHTS = ("source", "header_sha256")
 # Packages that are the framework of an engine, best known name first; the others are dependent software.
 _FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", "mindspore")
 
