@@ -140,3 +140,80 @@ def test_full_size_without_data(tmp_path):
 def test_weights_larger_than_the_device(data_dir, tmp_path):
     done = steelyard(tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--set", "question.model.layers=9000")
     refused(done, tmp_path, "GiB and a device has")
+
+
+def test_all_requests_are_checked_before_the_first_is_run(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "steelyard",
+        "run",
+        "smoke",
+        CASE,
+        "--accelerator",
+        "cpu",
+        "--out",
+        str(tmp_path / "records"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    refused(done, tmp_path, "needs its data")
+
+
+def test_smoke_is_no_name_for_another_size(tmp_path):
+    command = [sys.executable, "-m", "steelyard", "run", "smoke", "--size", "full", "--out", str(tmp_path / "records")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    refused(done, tmp_path, "smoke is a size")
+
+
+def test_an_accelerator_that_is_not_there(tmp_path):
+    done = steelyard(tmp_path, "--size", "smoke", "--accelerator", "cuda")
+    if done.returncode == 0:
+        pytest.skip("this machine has a CUDA device")
+    refused(done, tmp_path, "no cuda device was found here", "steelyard list")
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """What `run smoke --engine transformers` leaves: that engine has the one division."""
+    folder = tmp_path_factory.mktemp("smoke")
+    command = [sys.executable, "-m", "steelyard", "run", "smoke", "--engine", "transformers", "--accelerator", "cpu"]
+    done = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.json")
+    assert "-closed-" in path.name
+    return path
+
+
+def test_no_page_of_a_record_that_does_not_verify(smoke, tmp_path):
+    table = json.loads(smoke.read_text())
+    table["metrics"]["p_infer_whole"]["value"] *= 2
+    forged = tmp_path / "forged.json"
+    forged.write_text(json.dumps(table))
+    done = subprocess.run(
+        [sys.executable, "-m", "steelyard", "report", str(forged)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "does not verify" in done.stderr
+
+
+def test_one_bad_file_does_not_hide_the_others(smoke, tmp_path):
+    shutil.copy(smoke, tmp_path / "a.json")
+    (tmp_path / "b.json").write_bytes(smoke.read_bytes()[:1000])
+    done = subprocess.run(
+        [sys.executable, "-m", "steelyard", "verify", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "WRONG", f"{tmp_path}/b.json:"]
+
+
+def test_a_changed_question_stands_apart(smoke, tmp_path):
+    done = steelyard(tmp_path, "--size", "smoke", "--accelerator", "cpu", "--set", "question.model.layers=1")
+    assert done.returncode == 0, done.stderr
+    assert "valid, changed question" in done.stdout
+    (path,) = (tmp_path / "records").glob("*.json")
+    assert json.loads(path.read_text())["metrics"]["flops_nominal"]["value"] is None
+    page = subprocess.run(
+        [sys.executable, "-m", "steelyard", "report", str(smoke), str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "llama2-7b-mmlu · smoke · question.model.layers=1" in page
+    assert "another question than the case's: question.model.layers changed on the command line" in " ".join(page.split())
