@@ -118,7 +118,8 @@ def test_hang(faulty: Shell) -> None:
 @pytest.mark.full
 def test_time_limit(faulty: Shell) -> None:
     record = run_faulty(faulty, "waits@prepare", "--time-limit", "4", FAULTY_MARK=str(faulty.folder / "mark"))
-    assert reason(record) == ("failed", "time_limit", "the run took longer than its limit of 4 s")
+    said = "the run took longer than its limit of 4 s, in phase 'prepare val'"
+    assert reason(record) == ("failed", "time_limit", said)
 
 
 def interrupted(shell: Shell, fault: str, *numbers: int) -> Done:
