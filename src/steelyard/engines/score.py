@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steelyard.case import Tune
+from steelyard.engines import Job
+from steelyard.models import weights
+from steelyard.models.llama import Llama
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -21,6 +24,16 @@ def send(array: NDArray[np.int64], device: torch.device) -> Tensor:
     """An array on the device, without waiting for it."""
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def our_model(job: Job) -> tuple[Llama, dict[str, Any]]:
+    """The case's model on the device, with its weights, and where they came from: the same for every engine."""
+    question = job.case.question
+    model = weights.build(weights.shape_of(question.model), job.device.torch_device, DTYPES[question.precision.weights])
+    if job.weights is not None:
+        return model, weights.load_hf(model, job.weights, job.loading)
+    weights.fill_random(model, question.seed)
+    return model, {"source": "random", "seed": question.seed}
 
 
 class Answers:

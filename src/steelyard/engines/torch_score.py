@@ -12,10 +12,9 @@ from torch import Tensor
 
 from steelyard.data.packing import Batch, closed_batch, equal_bins, open_batch, open_bins, prefixes
 from steelyard.engines import Job, Part
-from steelyard.engines.score import DTYPES, Answers, compile_wanted, send
+from steelyard.engines.score import Answers, compile_wanted, our_model, send
 from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
-from steelyard.models import weights
 from steelyard.models.attention import KERNELS, Layout, Prefix, layout
 from steelyard.models.llama import Llama, Streams
 
@@ -69,7 +68,7 @@ class TorchScore:
     def prepare(self, name: str, part: Part) -> None:
         if self.model is None:
             with part("weights"):
-                self.model = self._load()
+                self.model, self.weights = our_model(self.job)
                 if self.question.division == "open":
                     self.prefix = self.model.empty_prefix(self.cache_rows)
                 self.job.device.synchronize()
@@ -82,16 +81,6 @@ class TorchScore:
             for batch in self.batches[: max(self.tune.warmup, int(compiled))]:
                 self._answer(*self._to_device(batch()))
             self.job.device.synchronize()
-
-    def _load(self) -> Llama:
-        dtype = DTYPES[self.question.precision.weights]
-        model = weights.build(weights.shape_of(self.question.model), self.device, dtype)
-        if self.job.weights is None:
-            weights.fill_random(model, self.question.seed)
-            self.weights = {"source": "random", "seed": self.question.seed}
-        else:
-            self.weights = weights.load_hf(model, self.job.weights, self.job.loading)
-        return model
 
     def total(self, name: str) -> int:
         return len(self.batches) + 1

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from steelyard.case import Model
 from steelyard.data.packing import counts, sorted_batches
 from steelyard.engines import Job, Part
-from steelyard.engines.score import DTYPES, Answers, compile_wanted, send
+from steelyard.engines.score import DTYPES, Answers, compile_wanted, our_model, send
 from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
 from steelyard.models import weights
@@ -85,16 +85,10 @@ class TransformersScore:
 
     def _load(self) -> Any:
         """The same weights as every engine: read, checked or made by our own loader, then handed over."""
-        dtype = DTYPES[self.question.precision.weights]
-        ours = weights.build(weights.shape_of(self.question.model), self.device, dtype)
-        if self.job.weights is None:
-            weights.fill_random(ours, self.question.seed)
-            self.weights = {"source": "random", "seed": self.question.seed}
-        else:
-            self.weights = weights.load_hf(ours, self.job.weights, self.job.loading)
+        ours, self.weights = our_model(self.job)
         with torch.device("meta"):
             model: Any = LlamaForCausalLM(config(self.question.model))  # type: ignore[no-untyped-call]
-        model = model.to(dtype).to_empty(device=self.device).eval().requires_grad_(False)
+        model = model.to(DTYPES[self.question.precision.weights]).to_empty(device=self.device).eval().requires_grad_(False)
         _restore_buffers(model)
         model.tie_weights()
         weights.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
