@@ -112,3 +112,14 @@ def _fetch_smollm2(work: Path) -> Path:
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
     assert found == SMOLLM2_SHA256, f"{gguf.name} has sha256 {found}, not the one of shared/data/README.md"
     return gguf
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For thousands of tiny matmuls: a second thread only waits for the first, and longer the busier the machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,6 +1,5 @@
 """FLOPs against torch's own counter, to the unit, and the published conventions on Llama-2-7B by hand."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -29,13 +28,7 @@ MODELS = {
 LENGTHS = [7, 1, 19, 12]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny matmuls: a second thread only waits for the first, and longer the busier the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(model: Model) -> Llama:

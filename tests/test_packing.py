@@ -1,7 +1,6 @@
 """Packing: exact arrays on an example worked out by hand, and the same logits however prompts are packed."""
 
 import random
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -32,13 +31,7 @@ SHARED = [3, 0, 1]
 SEED_012, SEED_201 = 2, 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny matmuls: a second thread only waits for the first, and longer the busier the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(batch: Batch) -> dict[str, Any]:

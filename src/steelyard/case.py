@@ -163,9 +163,7 @@ class Case(Frozen):
 
     def key(self, fingerprint: str) -> str:
         """The hash of the question, with the fingerprint of the data that was really read."""
-        asked = self.question.model_dump(mode="json")
-        asked["data"] = {**asked["data"], "fingerprint": fingerprint}
-        return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
+        return key_of(self.question.model_dump(mode="json"), fingerprint)
 
 
 @dataclass(frozen=True)
@@ -175,6 +173,12 @@ class Resolved:
     case: Case
     origins: dict[str, str]
     path: str
+
+
+def key_of(question: dict[str, Any], fingerprint: str) -> str:
+    """The key of a question as a table, such as a record holds."""
+    asked = {**question, "data": {**question["data"], "fingerprint": fingerprint}}
+    return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
 
 
 def canonical(value: Any) -> str:

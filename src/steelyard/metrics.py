@@ -118,13 +118,13 @@ def _per_second(key: str, per_device: bool = False) -> Callable[[Record], Known]
         done, time_s = (total(record, name).get(key), wall_s(record, name)) if name else (None, None)
         if name is None or not done or not time_s:
             return _absent(name or "infer")
-        rate = done / time_s / (_devices(record) if per_device else 1)
+        rate = done / time_s / (devices(record) if per_device else 1)
         return Known(rate, interval=_interval(record, name, rate))
 
     return formula
 
 
-def _devices(record: Record) -> int:
+def devices(record: Record) -> int:
     return record.plan.nodes * record.plan.devices
 
 
@@ -166,7 +166,7 @@ def _mfu(
         if done.value is None or peak.value is None:
             return Known(None, done.note if done.value is None else peak.note)
         return (
-            Known(done.value / time_s / (peak.value * _devices(record)), f"convention {convention}")
+            Known(done.value / time_s / (peak.value * devices(record)), f"convention {convention}")
             if time_s
             else _absent(name or "infer")
         )
@@ -224,18 +224,14 @@ def _series_of(record: Record, rank: int) -> dict[str, Any] | None:
     return next((series for series in record.telemetry if series["device"] == device), None)
 
 
-def _energy_per_token(record: Record) -> Known:
-    used, name = _energy(record), headline(record)
-    if used.value is None or name is None:
-        return used
-    return Known(used.value / total(record, name)["tokens"])
+def _energy_per(key: str) -> Callable[[Record], Known]:
+    def formula(record: Record) -> Known:
+        used, name = _energy(record), headline(record)
+        if used.value is None or name is None:
+            return used
+        return Known(used.value / total(record, name)[key])
 
-
-def _energy_per_sample(record: Record) -> Known:
-    used, name = _energy(record), headline(record)
-    if used.value is None or name is None:
-        return used
-    return Known(used.value / total(record, name)["samples"])
+    return formula
 
 
 def _e2e(record: Record) -> Known:
@@ -302,8 +298,8 @@ METRICS = (
     Metric("mem_allocated", "GiB", "lower", _framework("allocated_bytes")),
     Metric("mem_total", "GiB", "", _mem_total),
     Metric("energy", "J", "lower", _energy),
-    Metric("energy_per_token", "J/token", "lower", _energy_per_token),
-    Metric("energy_per_sample", "J/question", "lower", _energy_per_sample),
+    Metric("energy_per_token", "J/token", "lower", _energy_per("tokens")),
+    Metric("energy_per_sample", "J/question", "lower", _energy_per("samples")),
     Metric("acc", "", "higher", _quality("acc", None)),
     Metric("acc_val", "", "higher", _quality("acc", "val")),
     Metric("acc_se", "", "", _quality("se", None)),

@@ -113,7 +113,7 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
         return []
     if value.interval is None:
         name = metrics.headline(record) or ""
-        if len([s for s in metrics.samples(record, name) if s.counts.get("tokens")]) < stats.FEWEST * _devices(record):
+        if len([s for s in metrics.samples(record, name) if s.counts.get("tokens")]) < stats.FEWEST * metrics.devices(record):
             return [(None, None, "too few batches for an interval of the rate")]
         text = "the 95 % interval of the rate has no upper end"
         return [(Check(name="interval", ok=False, detail=text), "interval", None)]
@@ -176,10 +176,6 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     if record.case.division == "open" and record.scope.sample is not None:
         out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))
     return out
-
-
-def _devices(record: Record) -> int:
-    return record.plan.nodes * record.plan.devices
 
 
 RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, _interval, _device, _gate, _asked)

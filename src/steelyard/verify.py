@@ -1,13 +1,12 @@
 """Verification: a record says what its raw samples say, byte for byte and number for number."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isclose
 from pathlib import Path
 
 from steelyard import metrics, record, validity
-from steelyard.case import canonical
+from steelyard.case import key_of
 from steelyard.errors import RequestError
 from steelyard.record import Check, Quality, Reason, Record, Value
 
@@ -19,15 +18,19 @@ Judged = tuple[dict[str, Value], list[Check], list[Reason], list[str], Quality]
 
 def read(path: Path) -> Record:
     """A sound record: what a page is made of."""
-    wrong = verify(path)
+    found = record.read(path)
+    wrong = _wrong(path, found)
     if wrong:
         raise RequestError(f"{path}: does not verify: {wrong[0]}; see steelyard verify")
-    return record.read(path)
+    return found
 
 
 def verify(path: Path) -> list[str]:
     """What is wrong with a record; nothing, where it is sound."""
-    found = record.read(path)
+    return _wrong(path, record.read(path))
+
+
+def _wrong(path: Path, found: Record) -> list[str]:
     with _fitting(path):
         values, checks, reasons, notes, quality = _judge(found)
         wrong = record.integrity(path, found) + _question(found) + _metrics(found, values)
@@ -87,9 +90,8 @@ def _status(found: Record, reasons: list[Reason]) -> list[str]:
 def _question(found: Record) -> list[str]:
     """The key stands for the question, and so do the names beside it."""
     case, asked = found.case, found.case.question
-    asked = {**asked, "data": {**asked["data"], "fingerprint": found.data.get("fingerprint", "unknown")}}
     wrong = []
-    if hashlib.sha256(canonical(asked).encode()).hexdigest()[:16] != case.key:
+    if key_of(asked, found.data.get("fingerprint", "unknown")) != case.key:
         wrong.append("the key is not that of the question")
     if (asked["division"], asked["precision"]["name"]) != (case.division, case.precision):
         wrong.append("the division or the precision is not that of the question")
