@@ -1,0 +1,78 @@
+"""The command line: its verbs, and how a command ends. Nothing heavy is imported before a verb needs it."""
+
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from steelyard import __version__
+from steelyard.cli import data, report, run, show, weights
+from steelyard.cli.out import answer, one_line, say
+from steelyard.errors import LostError, RequestError
+
+# Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
+UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="steelyard",
+    help="Weigh an accelerator on real LLM work: is the answer right, how fast, at what cost, how close to the limit.\n\n"
+    "Start with: steelyard run smoke",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        answer(__version__)
+        raise typer.Exit(0)
+
+
+# In the order in which --help lists them.
+app.command("list")(show.list_)
+app.command("show")(show.show)
+app.command("run")(run.run)
+app.command("report")(report.report_)
+app.command("verify")(report.verify)
+app.command("schema")(report.schema)
+app.add_typer(weights.app, name="weights")
+app.add_typer(data.app, name="data")
+
+
+def main() -> None:
+    """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = app(standalone_mode=False)
+    except RequestError as error:
+        say(f"error: {one_line(error)}")
+        sys.exit(2)
+    except LostError as error:
+        say(f"error: {one_line(error)}")
+        sys.exit(1)
+    except UsageProblem as error:
+        _usage(error)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        say("interrupted")
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> None:
+    """One line for a mistyped command; the help, where nothing at all was asked."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        answer(error.format_message())
+    else:
+        verb = error.ctx.command_path if error.ctx else "steelyard"
+        say(f"error: {one_line(error.format_message()).rstrip('.')}; see {verb} --help")
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,172 @@
+"""The verb run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from steelyard.cli.options import Division, Json, Precision, Settings, Size
+from steelyard.cli.out import answer, dump, say
+from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.case import Case, Resolved
+    from steelyard.run import Request
+
+
+def run(
+    cases: Annotated[
+        list[str], typer.Argument(metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.")
+    ],
+    size: Size = None,
+    engine: Annotated[str, typer.Option(help="torch (ours) or transformers (what users run today).")] = "torch",
+    accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
+    precision: Precision = None,
+    division: Division = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    devices: Annotated[
+        int | None, typer.Option(help="Devices per machine; default: 1, and for smoke the numbers that each case names.")
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="Degrees such as TP2 or TP2DP4; one without a number takes the devices that are left. Default: the case's."
+        ),
+    ] = None,
+    passes: Annotated[
+        str, typer.Option(help="val (eager), infer (compiled), bare (infer again with nothing measured inside).")
+    ] = "val,infer",
+    steps: Annotated[int | None, typer.Option(help="Stop each pass after so many batches.")] = None,
+    sample: Annotated[int | None, typer.Option(help="A seeded sample of so many questions or passages.")] = None,
+    weights: Annotated[
+        str, typer.Option(metavar="DIR|random", help="Hugging Face safetensors, Megatron shards, or random.")
+    ] = "random",
+    data: Annotated[Path | None, typer.Option(help="Folder or file of the case's data (full size).")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json, tokenizer.model, or vocab.json with merges.txt; default: beside weights or data."),
+    ] = None,
+    settings: Settings = None,
+    site: Annotated[Path | None, typer.Option(help="TOML with machine and network, which cannot be detected.")] = None,
+    repeat: Annotated[int, typer.Option(help="Run so many times, in fresh processes.")] = 1,
+    hang_after: Annotated[float, typer.Option(help="Seconds without a sign of life before workers are ended.")] = 1800.0,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds a run may take in all.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records"),
+    as_json: Json = False,
+) -> int:
+    """Run cases, check the answers, and write a record of each.
+
+    \b
+    Examples:
+      steelyard run smoke
+      steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/
+      steelyard run llama2-7b-mmlu --data mmlu/ --weights random --tokenizer tokenizer.model --sample 1404
+      steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
+    """
+    from steelyard.run import Request
+
+    if parallel is not None:
+        settings = [*(settings or []), f"tune.parallel={parallel}"]
+    requests = [
+        Request(
+            resolved=resolved,
+            engine=engine,
+            accelerator=accelerator,
+            nodes=nodes,
+            devices=number,
+            passes=tuple(name.strip() for name in passes.split(",") if name.strip()),
+            sample=sample,
+            steps=steps,
+            weights=None if weights == "random" else Path(weights),
+            data=data,
+            tokenizer=tokenizer,
+            site=site,
+            out=out,
+            hang_s=hang_after,
+            limit_s=time_limit,
+        )
+        for resolved, smoke in _resolve(cases, engine, size, precision, division, settings)
+        for number in _numbers(resolved.case, smoke, engine, devices, accelerator)
+        for _ in range(_at_least_one(repeat))
+    ]
+    return _run(requests, as_json)
+
+
+def _at_least_one(repeat: int) -> int:
+    if repeat < 1:
+        raise RequestError(f"--repeat {repeat}: must be at least 1")
+    return repeat
+
+
+def _resolve(
+    cases: list[str],
+    engine: str,
+    size: str | None,
+    precision: str | None,
+    division: str | None,
+    settings: list[str] | None,
+) -> "list[tuple[Resolved, bool]]":
+    """What to run, and whether it was asked for as `smoke`: every case at that size, in every division that it and the
+    engine have."""
+    from steelyard import case, engines
+
+    out: list[tuple[Resolved, bool]] = []
+    for name in cases:
+        if name != "smoke":
+            out.append((case.resolve(name, size, precision, division, settings), False))
+            continue
+        if size not in (None, "smoke"):
+            raise RequestError(f"run smoke --size {size}: smoke is a size; name a case to run it at size {size}")
+        for known in case.names():
+            every = case.resolve(known, "smoke", precision, division, settings).case.divisions
+            able = [one for one in every if one in engines.DIVISIONS.get(engine, every)]
+            for one in [division] if division else able:
+                out.append((case.resolve(known, "smoke", precision, one, settings), True))
+    return out
+
+
+def _numbers(case: "Case", smoke: bool, engine: str, devices: int | None, accelerator: str | None) -> list[int]:
+    """The number of devices that was asked for, else 1; for `smoke` those of the case that can be had here, with this
+    engine, and 1 in any case."""
+    from steelyard import accelerators, plan
+
+    if devices is not None or not smoke or max(case.devices) == 1:
+        return [1 if devices is None else devices]
+    row = accelerators.named(accelerator) if accelerator else accelerators.detect()
+    most = row.most(row.find())
+    able = [n for n in case.devices if n <= most and plan.able(engine, plan.make(case, 1, n))]
+    return able or [1]
+
+
+def _label(request: "Request") -> str:
+    question = request.resolved.case.question
+    label = f"{request.resolved.case.name} {question.division} {question.precision.name} {request.engine}"
+    return label if request.devices == 1 else f"{label} x{request.devices}"
+
+
+def _run(requests: "list[Request]", as_json: bool) -> int:
+    from rich.console import Console
+
+    from steelyard import record, report
+    from steelyard.progress import Display
+    from steelyard.run import check, run_case
+
+    for request in requests:  # all of them before the first is run
+        check(request)
+    console = Console(stderr=True, quiet=as_json)
+    done = []
+    for request in requests:
+        with Display(console, _label(request)) as display:
+            made, path = run_case(request, display.show)
+        done.append(made)
+        if not as_json:
+            say(f"{made.status}: {path}")
+            for reason in made.reasons:
+                say(f"  {reason.code}: {reason.text}")
+        if any(reason.code == "interrupted" for reason in made.reasons):
+            break
+    if as_json:
+        dump({"records": [record.to_table(made) for made in done]})
+    else:
+        answer(report.text(report.table(done)))
+    return 0 if len(done) == len(requests) and all(made.status == "valid" for made in done) else 1

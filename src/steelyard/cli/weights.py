@@ -1,0 +1,146 @@
+"""The verbs for checkpoints: weights inspect and weights convert."""
+
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from steelyard.cli.files import aligned, size, watching
+from steelyard.cli.options import Json
+from steelyard.cli.out import answer, dump, one_line, plain, say
+from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.case import Model
+    from steelyard.models.convert import Conversion, Inspection
+
+LAYOUTS = {"hf": "huggingface", "megatron": "megatron"}
+MOST_FILES = 8
+
+app = typer.Typer(
+    help="Look into checkpoints, and convert them (Hugging Face, Megatron).\n\n"
+    "Example: steelyard weights inspect Llama-2-7b-hf/",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of safetensors or a Megatron checkpoint.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """What a checkpoint holds: layout, shards, sizes, dimensions.
+
+    Example: steelyard weights inspect Llama-2-7b-hf/
+    """
+    _ready(folder)
+    from steelyard.models.convert import inspect as look
+
+    found = look(folder)
+    if as_json:
+        dump({"path": str(folder), **asdict(found), "files": _named(found.files)})
+    else:
+        answer(_facts(found))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read, of either layout.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    to: Annotated[str, typer.Option(help="hf or megatron.")],
+    tp: Annotated[int, typer.Option(help="Shards by tensor parallelism; more than 1 for megatron alone.")] = 1,
+    case: Annotated[
+        str | None, typer.Option(help="The case whose model's dimensions hold where the files do not tell them.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint in another layout, or in other shards.
+
+    Interrupted, it goes on where it was when the same command is run again.
+
+    \b
+    Examples:
+      steelyard weights convert Llama-2-7b-hf/ megatron/ --to megatron --tp 2
+      steelyard weights convert megatron/ hf/ --to hf --case llama2-7b-mmlu
+    """
+    _check(to, tp)
+    model = _model(case)
+    _ready(source)
+    try:
+        made = _convert(source, target, to, tp, model, as_json)
+    except KeyboardInterrupt:
+        say("interrupted; run the same command again to go on")
+        return 1
+    if as_json:
+        table = {"path": str(target), "layout": LAYOUTS[to], "tp": tp, "files": _named(made.files)}
+        dump({**table, "size_bytes": made.size_bytes, "kept": made.kept})
+    else:
+        answer(_written(made, target, LAYOUTS[to] if tp == 1 else f"{LAYOUTS[to]} TP{tp}"))
+    return 0
+
+
+def _check(to: str, tp: int) -> None:
+    if to not in LAYOUTS:
+        raise RequestError(f"--to {to!r}: allowed: {', '.join(LAYOUTS)}")
+    if tp < 1:
+        raise RequestError(f"--tp {tp}: must be at least 1")
+    if to == "hf" and tp != 1:
+        raise RequestError(f"--tp {tp} --to hf: a Hugging Face folder is not sharded by tensor parallelism; leave --tp out")
+
+
+def _model(name: str | None) -> "Model | None":
+    from steelyard.case import resolve
+
+    return None if name is None else resolve(name).case.question.model
+
+
+def _ready(folder: Path) -> None:
+    """What can be known before torch is imported, which takes seconds."""
+    if not folder.is_dir():
+        raise RequestError(f"{str(folder)!r} is no folder; give a Hugging Face folder or a Megatron checkpoint")
+    if find_spec("torch") is None:
+        raise RequestError("torch is not installed, and weights need it; pip install 'steelyard[torch]', then run again")
+
+
+def _convert(source: Path, target: Path, to: str, tp: int, model: "Model | None", quiet: bool) -> "Conversion":
+    from rich.console import Console
+
+    from steelyard.models.convert import convert as write
+    from steelyard.progress import Display
+
+    with Display(Console(stderr=True, quiet=quiet), f"{one_line(target.resolve().name)} {to}") as display:
+        return write(source, target, to, tp, model, watching(display.show))
+
+
+def _facts(found: "Inspection") -> str:
+    rows: list[tuple[str, str]] = [
+        ("layout", found.layout),
+        ("shards", f"{found.tp}" if found.tp == 1 else f"{found.tp} (tensor parallel)"),
+        ("iteration", one_line(plain(found.iteration))),
+        ("dtype", found.dtype),
+        ("parameters", plain(found.parameters)),
+        ("size", f"{found.size_bytes / (1 << 30):.2f} GiB ({found.size_bytes} bytes)"),
+        *((name, plain(value)) for name, value in found.shape.items()),
+    ]
+    files = [f"{name}  {size}" for name, size in aligned(found.files[:MOST_FILES])]
+    if len(found.files) > MOST_FILES:
+        files.append(f"… and {len(found.files) - MOST_FILES} more")
+    rows += [("files" if i == 0 else "", text) for i, text in enumerate(files)]
+    rows += [("note", one_line(note)) for note in found.notes]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _written(made: "Conversion", target: Path, layout: str) -> str:
+    lines = [f"{name}  {size}" for name, size in aligned([(str(target / name), size) for name, size in made.files])]
+    kept = f", {made.kept} of them kept from an earlier conversion" if made.kept else ""
+    lines.append(f"{layout}: {len(made.files)} file(s), {size(made.size_bytes)}{kept}, in {one_line(target)}")
+    return "\n".join(lines)
+
+
+def _named(files: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{"name": name, "size_bytes": size} for name, size in files]
