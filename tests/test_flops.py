@@ -161,7 +161,9 @@ def test_llama_2_7b_parameters(llama_7b: Model) -> None:
     assert flops.layer_parameters(llama_7b) == LAYERS_7B == 6_476_005_376
     assert flops.parameters(llama_7b) == LAYERS_7B + 2 * TABLE_7B + 65 * 4096 == 6_738_415_616
     with torch.device("meta"):
-        assert sum(p.numel() for p in Llama(LlamaShape(32, 4096, 32, 32, 11008, 32000, 4096)).parameters()) == 6_738_415_616
+        assert (
+            sum(p.numel() for p in Llama(LlamaShape(32, 4096, 32, 32, 128, 11008, 32000, 4096)).parameters()) == 6_738_415_616
+        )
 
 
 def test_llama_2_7b_conventions(llama_7b: Model) -> None:

@@ -14,7 +14,7 @@ from steelyard.models.attention import Prefix, layout
 from steelyard.models.llama import Llama, LlamaShape
 
 CPU = torch.device("cpu")
-BASE = LlamaShape(layers=3, hidden=64, heads=4, kv_heads=4, ffn=112, vocab=131, positions=64)
+BASE = LlamaShape(layers=3, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=112, vocab=131, positions=64)
 SHAPES = {
     "mha": BASE,
     "gqa": replace(BASE, kv_heads=2),
@@ -212,7 +212,16 @@ def test_real_smollm2_equals_transformers(smollm2: Path) -> None:
     theirs: Any = AutoModelForCausalLM.from_pretrained(smollm2)
     theirs.float().eval()
     shape = LlamaShape(
-        layers=30, hidden=576, heads=9, kv_heads=3, ffn=1536, vocab=49152, positions=8192, rope_base=100000.0, tied=True
+        layers=30,
+        hidden=576,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        ffn=1536,
+        vocab=49152,
+        positions=8192,
+        rope_base=100000.0,
+        tied=True,
     )
     ours = weights.build(shape, CPU, torch.float32)
     source = weights.load_hf(ours, smollm2)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from steelyard import case
 from steelyard.errors import RequestError
-from steelyard.models import weights
+from steelyard.models import huggingface, parallel, weights
 from steelyard.models.llama import Llama, LlamaShape
 
 CPU = torch.device("cpu")
-SHAPE = LlamaShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, positions=32, qkv_bias=True)
+SHAPE = LlamaShape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61, positions=32, qkv_bias=True)
 TIED = replace(SHAPE, tied=True)
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 
@@ -41,9 +41,8 @@ def config_of(shape: LlamaShape) -> dict[str, Any]:
     }
 
 
-def tensors_of(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def sizes_of(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     """A checkpoint's tensors, with shapes from Hugging Face's definition of the model and not from our table."""
-    generator = torch.Generator().manual_seed(5)
     heads, groups = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab, shape.hidden),
@@ -61,7 +60,12 @@ def tensors_of(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> dict[st
         sizes[f"{at}mlp.gate_proj.weight"] = sizes[f"{at}mlp.up_proj.weight"] = (shape.ffn, shape.hidden)
         sizes[f"{at}mlp.down_proj.weight"] = (shape.hidden, shape.ffn)
         sizes[f"{at}input_layernorm.weight"] = sizes[f"{at}post_attention_layernorm.weight"] = (shape.hidden,)
-    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
+    return sizes
+
+
+def tensors_of(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes_of(shape).items()}
 
 
 def write(folder: Path, shape: LlamaShape = SHAPE, tensors: dict[str, Tensor] | None = None, **changes: Any) -> Path:
@@ -138,7 +142,8 @@ def assert_holds(model: Llama, tensors: dict[str, Tensor]) -> None:
 
 def test_shape_of_a_case() -> None:
     fields = asdict(replace(SHAPE, rope_base=5e5, norm_eps=1e-6, tied=True))
-    model = case.Model(family="llama", nominal_parameters=7e9, **fields)
+    dims = {key: value for key, value in fields.items() if key != "head_dim"}
+    model = case.Model(family="llama", nominal_parameters=7e9, **dims)
     assert asdict(weights.shape_of(model)) == fields
 
 
@@ -179,7 +184,7 @@ def test_random_weights_depend_on_the_name_not_the_order() -> None:
 
 
 def test_random_weights_by_kind() -> None:
-    model = weights.build(replace(SHAPE, hidden=256, ffn=512, vocab=2000), CPU, torch.float32)
+    model = weights.build(replace(SHAPE, hidden=256, head_dim=64, ffn=512, vocab=2000), CPU, torch.float32)
     weights.fill_random(model, 0)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -201,13 +206,14 @@ def test_random_weights_leave_the_global_generator_alone() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPE, TIED, replace(SHAPE, qkv_bias=False), replace(SHAPE, kv_heads=4)])
-def test_slots_cover_every_element_once(shape: LlamaShape) -> None:
+def test_parts_cover_every_element_once(shape: LlamaShape) -> None:
     model = weights.build(shape, CPU, torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        for slot in weights.hf_slots(shape).values():
-            weights.PARTS[slot.part](model.get_parameter(slot.parameter), shape).add_(1)
+        for part in huggingface.parts(shape).values():
+            plain = parallel.plain(part.parameter, model.get_parameter(part.parameter), shape, parallel.Share())
+            plain[tuple(slice(*span) for span in part.box)].add_(1)
     assert Counter(float(v) for p in model.parameters() for v in p.flatten()) == {1.0: weights.parameters(model)}
 
 
@@ -280,7 +286,7 @@ def test_source_and_progress(tmp_path: Path) -> None:
 MEMORY = """
 import json, re, sys, threading, torch
 from pathlib import Path
-from steelyard.models import weights
+from steelyard.models import huggingface, parallel, weights
 from steelyard.models.llama import LlamaShape
 
 def anonymous():
@@ -313,7 +319,7 @@ print(max(highest, anonymous()) - before)
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 @pytest.mark.parametrize("way", ["streamed", "copied"])
 def test_host_memory(way: str, tmp_path: Path) -> None:
-    shape = LlamaShape(layers=3, hidden=1024, heads=8, kv_heads=8, ffn=4096, vocab=16000, positions=64)
+    shape = LlamaShape(layers=3, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, vocab=16000, positions=64)
     tensors = tensors_of(shape)
     write(tmp_path, shape, tensors)
     size = sum(t.nbytes for t in tensors.values())

@@ -21,6 +21,7 @@ class LlamaShape:
     hidden: int
     heads: int
     kv_heads: int
+    head_dim: int
     ffn: int
     vocab: int
     positions: int
@@ -28,10 +29,6 @@ class LlamaShape:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     tied: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
 
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -47,7 +44,7 @@ class Block(nn.Module):
         groups, dim = shape.kv_heads, shape.head_dim
         self.attention_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden, (shape.heads + 2 * groups) * dim, bias=shape.qkv_bias)
-        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.out = nn.Linear(shape.heads * dim, shape.hidden, bias=False)
         self.ffn_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
