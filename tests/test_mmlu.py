@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.case import Made, MmluData
+from steelyard.case import MadeQuestions, MmluData
 from steelyard.data import mmlu
 from steelyard.data.mmlu import Row, Subject
 from steelyard.data.tokenizer import MadeTokenizer
@@ -327,7 +327,7 @@ def test_prompts_of_different_shots_are_different_groups() -> None:
 
 def test_a_sample_holds_the_same_prompts_as_the_whole() -> None:
     tokens, data = MadeTokenizer(512), MmluData(kind="mmlu", shots=3, context=512, subjects=3)
-    subjects = mmlu.make(Made(subjects=3, questions=9, seed=4), 3)
+    subjects = mmlu.make(MadeQuestions(subjects=3, questions=9, seed=4), 3)
     whole = mmlu.encode(subjects, data, tokens, None, 0)
     part = mmlu.encode(subjects, data, tokens, 11, 5)
     assert part.index == mmlu.chosen(27, 11, 5)
@@ -348,10 +348,10 @@ def test_sampling_is_seeded_sorted_and_bounded() -> None:
 
 
 def test_made_questions_are_answerable_and_the_same_each_time() -> None:
-    made = Made(subjects=8, questions=7, seed=2)
+    made = MadeQuestions(subjects=8, questions=7, seed=2)
     subjects = mmlu.make(made, 5)
     assert subjects == mmlu.make(made, 5)
-    assert subjects != mmlu.make(Made(subjects=8, questions=7, seed=3), 5)
+    assert subjects != mmlu.make(MadeQuestions(subjects=8, questions=7, seed=3), 5)
     names = [subject.name for subject in subjects]
     assert names == sorted(set(names))
     assert len(names) == 8
@@ -367,8 +367,8 @@ def test_made_questions_are_answerable_and_the_same_each_time() -> None:
 
 
 def test_made_data_needs_no_source() -> None:
-    data = DATA.model_copy(update={"made": Made(subjects=2, questions=3)})
-    assert mmlu.load(data, None) == (mmlu.make(Made(subjects=2, questions=3), 2), "made")
+    data = DATA.model_copy(update={"made": MadeQuestions(subjects=2, questions=3)})
+    assert mmlu.load(data, None) == (mmlu.make(MadeQuestions(subjects=2, questions=3), 2), "made")
 
 
 def test_a_fingerprint_sees_every_part() -> None:

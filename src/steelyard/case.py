@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -72,8 +72,8 @@ class Model(Frozen):
         return self
 
 
-class Made(Frozen):
-    """Data that the package makes itself, from a seed."""
+class MadeQuestions(Frozen):
+    """Questions that the package makes itself, from a seed."""
 
     subjects: int = Field(ge=1)
     questions: int = Field(ge=1)
@@ -88,13 +88,35 @@ class MmluData(Frozen):
     context: int = Field(2048, ge=16)
     subjects: int = Field(57, ge=1)
     fingerprint: str | None = None
-    made: Made | None = None
+    made: MadeQuestions | None = None
+
+
+class MadePassages(Frozen):
+    """Passages that the package makes itself, from a seed."""
+
+    passages: int = Field(ge=1)
+    seed: int = 0
+
+
+class LambadaData(Frozen):
+    """Passages whose last word is to be predicted."""
+
+    kind: Literal["lambada"]
+    rows: int = Field(5153, ge=1, description="passages of the set; another number is another set")
+    fingerprint: str | None = None
+    made: MadePassages | None = None
+
+
+Data = Annotated[MmluData | LambadaData, Field(discriminator="kind")]
+
+
+KINDS = ("mmlu", "lambada")
 
 
 class Gate(Frozen):
     """Quality a valid result must have; applied only to a full run with the case's real weights."""
 
-    metric: Literal["acc", "acc_choice"]
+    metric: Literal["acc", "acc_choice", "loss"]
     target: float
     within: float = Field(ge=0)
     agree_within: float = Field(ge=0, description="how far infer may be from val")
@@ -104,17 +126,28 @@ class Question(Frozen):
     """What is asked. Everything here, and nothing else, goes into the key."""
 
     kind: Literal["score", "train"]
-    task: Literal["mmlu"]
+    task: Literal["mmlu", "lambada"]
     model: Model
-    data: MmluData
+    data: Data
     precision: Precision
     division: Division = "closed"
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_task(self) -> Self:
+        if self.data.kind != self.task:
+            raise ValueError(f"task {self.task!r} has data of kind {self.task!r}, not {self.data.kind!r}")
+        return self
 
 
 class Tune(Frozen):
     """What may be changed without changing the question."""
 
+    parallel: str = Field(
+        "DP",
+        pattern=r"^(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?$",
+        description="degrees such as TP2DP4; one without a number takes the devices that the others leave",
+    )
     batch_tokens: int = Field(32768, ge=1, description="tokens computed together in one batch")
     compile: bool = Field(True, description="compile the infer pass (the val pass never is)")
     attention: str = Field("auto", description="attention kernel, or auto: the accelerator's choice")
@@ -158,6 +191,7 @@ class Case(Frozen):
     question: Question
     tune: Tune = Tune()
     gate: Gate | None = None
+    devices: list[int] = Field([1], description="numbers of devices on which `run smoke` shows the case")
     max_interval: float | None = Field(None, gt=0, description="widest 95 % interval of the headline rate, as a share of it")
     reference: list[Reference] = []
 
@@ -295,12 +329,17 @@ def _validate(table: dict[str, Any], path: str) -> Case:
         return Case.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in _unnamed(first["loc"]))
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         if first["type"] == "extra_forbidden":
             raise RequestError(f"case {path!r}: unknown key {where!r}{more}; remove it, or see docs/cases.md") from error
         shown = "" if first["type"] in ("missing", "value_error") else f" (it is {_shown(first['input'])})"
         raise RequestError(f"case {path!r}: {where}: {first['msg']}{shown}{more}; see docs/cases.md") from error
+
+
+def _unnamed(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A place in a case without the name of the kind of data, which the file does not nest."""
+    return place[:2] + place[3:] if place[:2] == ("question", "data") and place[2:3] in {(kind,) for kind in KINDS} else place
 
 
 def _shown(value: Any) -> str:
@@ -340,12 +379,14 @@ def settable() -> list[str]:
         ("question", Question),
         ("question.model", Model),
         ("question.data", MmluData),
-        ("question.data.made", Made),
+        ("question.data", LambadaData),
+        ("question.data.made", MadeQuestions),
+        ("question.data.made", MadePassages),
         ("tune", Tune),
         ("gate", Gate),
     ):
         out += [f"{prefix}.{name}" for name in model.model_fields if name not in ("kind", "task", "family")]
-    return sorted(out)
+    return sorted(set(out))
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

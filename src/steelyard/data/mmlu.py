@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.case import Made, MmluData, canonical
+from steelyard.case import MadeQuestions, MmluData, canonical
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
 
@@ -243,7 +243,7 @@ _VERBS = ("holds", "carries", "follows", "covers", "crosses", "reaches", "feeds"
 _MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns")
 
 
-def make(made: Made, shots: int) -> list[Subject]:
+def make(made: MadeQuestions, shots: int) -> list[Subject]:
     """Questions of the package's own making: which thing stands in which relation to another."""
     rng = random.Random(f"mmlu:{made.seed}")
     out = []

@@ -90,3 +90,9 @@ def agreement(found: dict[str, Any], one: str, other: str) -> float | None:
         return None
     pairs = [(a, b) for a, b in zip(passes[one]["choices"], passes[other]["choices"], strict=True) if "?" not in (a, b)]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
+
+
+def tally(found: dict[str, Any], name: str) -> tuple[int, int, int, int]:
+    """Questions in scope, those without an answer, answered more than once, with logits that are not finite."""
+    answers = found["passes"][name]
+    return len(answers["choices"]), answers["choices"].count("?"), answers["repeated"], answers["not_finite"]

@@ -1,16 +1,19 @@
-"""Tokenizers, from `tokenizer.json`, from a SentencePiece `tokenizer.model`, or made by the package for its own data."""
+"""Tokenizers, from `tokenizer.json`, from a SentencePiece `tokenizer.model`, from byte-level BPE's `vocab.json` with
+`merges.txt`, or made by the package for its own data."""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Protocol
 
 from steelyard.errors import RequestError
 
 MAX_TOKENIZER_BYTES = 256 << 20
+MAX_CONFIG_BYTES = 16 << 20
 
 
 class Tokenizer(Protocol):
@@ -23,6 +26,10 @@ class Tokenizer(Protocol):
     @property
     def sha256(self) -> str:
         """Of the pieces in the order of their ids, so that two files of one vocabulary agree."""
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a text, None where the tokenizer does not tell."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids with whatever begins a sequence for this tokenizer."""
@@ -45,6 +52,10 @@ class MadeTokenizer:
     def sha256(self) -> str:
         return hashlib.sha256(f"made-1:{self.vocab}".encode()).hexdigest()
 
+    @property
+    def end(self) -> int:
+        return 0
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[1, *map(self._id, re.findall(r" ?\w+|\s|[^\w\s]", text))] for text in texts]
 
@@ -65,7 +76,9 @@ class JsonTokenizer:
         tokenizers = _need("tokenizers")
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and panics on some files
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise RequestError(f"{path}: not a tokenizer.json: {error}") from error
         self._inner.no_padding()
         self._inner.no_truncation()
@@ -75,6 +88,7 @@ class JsonTokenizer:
         self.source = path.name
         self.vocab = max(pieces.values()) + 1
         self.sha256 = _pieces_sha256(sorted(pieces, key=lambda piece: int(pieces[piece])))
+        self.end = _configured_end(path.with_name("tokenizer_config.json"), pieces)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._inner.encode_batch(texts)]
@@ -92,10 +106,134 @@ class SentencePieceTokenizer:
         self.source = path.name
         self.vocab = int(self._inner.get_piece_size())
         self.sha256 = _pieces_sha256([self._inner.id_to_piece(i) for i in range(self.vocab)])
+        self.end: int | None = int(self._inner.eos_id()) if self._inner.eos_id() >= 0 else None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self._inner.encode(texts, add_bos=self._inner.bos_id() >= 0)
         return ids
+
+
+class BytePairTokenizer:
+    """Byte-level BPE: `vocab.json`, `merges.txt`, and perhaps `special_tokens.txt` with tokens that follow the vocabulary's.
+
+    These are ids to begin and end with and never a reading of a text, which may hold "</s>" as any other letters."""
+
+    def __init__(self, path: Path) -> None:
+        tokenizers = _need("tokenizers")
+        byte_level = tokenizers.pre_tokenizers.ByteLevel
+        ids = _vocabulary(path, byte_level.alphabet())
+        merges = _merges(path, ids)
+        special = _special(path.with_name("special_tokens.txt"), ids)
+        try:
+            self._inner = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges))
+        except Exception as error:  # the library raises nothing narrower
+            raise RequestError(f"{path}: not byte-level BPE: {error}") from error
+        self._inner.pre_tokenizer = byte_level(add_prefix_space=False)
+        pieces = [*sorted(ids, key=lambda piece: ids[piece]), *special]
+        places = {piece: i for i, piece in enumerate(pieces)}
+        self.source = path.name
+        self.vocab = len(pieces)
+        self.sha256 = _pieces_sha256(pieces)
+        self.end = places.get("</s>", places.get("<|endoftext|>"))
+        self._begin = [places["[CLS]"]] if "[CLS]" in special else []
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [self._begin + encoding.ids for encoding in self._inner.encode_batch(texts)]
+
+
+def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
+    """What `tokenizer_config.json` names as the end: a tokenizer.json does not say which of its tokens that is."""
+    if not path.is_file():
+        return None
+    table = _json(path, MAX_CONFIG_BYTES)
+    if not isinstance(table, dict):
+        raise RequestError(f"{path}: {shown(table)}; a tokenizer_config.json is a table; repair or remove it")
+    token = table.get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(name, str):
+        raise RequestError(f"{path}: eos_token is {shown(token)}; allowed: a string, or a table with a string as content")
+    return None if name is None else pieces.get(name)
+
+
+def _vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
+    """Pieces and their ids, which are all the numbers from 0 on; with a piece for each byte there is nothing unknown."""
+    table = _json(path, MAX_TOKENIZER_BYTES, _without_repeats)
+    if not isinstance(table, dict) or not all(type(i) is int for i in table.values()):
+        raise RequestError(f"{path}: not a vocabulary; allowed: a table of pieces and their ids, which are integers")
+    lacking = sorted(set(alphabet) - set(table))
+    if lacking:
+        raise RequestError(f"{path}: no piece {lacking[0]!r}; a byte-level vocabulary has one for each of the 256 bytes")
+    ids: dict[str, int] = table
+    holders: dict[int, str] = {}
+    for piece, i in ids.items():
+        if i in holders:
+            raise RequestError(f"{path}: {shown(holders[i])} and {shown(piece)} have the id {i}; an id is one piece's")
+        holders[i] = piece
+    hole = next((i for i in range(len(ids)) if i not in holders), None)
+    if hole is not None:
+        raise RequestError(f"{path}: no piece has the id {hole}; the ids of {len(ids)} pieces are 0 to {len(ids) - 1}")
+    return ids
+
+
+def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
+    path = vocabulary.with_name("merges.txt")
+    if not path.is_file():
+        raise RequestError(f"{vocabulary}: no merges.txt beside it; put it there, or name another tokenizer with --tokenizer")
+    out = []
+    for number, line in enumerate(_lines(path), 1):
+        if line.startswith("#version"):
+            continue
+        one, _, other = line.partition(" ")
+        # The library aborts on a merge whose result is no piece.
+        if not (one in ids and other in ids and one + other in ids):
+            raise RequestError(
+                f"{path}: line {number} is {shown(line)}; a merge is two pieces of {vocabulary.name}, a space between them, "
+                "that are a third one together"
+            )
+        out.append((one, other))
+    return out
+
+
+def _special(path: Path, ids: dict[str, int]) -> list[str]:
+    """The tokens of `special_tokens.txt`, one a line; their order gives their ids, so that no line may be passed over."""
+    tokens = _lines(path) if path.is_file() else []
+    for i, token in enumerate(tokens):
+        if not token or token != token.strip() or token in ids or token in tokens[:i]:
+            raise RequestError(
+                f"{path}: line {i + 1} is {shown(token)}; allowed: one token a line, with no space around it, "
+                "that stands nowhere else"
+            )
+    return tokens
+
+
+def _lines(path: Path) -> list[str]:
+    lines = [line.removesuffix("\r") for line in _text(path, MAX_TOKENIZER_BYTES).split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
+def _json(path: Path, most: int, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    text = _text(path, most)
+    try:
+        return json.loads(text, object_pairs_hook=hook)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path}: not JSON: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key stands twice in one table")
+    return out
+
+
+def _text(path: Path, most: int) -> str:
+    size = path.stat().st_size
+    if size > most:
+        raise RequestError(f"{path}: {size} bytes; it has at most {most}")
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8: {error}") from error
 
 
 def _pieces_sha256(pieces: list[str]) -> str:
@@ -111,26 +249,38 @@ def _need(module: str) -> Any:
         raise RequestError(f"{module} is not installed; pip install 'steelyard[torch]'") from error
 
 
-FILES: dict[str, Callable[[Path], Tokenizer]] = {"tokenizer.json": JsonTokenizer, "tokenizer.model": SentencePieceTokenizer}
+FILES: dict[str, Callable[[Path], Tokenizer]] = {
+    "tokenizer.json": JsonTokenizer,
+    "tokenizer.model": SentencePieceTokenizer,
+    "vocab.json": BytePairTokenizer,
+}
 
 
 def load(places: list[Path]) -> Tokenizer:
     """The first tokenizer found: each place is a file, or a folder that holds one (or a `tokenizer/` folder with one)."""
     for place in places:
-        for folder in (place, place / "tokenizer"):
-            for name, kind in FILES.items():
-                path = place if place.is_file() and place.name.endswith(Path(name).suffix) else folder / name
-                if path.is_file():
-                    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                        raise RequestError(
-                            f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}"
-                        )
-                    return kind(path)
+        for path, kind in _candidates(place):
+            if path.is_file():
+                if path.stat().st_size > MAX_TOKENIZER_BYTES:
+                    raise RequestError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}")
+                return kind(path)
     looked = ", ".join(str(place) for place in places) or "nowhere"
     raise RequestError(
-        f"no tokenizer found (looked in: {looked}); put tokenizer.json or tokenizer.model beside the weights or the data, "
-        "or name it with --tokenizer"
+        f"no tokenizer found (looked in: {looked}); put tokenizer.json, tokenizer.model, or vocab.json with merges.txt "
+        "beside the weights or the data, or name it with --tokenizer"
     )
+
+
+def _candidates(place: Path) -> Iterator[tuple[Path, Callable[[Path], Tokenizer]]]:
+    """A file is what its name says, and under another name what its suffix says."""
+    if place.is_file():
+        named = [name for name in FILES if name == place.name] or [n for n in FILES if place.name.endswith(Path(n).suffix)]
+        for name in named[:1]:
+            yield place, FILES[name]
+        return
+    for folder in (place, place / "tokenizer"):
+        for name, kind in FILES.items():
+            yield folder / name, kind
 
 
 def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
