@@ -29,7 +29,7 @@ class Faulty:
 
     def __init__(self, job):
         self.job = job
-        self.rows = job.prompts.rows
+        self.rows = job.texts.rows
         self.items = list(range(len(self.rows)))[job.rank :: job.world]
         only = os.environ.get("FAULTY_RANK")
         self.fault = os.environ.get("FAULTY", "") if only in (None, str(job.rank)) else ""

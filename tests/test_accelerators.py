@@ -312,7 +312,9 @@ def test_the_cpu_device() -> None:
     assert isinstance(device.event(), HostEvent)
     device.synchronize()
     device.reset_memory()
-    assert device.memory() == {"allocated_bytes": None, "reserved_bytes": None}
+    memory = device.memory()
+    assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (None, None)
+    assert 0 < memory["in_use_bytes"] < total
     assert device.identity() == {
         "name": cpu.model_name(), "uuid": None, "memory_bytes": total, "capability": None, "multiprocessors": None
     }  # fmt: skip

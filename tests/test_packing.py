@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard import case, engines
+from steelyard import case, engines, plan
 from steelyard.accelerators.cpu import Device
 from steelyard.data import packing
 from steelyard.data.mmlu import Prompts
 from steelyard.data.packing import Batch, Piece
 from steelyard.engines import Job
+from steelyard.engines.team import Team
 from steelyard.measure import Work
 from steelyard.models import weights
 from steelyard.models.attention import Prefix, layout
 from steelyard.models.llama import Llama, LlamaShape
+from steelyard.record import Plan
 
 CPU = torch.device("cpu")
 
@@ -250,7 +252,7 @@ def test_sorted_batches(seed: int) -> None:
 
 # The same answers, however prompts are packed.
 
-SHAPE = LlamaShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, positions=64)
+SHAPE = LlamaShape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61, positions=64)
 
 
 @pytest.fixture(scope="module")
@@ -360,13 +362,17 @@ LETTERS = [6, 22, 10, 24]  # tokens that are likely somewhere, so that every let
 def job(rows: list[list[int]], groups: list[int], division: str, rank: int, world: int, **tune: Any) -> Job:
     settings = ["question.model.vocab=61", *(f"tune.{key}={value}" for key, value in tune.items())]
     count = len(rows)
+    shared = Plan(nodes=1, devices=world, tp=1, pp=1, dp=world, launcher="local")
     return Job(
         case=case.resolve("llama2-7b-mmlu", "smoke", division=division, settings=settings).case,
-        prompts=Prompts(rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0),
+        texts=Prompts(rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0),
         weights=None,
         device=Device(0),
         rank=rank,
         world=world,
+        plan=shared,
+        place=plan.place(shared, rank),
+        team=Team(),
         steps=None,
     )
 

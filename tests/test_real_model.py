@@ -26,10 +26,10 @@ CONTEXT = 320  # short, for a CPU: most prompts lose some of their examples
 Run = Callable[..., dict[str, Any]]
 
 
-def run(folder: Path, *arguments: str) -> dict[str, Any]:
+def run(folder: Path, *arguments: str, case: str = "llama2-7b-mmlu") -> dict[str, Any]:
     """One record of the program, run as a user runs it."""
     source = str(Path(steelyard.__file__).parents[1])
-    command = [sys.executable, "-m", "steelyard", "run", "llama2-7b-mmlu", "--json", "--accelerator", "cpu"]
+    command = [sys.executable, "-m", "steelyard", "run", case, "--json", "--accelerator", "cpu"]
     done = subprocess.run(
         [*command, "--out", str(folder), *arguments],
         capture_output=True,
@@ -46,7 +46,25 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    config = json.loads((smollm2 / "config.json").read_text())
+    settings = [*model_settings(smollm2), f"question.data.context={CONTEXT}", "tune.compile=false", "tune.warmup=0"]
+    settings += ["tune.batch_tokens=2048", f"question.seed={SEED}"]
+    settings += ["max_interval=100"]  # a shared CPU is not steady, and speed is not what is asked here
+    places = ["--weights", str(smollm2), "--data", str(data_dir / "mmlu" / "mmlu_data.tar.gz")]
+    scope = ["--precision", "fp32", "--sample", str(SAMPLE), "--passes", "infer"]
+
+    def start(*arguments: str) -> dict[str, Any]:
+        return run(tmp_path_factory.mktemp("records"), *places, *scope, *sets(settings), *arguments)
+
+    return start
+
+
+def sets(settings: list[str]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def model_settings(folder: Path) -> list[str]:
+    """A model's dimensions from its folder, as settings of a case."""
+    config = json.loads((folder / "config.json").read_text())
     model = {
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
@@ -59,17 +77,7 @@ def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFac
         "norm_eps": config["rms_norm_eps"],
         "tied": config["tie_word_embeddings"],
     }
-    settings = [f"question.model.{key}={json.dumps(value)}" for key, value in model.items()]
-    settings += [f"question.data.context={CONTEXT}", "tune.compile=false", "tune.warmup=0", "tune.batch_tokens=2048"]
-    settings += [f"question.seed={SEED}", "max_interval=100"]  # a shared CPU is not steady, and speed is not what is asked here
-    places = ["--weights", str(smollm2), "--data", str(data_dir / "mmlu" / "mmlu_data.tar.gz")]
-    scope = ["--precision", "fp32", "--sample", str(SAMPLE), "--passes", "infer"]
-    sets = [part for setting in settings for part in ("--set", setting)]
-
-    def start(*arguments: str) -> dict[str, Any]:
-        return run(tmp_path_factory.mktemp("records"), *places, *scope, *sets, *arguments)
-
-    return start
+    return [f"question.model.{key}={json.dumps(value)}" for key, value in model.items()]
 
 
 @dataclass(frozen=True)

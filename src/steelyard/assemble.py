@@ -106,7 +106,7 @@ def _environment(parent: dict[str, Any], first: dict[str, Any]) -> dict[str, Any
 
 
 def _rank(rank: dict[str, Any]) -> dict[str, Any]:
-    keys = ("rank", "device", "status", "identity", "threads", "matmul_flops_per_s", "budget")
+    keys = ("rank", "device", "status", "identity", "threads", "matmul_flops_per_s", "in_use_bytes", "budget")
     return {key: rank.get(key) for key in keys}
 
 

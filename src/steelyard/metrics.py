@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 from typing import Any
 
-from steelyard import flops, stats, telemetry
+from steelyard import flops, plan, stats, telemetry
 from steelyard.case import Model
 from steelyard.record import Record, Sample, Value, Window
 from steelyard.tasks import TASKS, Task
@@ -28,12 +28,15 @@ class Metric:
     unit: str | Callable[[Record], str]
     better: str  # "higher", "lower" or "" where neither is
     formula: Callable[[Record], Known]
+    tasks: tuple[str, ...] = ()  # those that have it; empty: all
 
 
 def derive(record: Record) -> dict[str, Value]:
-    """All metrics of a record."""
+    """All metrics of a record: those that its task has."""
     out = {}
     for metric in METRICS:
+        if metric.tasks and record.case.question["task"] not in metric.tasks:
+            continue
         known = metric.formula(record)
         unit = metric.unit if isinstance(metric.unit, str) else metric.unit(record)
         out[metric.name] = Value(value=known.value, unit=unit, interval=known.interval, note=known.note)
@@ -47,7 +50,7 @@ def headline(record: Record) -> str | None:
 
 
 def work_name(record: Record) -> str:
-    """What is counted as work: tokens where all are computed, questions where sharing them is allowed."""
+    """What is counted as work: tokens where all are computed, samples where sharing them is allowed."""
     return "tokens" if record.case.division == "closed" else "samples"
 
 
@@ -60,11 +63,12 @@ def samples(record: Record, name: str) -> list[Sample]:
 
 
 def total(record: Record, name: str) -> dict[str, int]:
-    """Counts of a pass over all its samples and ranks."""
+    """Counts of a pass over all its samples. Ranks that hold one model together count the same work: one of them counts."""
     out: dict[str, int] = {}
     for sample in samples(record, name):
-        for key, count in sample.counts.items():
-            out[key] = out.get(key, 0) + count
+        if plan.place(record.plan, sample.rank).tp == 0:
+            for key, count in sample.counts.items():
+                out[key] = out.get(key, 0) + count
     return out
 
 
@@ -179,14 +183,28 @@ def _mem(record: Record) -> Known:
     name = headline(record)
     if name is None:
         return _absent("infer")
+    return _peak_memory(record, name, record.telemetry)
+
+
+def _peak_memory(record: Record, name: str, devices: list[dict[str, Any]]) -> Known:
     spans = windows(record, name)
     start, end = min(w.start_s for w in spans), max(w.start_s + w.wall_s for w in spans)
     for margin, note in ((0.0, None), (1.0, "read just before and after the pass, which was over between two readings")):
-        around = [telemetry.window(s, start - margin * s["period_s"], end + margin * s["period_s"]) for s in record.telemetry]
+        around = [telemetry.window(s, start - margin * s["period_s"], end + margin * s["period_s"]) for s in devices]
         known = [peak for peak in map(telemetry.peak_memory, around) if peak is not None]
         if known:
             return Known(max(known) / GIB, note)
     return Known(None, "no memory reading fell into the pass")
+
+
+def rank_mem(record: Record, rank: int) -> float | None:
+    """GiB in use on one rank in the headline pass: its device's peak, or of ranks that share a device its own at the end."""
+    name = headline(record)
+    if name is None:
+        return None
+    own = next((one.get("in_use_bytes") or {} for one in record.ranks if one.get("rank") == rank), {}).get(name)
+    series = _series_of(record, rank)
+    return own / GIB if own is not None else _peak_memory(record, name, [series]).value if series else None
 
 
 def _framework(key: str) -> Callable[[Record], Known]:
@@ -272,8 +290,31 @@ def _agreement(record: Record) -> Known:
     return Known(None, "needs both passes, val and infer") if value is None else Known(value)
 
 
+def _padded_rate(seconds: Callable[[Record, str], float | None]) -> Callable[[Record], Known]:
+    """Every sample counted as long as the model has positions, as the published rows count; for comparison with them only."""
+
+    def formula(record: Record) -> Known:
+        done, time_s = total(record, "infer").get("samples"), seconds(record, "infer")
+        if not done or not time_s:
+            return _absent("infer")
+        return Known(
+            done * int(record.case.question["model"]["positions"]) / time_s, "padding that was not computed is counted"
+        )
+
+    return formula
+
+
+def _per(unit: str) -> Callable[[Record], str]:
+    """A unit with the name of the task's items in it."""
+    return lambda record: unit.format(_task(record).noun)
+
+
 def _work_unit(record: Record) -> str:
-    return "tokens/s" if record.case.division == "closed" else "questions/s"
+    return "tokens/s" if record.case.division == "closed" else f"{_task(record).noun}s/s"
+
+
+_MMLU = ("mmlu",)
+_LAMBADA = ("lambada",)
 
 
 METRICS = (
@@ -282,8 +323,10 @@ METRICS = (
     Metric("p_val_core", _work_unit, "higher", _rate("val", compute_s)),
     Metric("p_infer_whole", _work_unit, "higher", _rate("infer", wall_s)),
     Metric("p_infer_core", _work_unit, "higher", _rate("infer", compute_s)),
+    Metric("p_infer_whole_padded", "tokens/s", "higher", _padded_rate(wall_s), _LAMBADA),
+    Metric("p_infer_core_padded", "tokens/s", "higher", _padded_rate(compute_s), _LAMBADA),
     Metric("tokens_per_device_s", "tokens/s/device", "higher", _per_second("tokens", per_device=True)),
-    Metric("samples_per_s", "questions/s", "higher", _per_second("samples")),
+    Metric("samples_per_s", _per("{}s/s"), "higher", _per_second("samples")),
     Metric("mfu", "", "higher", _mfu("causal", wall_s, _peak)),
     Metric("mfu_core", "", "higher", _mfu("causal", compute_s, _peak)),
     Metric("mfu_achievable", "", "higher", _mfu("causal", wall_s, _achievable)),
@@ -299,13 +342,18 @@ METRICS = (
     Metric("mem_total", "GiB", "", _mem_total),
     Metric("energy", "J", "lower", _energy),
     Metric("energy_per_token", "J/token", "lower", _energy_per("tokens")),
-    Metric("energy_per_sample", "J/question", "lower", _energy_per("samples")),
+    Metric("energy_per_sample", _per("J/{}"), "lower", _energy_per("samples")),
     Metric("acc", "", "higher", _quality("acc", None)),
     Metric("acc_val", "", "higher", _quality("acc", "val")),
     Metric("acc_se", "", "", _quality("se", None)),
-    Metric("acc_macro", "", "higher", _quality("macro", None)),
-    Metric("acc_choice", "", "higher", _quality("choice", None)),
-    Metric("acc_choice_val", "", "higher", _quality("choice", "val")),
+    Metric("acc_macro", "", "higher", _quality("macro", None), _MMLU),
+    Metric("acc_choice", "", "higher", _quality("choice", None), _MMLU),
+    Metric("acc_choice_val", "", "higher", _quality("choice", "val"), _MMLU),
+    Metric("loss", "nats", "lower", _quality("loss", None), _LAMBADA),
+    Metric("loss_val", "nats", "lower", _quality("loss", "val"), _LAMBADA),
+    Metric("loss_token", "nats", "lower", _quality("loss_token", None), _LAMBADA),
+    Metric("perplexity", "", "lower", _quality("perplexity", None), _LAMBADA),
+    Metric("perplexity_last", "", "lower", _quality("perplexity_last", None), _LAMBADA),
     Metric("agreement", "", "higher", _agreement),
     Metric("padded_share", "", "lower", _padded),
     Metric("harness_overhead", "", "lower", _overhead),

@@ -82,7 +82,7 @@ def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path
         command = launch.LAUNCHERS[layout.launcher](str(spec), layout)
         record.writable(request.out)
         surroundings = environment.parent_side(accelerator, found)
-        spec.write_text(json.dumps(_spec(request, accelerator.name, folder, origin_s)))
+        spec.write_text(json.dumps(_spec(request, accelerator.name, layout, folder, origin_s)))
         sampler = accelerator.telemetry(found, os.getpid(), origin_s)
         sampler.start()
         spawned_s = now()
@@ -115,10 +115,10 @@ def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[acce
     layout = plan.make(case, request.nodes, request.devices)
     if not found:
         raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
-    most = max(len(found), os.cpu_count() or 1, 8) if accelerator.divisible else len(found)
+    most = accelerator.most(found)
     if layout.devices > most:
         raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
-    plan.check_fits(case, found[0].memory_bytes)
+    plan.check_fits(case, layout, found[0].memory_bytes)
     return accelerator, layout, found[: layout.devices]
 
 
@@ -158,6 +158,12 @@ def check(request: Request) -> None:
         raise RequestError(
             f"{case.name} has no division {case.question.division!r} with engine {request.engine}; "
             f"allowed: {', '.join(allowed)}"
+        )
+    layout = plan.make(case, request.nodes, request.devices)
+    if not plan.able(request.engine, layout):
+        raise RequestError(
+            f"engine {request.engine} holds a whole model on each device; asked: TP{layout.tp}PP{layout.pp}DP{layout.dp}; "
+            "allowed: --parallel DP"
         )
     for name in request.passes:
         if name not in PASSES:
@@ -201,7 +207,7 @@ def _site(path: Path | None) -> dict[str, str]:
     return table
 
 
-def _spec(request: Request, accelerator: str, folder: Path, origin_s: float) -> dict[str, Any]:
+def _spec(request: Request, accelerator: str, layout: Plan, folder: Path, origin_s: float) -> dict[str, Any]:
     def absolute(path: Path | None) -> str | None:
         return None if path is None else str(path.resolve())
 
@@ -210,6 +216,7 @@ def _spec(request: Request, accelerator: str, folder: Path, origin_s: float) -> 
         "scope": _scope(request).model_dump(mode="json"),
         "passes": list(request.passes),
         "engine": request.engine,
+        "plan": layout.model_dump(mode="json"),
         "accelerator": accelerator,
         "weights": absolute(request.weights),
         "data": absolute(request.data),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.case import Question
-from steelyard.data import mmlu, mmlu_score, tokenizer
+from steelyard.case import LambadaData, MmluData, Question
+from steelyard.data import lambada, lambada_score, mmlu, mmlu_score, tokenizer
 from steelyard.errors import RequestError
 
 
@@ -27,23 +27,37 @@ class Sources:
 class Prepared:
     """Work for an engine, facts on the data for the record, and the part of the outputs that no pass changes."""
 
-    work: mmlu.Prompts
+    texts: mmlu.Prompts | lambada.Passages
     facts: dict[str, Any]
     common: dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Tally:
+    """How a pass's answers cover the items in scope."""
+
+    items: int
+    missing: int
+    repeated: int
+    not_finite: int
+
+
+@dataclass(frozen=True)
 class Task:
+    noun: str  # what one item is called
     prepare: Callable[[Question, Sources, int | None], Prepared]  # the question, where to look, the size of the sample
     check: Callable[[Any, dict[str, Any]], dict[str, Any]]  # an engine's answers, if they fit `common`
     merge: Callable[[dict[str, Any], str, list[dict[str, Any]]], dict[str, Any]]  # outputs, pass, every rank's answers
     score: Callable[[dict[str, Any], str], dict[str, float]]  # outputs, pass → values by name
     agreement: Callable[[dict[str, Any], str, str], float | None]  # of two passes
     breakdown: Callable[[dict[str, Any], str], dict[str, float]]  # outputs, pass → values by part of the data
+    tally: Callable[[dict[str, Any], str], tuple[int, int, int, int]]  # outputs, pass → the fields of a Tally
 
 
 def _prepare_mmlu(question: Question, sources: Sources, sample: int | None) -> Prepared:
     data, model = question.data, question.model
+    if not isinstance(data, MmluData):
+        raise TypeError(f"data of kind {data.kind!r} for task mmlu")
     if data.context > model.positions:
         raise RequestError(f"question.data.context={data.context} is more than the model's {model.positions} positions")
     subjects, label = mmlu.load(data, sources.data)
@@ -65,6 +79,27 @@ def _prepare_mmlu(question: Question, sources: Sources, sample: int | None) -> P
     return Prepared(prompts, facts, common)
 
 
+def _prepare_lambada(question: Question, sources: Sources, sample: int | None) -> Prepared:
+    data, model = question.data, question.model
+    if not isinstance(data, LambadaData):
+        raise TypeError(f"data of kind {data.kind!r} for task lambada")
+    texts, label = lambada.load(data, sources.data)
+    tokens = _tokens(sources, model.vocab)
+    passages = lambada.encode(texts, tokens, model.positions, sample, question.seed)
+    found = lambada.fingerprint(texts, tokens)
+    facts = {
+        "source": label,
+        "rows": len(texts),
+        "rows_in_scope": len(passages.rows),
+        "tokens": sum(len(row) for row in passages.rows),
+        "fingerprint": found,
+        "published": found == data.fingerprint,
+        "tokenizer": {"source": tokens.source, "vocab": tokens.vocab, "sha256": tokens.sha256},
+    }
+    common = lambada_score.outputs([len(row) - 1 for row in passages.rows], passages.last, passages.index)
+    return Prepared(passages, facts, common)
+
+
 def _tokens(sources: Sources, vocab: int) -> tokenizer.Tokenizer:
     """The named tokenizer, or the one beside the weights or the data; made data come with their own."""
     if sources.data is None:
@@ -78,11 +113,23 @@ def _tokens(sources: Sources, vocab: int) -> tokenizer.Tokenizer:
 
 TASKS = {
     "mmlu": Task(
+        noun="question",
         prepare=_prepare_mmlu,
         check=mmlu_score.check,
         merge=mmlu_score.merge,
         score=mmlu_score.score,
         agreement=mmlu_score.agreement,
         breakdown=mmlu_score.subject_accuracy,
+        tally=mmlu_score.tally,
+    ),
+    "lambada": Task(
+        noun="passage",
+        prepare=_prepare_lambada,
+        check=lambada_score.check,
+        merge=lambada_score.merge,
+        score=lambada_score.score,
+        agreement=lambada_score.agreement,
+        breakdown=lambada_score.breakdown,
+        tally=lambada_score.tally,
     ),
 }

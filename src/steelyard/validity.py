@@ -7,6 +7,7 @@ from steelyard import metrics, stats, telemetry
 from steelyard.accelerators import nvml
 from steelyard.case import changed_question
 from steelyard.record import Check, Quality, Reason, Record, Value
+from steelyard.tasks import TASKS, Tally
 
 ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
 LEAST_S = 0.01  # less than this is not worth hiding work in, and a rank without any work has nothing else
@@ -55,10 +56,9 @@ def quality(record: Record, values: dict[str, Value]) -> Quality:
 
 def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
     out: list[Finding] = []
-    for name, answers in record.outputs.get("passes", {}).items():
-        bad = answers["not_finite"]
-        text = f"{name}: {bad} of {len(answers['choices'])} questions got logits that are not finite"
-        out.append((Check(name=f"finite_{name}", ok=not bad, detail=text), "nan", None))
+    for name, noun, tally in _tallies(record):
+        text = f"{name}: {tally.not_finite} of {tally.items} {noun}s got logits that are not finite"
+        out.append((Check(name=f"finite_{name}", ok=not tally.not_finite, detail=text), "nan", None))
     for sample in record.samples:
         if any(value is None for value in sample.values.values()):
             text = f"{sample.pass_name}: step {sample.step} on rank {sample.rank} has a value that is not finite"
@@ -67,13 +67,18 @@ def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
     return out
 
 
+def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
+    """Of every pass that answered: its name, what its items are called, and how many there are of which kind."""
+    task = TASKS[record.case.question["task"]]
+    return [(name, task.noun, Tally(*task.tally(record.outputs, name))) for name in record.outputs.get("passes", {})]
+
+
 def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Every question in scope is answered once. With --steps only some are, and none twice."""
+    """Every item in scope is answered once. With --steps only some are, and none twice."""
     out: list[Finding] = []
-    for name, answers in record.outputs.get("passes", {}).items():
-        missing = answers["choices"].count("?")
-        ok = not answers["repeated"] and (not missing or record.scope.steps is not None)
-        text = f"{name}: {missing} questions without an answer, {answers['repeated']} answered more than once"
+    for name, noun, tally in _tallies(record):
+        ok = not tally.repeated and (not tally.missing or record.scope.steps is not None)
+        text = f"{name}: {tally.missing} {noun}s without an answer, {tally.repeated} answered more than once"
         out.append((Check(name=f"covered_{name}", ok=ok, detail=text), "coverage", None))
     return out
 

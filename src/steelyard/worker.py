@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
-from steelyard import accelerators, engines
+from steelyard import accelerators, engines, plan
 from steelyard.case import Case
-from steelyard.data.mmlu import Prompts
 from steelyard.errors import RequestError
 from steelyard.measure import Budget, Trace, bare, mean_time_s, measure, now, sleep
+from steelyard.record import Plan
 from steelyard.tasks import TASKS, Sources
 
 CALIBRATE_S = 0.4
@@ -79,6 +79,8 @@ class Worker:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.folder = Path(spec["folder"])
         self.case = Case.model_validate(spec["case"])
+        self.plan = Plan.model_validate(spec["plan"])
+        self.place = plan.place(self.plan, rank)
         self.budget = Budget()
         device = f"{spec['accelerator']}:{self.local_rank}"
         self.out: dict[str, Any] = {"rank": rank, "device": device, "windows": [], "samples": [], "outputs": {}}
@@ -93,14 +95,14 @@ class Worker:
             self.device = accelerators.load_device(self.spec["accelerator"], self.local_rank)
             self.device.set_precision(self.case.question.precision.matmul)
             self.out |= {"identity": self.device.identity(), "versions": self.device.versions(), "threads": _threads()}
-        self._join()
+        team = self._join()
         with self.budget.part("data"):
             self.tell("data", 0, 0)
             prepared = self.task.prepare(self.case.question, self._sources(), self.spec["scope"]["sample"])
             self.common = prepared.common
             self.out |= {"data": prepared.facts} | ({"common": prepared.common} if self.rank == 0 else {})
         with self.budget.part("engine"):
-            engine = make_engine(self._job(prepared.work))
+            engine = make_engine(self._job(prepared.texts, team))
         for name in self.spec["passes"]:
             self.tell(f"prepare {name}", 0, 0)
             engine.prepare(name, self.budget.part)
@@ -110,25 +112,33 @@ class Worker:
             self._pass(engine, name)
         self.out["details"] = _plain("details", engine.details())
 
-    def _join(self) -> None:
+    def _join(self) -> Any:
+        """Meet the other ranks; returns the team that holds a model together with this one."""
+        from steelyard.engines import team
+
         if self.world > 1:
             import torch.distributed as dist
 
             with self.budget.part("join"):
                 dist.init_process_group(self.device.backend)
+                return team.form(self.plan, self.rank, self.device.torch_device)
+        return team.Team()
 
     def _sources(self) -> Sources:
         named = (self.spec[key] for key in ("data", "tokenizer", "weights"))
         return Sources(*(Path(place) if place else None for place in named))
 
-    def _job(self, prompts: Prompts) -> engines.Job:
+    def _job(self, texts: Any, team: Any) -> engines.Job:
         return engines.Job(
             case=self.case,
-            prompts=prompts,
+            texts=texts,
             weights=self._sources().weights,
             device=self.device,
             rank=self.rank,
             world=self.world,
+            plan=self.plan,
+            place=self.place,
+            team=team,
             steps=self.spec["scope"]["steps"],
             loading=lambda done, total: self.tell("weights", done, total),
         )
@@ -155,7 +165,7 @@ class Worker:
                 trace = measure(name, engine.work(name), self.device, self.rank, step_done=lambda n: self._step(name, n, total))
         self.tell(name, total, total)
         self._keep(name, trace)
-        if name != "bare":
+        if name != "bare" and self.place.tp == 0:  # a team has one answer
             self.out["outputs"][name] = self.task.check(engine.outputs(name), self.common)
         self.write("running", None)  # whoever is killed later leaves this much
 
@@ -179,6 +189,7 @@ class Worker:
             if missing:
                 raise ValueError(f"the engine's Work of step {sample.step} does not count {', '.join(missing)}")
         self.out["windows"].append(window)
+        self.out.setdefault("in_use_bytes", {})[name] = memory.get("in_use_bytes")
         self.out["samples"] += [sample.model_dump(mode="json", by_alias=True) for sample in trace.samples]
 
     def tell(self, phase: str, done: int, total: int) -> None:

@@ -84,6 +84,10 @@ class Accelerator:
     device: str
     divisible: bool = False  # several workers may share one device
 
+    def most(self, found: list[Found]) -> int:
+        """How many workers its devices can serve."""
+        return max(len(found), os.cpu_count() or 1, 8) if self.divisible else len(found)
+
 
 def _find_cuda() -> list[Found]:
     from steelyard.accelerators import nvml

@@ -82,7 +82,7 @@ class Device:
         """Freed memory of a CPU is back with the system."""
 
     def memory(self) -> dict[str, int | None]:
-        return {"allocated_bytes": None, "reserved_bytes": None}
+        return {"allocated_bytes": None, "reserved_bytes": None, "in_use_bytes": psutil.Process().memory_info().rss}
 
     def identity(self) -> dict[str, Any]:
         seen = find()[0]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from steelyard.case import Case
-from steelyard.data.mmlu import Prompts
 from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
+from steelyard.plan import Place
+from steelyard.record import Plan
 
 ENGINES = {
     "torch": "steelyard.engines.torch_score:TorchScore",
@@ -33,11 +34,14 @@ class Job:
     """What an engine is given: the resolved case, its share of the work, and the device."""
 
     case: Case
-    prompts: Prompts
+    texts: Any  # what the task prepared, such as data.mmlu's Prompts
     weights: Path | None  # None: random
     device: Any  # steelyard.accelerators' worker-side device
     rank: int
     world: int
+    plan: Plan
+    place: Place  # of this rank in the plan: replica `place.dp` of `plan.dp` computes its own part of the data
+    team: Any  # engines.team's: the ranks that hold one model together
     steps: int | None  # at most so many batches a pass
     loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
 

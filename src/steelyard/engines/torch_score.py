@@ -12,11 +12,14 @@ from torch import Tensor
 
 from steelyard.data.packing import Batch, closed_batch, equal_bins, open_batch, open_bins, prefixes
 from steelyard.engines import Job, Part
-from steelyard.engines.score import Answers, compile_wanted, our_model, send
+from steelyard.engines.readers import Answers, Asked
+from steelyard.engines.score import compile_wanted, our_model, reader, send
 from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
 from steelyard.models.attention import KERNELS, Layout, Prefix, layout
 from steelyard.models.llama import Llama, Streams
+
+Inputs = tuple[Tensor, Tensor, Layout, Asked]
 
 
 class TorchScore:
@@ -28,7 +31,7 @@ class TorchScore:
             raise RequestError(f"engine torch packs; tune.batching={self.tune.batching!r} is for engine transformers")
         self.kernel = self._choose_kernel()
         self.device: torch.device = job.device.torch_device
-        self.letters = torch.tensor(job.prompts.letters, device=self.device)
+        self.reader = reader(job)
         self.cache_rows = 0
         self.batches = self._plan()
         self.answers: dict[str, Answers] = {}
@@ -53,14 +56,15 @@ class TorchScore:
 
     def _plan(self) -> list[Callable[[], Batch]]:
         """What to compute, batch by batch; the arrays themselves are made inside the pass."""
-        rows, budget = self.job.prompts.rows, self.tune.batch_tokens
+        rows, budget = self.job.texts.rows, self.tune.batch_tokens
+        part, parts = self.job.place.dp, self.job.plan.dp
         if self.question.division == "closed":
-            bins = equal_bins([len(row) for row in rows], budget, self.tune.order, self.job.world)
-            mine = bins[self.job.rank :: self.job.world]
+            bins = equal_bins([len(row) for row in rows], budget, self.tune.order, parts)
+            mine = bins[part::parts]
             return [partial(closed_batch, rows, items) for items in mine[: self.job.steps]]
-        shared = prefixes(rows, self.job.prompts.groups)
+        shared = prefixes(rows, self.job.texts.groups)
         self.cache_rows = max(shared, default=0)
-        pieces = open_bins(rows, self.job.prompts.groups, budget, self.tune.order, self.job.world)[self.job.rank]
+        pieces = open_bins(rows, self.job.texts.groups, budget, self.tune.order, parts)[part]
         following = [*pieces[1:], None]  # one too many on a rank that got nothing
         pairs = list(zip(pieces, following, strict=False))[: self.job.steps]
         return [partial(open_batch, rows, one, after, shared, self.cache_rows) for one, after in pairs]
@@ -93,27 +97,28 @@ class TorchScore:
                 batch, inputs = self._to_device(make())
                 yield Phase("compute")
                 answers.add(batch.items, self._answer(batch, inputs))
-                yield Work(batch.counts)
+                yield Work(batch.counts | {"logits": self.reader.logits(batch.items)})
             yield Phase("score")
             answers.read()
             yield Work({})
 
-    def _to_device(self, batch: Batch) -> tuple[Batch, tuple[Tensor, Tensor, Layout, Tensor]]:
+    def _to_device(self, batch: Batch) -> tuple[Batch, Inputs]:
         to = self.device
         gather = None if batch.gather is None else send(batch.gather, to)
         rows = layout(batch.q_lens, batch.k_lens, to, gather)
-        return batch, (send(batch.tokens, to), send(batch.positions, to), rows, send(batch.pick, to))
+        asked = self.reader.ask(batch.items, batch.pick, partial(send, device=to))
+        return batch, (send(batch.tokens, to), send(batch.positions, to), rows, asked)
 
-    def _answer(self, batch: Batch, inputs: tuple[Tensor, Tensor, Layout, Tensor]) -> Tensor:
+    def _answer(self, batch: Batch, inputs: Inputs) -> Tensor:
         if self.model is None:
             raise RuntimeError("work before prepare")
-        tokens, positions, rows, pick = inputs
+        tokens, positions, rows, asked = inputs
         keep = None if batch.keep is None else slice(*batch.keep)
-        logits = self.model(tokens, positions, rows, self.kernel, pick, self.prefix, keep, self.blocks)
-        return Answers.of(logits, self.letters)
+        hidden = self.model.hidden(tokens, positions, rows, self.kernel, self.prefix, keep, self.blocks)
+        return self.reader.answer(self.model.logits, hidden[asked.pick], asked, self.blocks is not None)
 
     def outputs(self, name: str) -> dict[str, Any]:
-        return self.answers[name].table()
+        return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
         return {"attention": self.kernel, "batches": len(self.batches), "weights": self.weights}

@@ -8,6 +8,7 @@ its graph cannot leave out the causal mask. `tune.batching`: `sorted` (what auto
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from steelyard.case import Model
 from steelyard.data.packing import counts, sorted_batches
 from steelyard.engines import Job, Part
-from steelyard.engines.score import DTYPES, Answers, compile_wanted, our_model, send
+from steelyard.engines.readers import Answers, Asked
+from steelyard.engines.score import DTYPES, compile_wanted, our_model, reader, send
 from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
 from steelyard.models import weights
@@ -46,13 +48,13 @@ class TransformersScore:
         if self.attention not in ATTENTION:
             raise RequestError(f"tune.attention={self.attention!r} is not known; allowed: auto, {', '.join(ATTENTION)}")
         self.device: torch.device = job.device.torch_device
-        self.letters = torch.tensor(job.prompts.letters, device=self.device)
-        lengths = [len(row) for row in job.prompts.rows]
+        self.reader = reader(job)
+        lengths = [len(row) for row in job.texts.rows]
         single = self.tune.batching == "single"
         budget, pad_to = (1, 1) if single else (self.tune.batch_tokens, self.tune.pad_to)
         bins = sorted_batches(lengths, budget, pad_to, self.tune.order)
         self.pad_to = pad_to
-        self.bins = bins[job.rank :: job.world][: job.steps]
+        self.bins = bins[job.place.dp :: job.plan.dp][: job.steps]
         self.answers: dict[str, Answers] = {}
         self.model: Any = None
         self.plain: nn.ModuleList = nn.ModuleList()
@@ -73,12 +75,12 @@ class TransformersScore:
                 self.compiled = nn.ModuleList(layers)
             self.model.model.layers = self.compiled if compiled else self.plain
             for items in self._warmup() if compiled else self.bins[: self.tune.warmup]:
-                self._answer(*self._to_device(items))
+                self._answer(*self._to_device(items), compiled)
             self.job.device.synchronize()
 
     def _warmup(self) -> list[list[int]]:
         """Batches of every extreme shape beside the first ones: a compiler meets its special cases here, not in the pass."""
-        width = {id(items): max(len(self.job.prompts.rows[i]) for i in items) for items in self.bins}
+        width = {id(items): max(len(self.job.texts.rows[i]) for i in items) for items in self.bins}
         keys = (len, lambda items: width[id(items)])
         extremes = [pick(self.bins, key=key) for key in keys for pick in (min, max)] if self.bins else []
         return [*extremes, *self.bins[: self.tune.warmup]]
@@ -104,35 +106,35 @@ class TransformersScore:
         with torch.inference_mode():
             for items in self.bins:
                 yield Phase("data")
-                tokens, last = self._to_device(items)
+                tokens, asked = self._to_device(items)
                 yield Phase("compute")
-                answers.add(items, self._answer(tokens, last))
+                answers.add(items, self._answer(tokens, asked, compile_wanted(name, self.tune)))
                 yield Work(self._counts(items, tokens.numel()))
             yield Phase("score")
             answers.read()
             yield Work({})
 
     def _counts(self, items: list[int], computed: int) -> dict[str, int]:
-        lens = [len(self.job.prompts.rows[i]) for i in items]
-        return counts(lens, lens, len(items), padded=computed - sum(lens))
+        lens = [len(self.job.texts.rows[i]) for i in items]
+        return counts(lens, lens, len(items), computed - sum(lens)) | {"logits": self.reader.logits(items)}
 
-    def _to_device(self, items: list[int]) -> tuple[Tensor, Tensor]:
-        lens = [len(self.job.prompts.rows[i]) for i in items]
+    def _to_device(self, items: list[int]) -> tuple[Tensor, Asked]:
+        lens = [len(self.job.texts.rows[i]) for i in items]
         width = -(-max(lens) // self.pad_to) * self.pad_to
         table = np.zeros((len(items), width), dtype=np.int64)
         for row, i in enumerate(items):
-            table[row, : lens[row]] = self.job.prompts.rows[i]
-        return send(table, self.device), send(np.array(lens, dtype=np.int64) - 1, self.device)
+            table[row, : lens[row]] = self.job.texts.rows[i]
+        ends = np.arange(len(items)) * width + np.array(lens, dtype=np.int64) - 1
+        return send(table, self.device), self.reader.ask(items, ends, partial(send, device=self.device))
 
-    def _answer(self, tokens: Tensor, last: Tensor) -> Tensor:
+    def _answer(self, tokens: Tensor, asked: Asked, compiled: bool) -> Tensor:
         backends = ATTENTION[self.attention]
         with sdpa_kernel(backends) if backends else contextlib.nullcontext():
             hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
-        picked = hidden[torch.arange(len(last), device=last.device), last]
-        return Answers.of(self.model.lm_head(picked), self.letters)
+        return self.reader.answer(self.model.lm_head, hidden.flatten(0, 1)[asked.pick], asked, compiled)
 
     def outputs(self, name: str) -> dict[str, Any]:
-        return self.answers[name].table()
+        return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
         return {"attention": self.attention, "batches": len(self.bins), "weights": self.weights}

@@ -1,6 +1,7 @@
 """Records to pages: the whole page in the seeds' order, and the short table after a run."""
 
 from steelyard.case import changed_question
+from steelyard.metrics import devices
 from steelyard.record import Record
 from steelyard.report.columns import layout
 from steelyard.report.details import details
@@ -8,7 +9,7 @@ from steelyard.report.document import Block, Cell, Column, Figure, Figures, Head
 from steelyard.report.names import meaning
 from steelyard.report.results import conventions, metric_list, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, kind, scope, shown, unit, with_unit
-from steelyard.report.setting import Environment, Place, data, environment, environments, model, places, setup
+from steelyard.report.setting import Environment, Place, data, environment, environments, model, parallel, places, setup
 from steelyard.report.words import Words
 
 
@@ -88,7 +89,8 @@ def _summary(record: Record, say: Words) -> Row:
     case, plan = record.case, layout(kind(record))
     status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
     status += [say("changed")] if changed_question(case.origins) else []
-    texts = (case.name, case.size, record.engine.name, case.division, case.precision)
+    many = f" {parallel(record)}" if devices(record) > 1 else ""
+    texts = (case.name, case.size, record.engine.name + many, case.division, case.precision)
     cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]
     for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):
         said = with_unit(name, record.metrics.get(name))

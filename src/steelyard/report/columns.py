@@ -18,7 +18,7 @@ class Field:
     instead: tuple[str, ...] = ()
 
 
-_MFU = Field("mfu", ("mfu",), strong=True, instead=("mfu_nominal", "mfu_palm"))
+_MFU = Field("mfu", ("mfu",), strong=True, instead=("mfu_nominal", "mfu_palm", "mfu_padded"))
 _MEM = Field("mem", ("mem", "mem_total"), title="column.mem")
 
 
@@ -30,14 +30,16 @@ _SCORE = (
     Field("tool", title="column.tool.score"),
     Field("precision"),
     Field("division"),
+    Field("parallel", optional=True),
     _metric("e2e_time"),
     _metric("p_val_whole"),
     _metric("p_val_core"),
     _metric("p_infer_whole"),
     _metric("p_infer_core", strong=True),
+    Field("padded", ("p_infer_whole_padded", "p_infer_core_padded"), title="column.padded", optional=True),
     _MFU,
+    Field("loss", ("loss", "loss_val"), title="column.loss", optional=True),
     Field("acc", ("acc", "acc_val"), title="column.acc", optional=True),
-    _metric("loss", optional=True),
     _MEM,
 )
 

@@ -1,10 +1,11 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
+from steelyard import metrics, plan
 from steelyard.record import Record
 from steelyard.report import charts
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Row, Table, Tone
 from steelyard.report.names import in_order, meaning
-from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
+from steelyard.report.numbers import UNKNOWN, counted, formed, real, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
 from steelyard.report.words import Words
 from steelyard.tasks import TASKS
@@ -18,6 +19,7 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("failure", _failure(record, say)),
         ("all", [_metrics(record, say)]),
         ("budget", _budget(record, say)),
+        ("ranks", _ranks(record, say)),
         ("checks", _checks(record, say)),
         ("subjects", _subjects(record, say)),
     )
@@ -107,6 +109,31 @@ def _budget(record: Record, say: Words) -> list[Block]:
 def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> Row:
     texts = (name, formed("seconds", time_s), formed("percent", share))
     return Row(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
+
+
+def _ranks(record: Record, say: Words) -> list[Block]:
+    """Memory and time of every rank in the headline pass, where there is more than one."""
+    name = metrics.headline(record)
+    spans = metrics.windows(record, name) if name else []
+    if len(spans) < 2:
+        return []
+    rows = []
+    for span in sorted(spans, key=lambda span: span.rank):
+        told = next((one for one in record.ranks if one.get("rank") == span.rank), {})
+        at = plan.place(record.plan, span.rank)
+        sizes = (metrics.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
+        cells = (counted(span.rank), spelled(told.get("device")), f"TP{at.tp} PP{at.pp} DP{at.dp}")
+        rate = real(told.get("matmul_flops_per_s"))
+        numbers = (*(formed("gib", size) for size in sizes), formed("seconds", span.wall_s))
+        rows.append(Row(tuple(map(Cell, (*cells, *numbers, formed("number", rate / 1e12 if rate else None))))))
+    units = {"mem": "GiB", "allocated": "GiB", "reserved": "GiB", "wall": "s", "matmul": "TFLOP/s"}
+    names = ("rank", "device", "place", *units)
+    heads = tuple(Column(say(f"ranks.{key}"), units.get(key, ""), "right" if key in units else "left") for key in names)
+    return [Table(heads, tuple(rows))]
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / metrics.GIB
 
 
 def _subjects(record: Record, say: Words) -> list[Block]:

@@ -95,6 +95,21 @@ METRICS = (
         unit="tokens/s",
     ),
     _row(
+        "p_infer_whole_padded",
+        (
+            "Inference rate, padding counted",
+            "every sample counted as long as the model has positions, as the published rows count; for comparison only",
+        ),
+        ("推理总吞吐量（计填充）", "每条样本按模型位置数计，与公开值口径相同，仅供比较"),
+        unit="tokens/s",
+    ),
+    _row(
+        "p_infer_core_padded",
+        ("Inference rate, core, padding counted", "the same over compute time"),
+        ("推理计算吞吐量（计填充）", "同上，除以计算时间"),
+        unit="tokens/s",
+    ),
+    _row(
         "p_whole",
         (
             "Rate, whole",
@@ -160,9 +175,15 @@ METRICS = (
         "percent",
     ),
     _row(
+        "mfu_padded",
+        ("MFU, nominal, padding counted", "as some published rows count: padding is work"),
+        ("计算卡使用率（名义，计填充）", "部分公开值的口径：填充也计为工作量"),
+        "percent",
+    ),
+    _row(
         "acc",
-        ("Accuracy", "answers right, from the same pass that was timed: argmax over the whole vocabulary"),
-        ("推理结果", "回答准确率，取自被计时的同一遍：整个词表上的 argmax"),
+        ("Accuracy", "answers (or last words) right by argmax over the whole vocabulary, from the same pass that was timed"),
+        ("准确率", "整个词表上的 argmax 答对（或最后一词预测正确）的比例，取自被计时的同一遍"),
         "percent",
     ),
     _row(
@@ -197,14 +218,26 @@ METRICS = (
     ),
     _row(
         "agreement",
-        ("Agreement", "share of choices equal in the reference pass and the engine's pass"),
-        ("一致率", "参考遍与推理遍选择相同的比例"),
+        ("Agreement", "share of answers equal in the reference pass and the engine's pass"),
+        ("一致率", "参考遍与推理遍答案相同的比例"),
         "percent",
     ),
     _row(
         "loss",
-        ("Loss", "cross-entropy, from the same pass that was timed"),
-        ("损失", "交叉熵，取自被计时的同一遍"),
+        ("Loss", "mean over samples of each one's mean cross-entropy per token, in nats, from the same pass that was timed"),
+        ("推理结果", "各样本平均交叉熵（nat）的均值，取自被计时的同一遍"),
+    ),
+    _row("loss_val", ("Loss, reference pass", "the same of the reference pass"), ("验证结果（损失）", "同上，参考遍")),
+    _row(
+        "loss_token",
+        ("Loss per token", "cross-entropy over all predicted tokens of the set, each counted the same"),
+        ("逐 token 损失", "全部预测 token 的平均交叉熵"),
+    ),
+    _row("perplexity", ("Perplexity", "exp of the loss per token"), ("困惑度", "逐 token 损失的指数")),
+    _row(
+        "perplexity_last",
+        ("Perplexity of the last word", "exp of the mean over passages of the last word's cross-entropy, as the field does"),
+        ("最后一词困惑度", "各段最后一词交叉熵均值的指数，与常用评测工具一致"),
     ),
     _row(
         "mem",
@@ -237,9 +270,8 @@ METRICS = (
     ),
     _row(
         "energy_per_sample",
-        ("Energy per question", "energy / questions of the pass"),
-        ("每题能耗", "能耗除以该遍题数"),
-        unit="J/question",
+        ("Energy per sample", "energy / samples of the pass"),
+        ("每样本能耗", "能耗除以该遍样本数"),
     ),
     _row(
         "flops_causal",

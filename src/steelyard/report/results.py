@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.case import changed_question
+from steelyard.metrics import devices
 from steelyard.record import Record
 from steelyard.report.columns import Field, layout
 from steelyard.report.document import Cell, Column, Row, Table, Tone
@@ -48,7 +49,9 @@ def published(runs: list[Run]) -> list[Published]:
 def fields(runs: list[Run], references: list[Published]) -> list[Field]:
     """The columns of this case; optional ones only where a row has them."""
     present = {name for run in runs for name in run.record.metrics} | {name for row in references for name in row.values}
-    return [f for f in layout(kind(runs[0].record)).fields if not f.optional or present & set(f.metrics)]
+    if any(devices(run.record) > 1 for run in runs):
+        present.add("parallel")
+    return [f for f in layout(kind(runs[0].record)).fields if not f.optional or present & {f.name, *f.metrics}]
 
 
 def metric_list(runs: list[Run], say: Words) -> Table:

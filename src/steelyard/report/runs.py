@@ -29,7 +29,9 @@ class Run:
     @property
     def title(self) -> str:
         case = self.record.case
-        return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}"
+        plan = self.record.plan
+        many = f" · TP{plan.tp}PP{plan.pp}DP{plan.dp}" if plan.nodes * plan.devices > 1 else ""
+        return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}{many}"
 
 
 def kind(record: Record) -> str:
