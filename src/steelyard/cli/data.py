@@ -1,0 +1,145 @@
+"""The verbs for token files: data pack and data inspect."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from steelyard.cli.files import aligned, watching
+from steelyard.cli.options import Json
+from steelyard.cli.out import answer, dump, one_line, say
+
+if TYPE_CHECKING:
+    from steelyard.data.pack import Inspection, Packed
+    from steelyard.data.tokenizer import Tokenizer
+
+TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
+
+app = typer.Typer(
+    help="Turn texts into token files for training, and look into them.\n\n"
+    "Example: steelyard data pack texts.jsonl.gz --tokenizer tokenizer.model --out corpus",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+def pack(
+    inputs: Annotated[
+        list[Path], typer.Argument(metavar="INPUT", help="JSON lines, one document a line, as they are or gzipped.")
+    ],
+    tokenizer: Annotated[Path, typer.Option(metavar="PATH", help=f"The model's: {TOKENIZER}")],
+    out: Annotated[Path, typer.Option(metavar="PREFIX", help="Where to write: PREFIX_ids.npy and PREFIX_idx.npz.")],
+    key: Annotated[str, typer.Option(help="The key of the text in a line.")] = "text",
+    append_end: Annotated[
+        bool, typer.Option("--append-end/--no-append-end", help="End each document with the tokenizer's end token.")
+    ] = True,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that exist.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Tokenise texts into a pair of token files, which a training case reads with --data.
+
+    A document is the token that begins a sequence, if the tokenizer has one, the text, and the token that ends one.
+    Documents without a word are left out. Interrupted, it leaves nothing behind.
+
+    \b
+    Examples:
+      steelyard data pack openwebtext-*.jsonl.gz --tokenizer Llama-7b/tokenizer.model --out data/openwebtext
+      steelyard data pack pages.jsonl --key content --tokenizer gpt2/ --out pages
+    """
+    from steelyard.data.tokenizer import load
+
+    try:
+        made = _pack(inputs, load([tokenizer]), out, key, append_end, force, as_json)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 1
+    paths = [(str(out.with_name(name)), size_bytes) for name, size_bytes in made.files]
+    if as_json:
+        files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in paths]
+        dump({**asdict(made), "files": files})
+    else:
+        answer(_table(_written(made, paths)))
+    return 0
+
+
+@app.command()
+def inspect(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="The prefix of a pair of token files, one of the two, or their folder.")
+    ],
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help=f"Check that every token is one of this tokenizer: {TOKENIZER}")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a pair of token files holds: documents, tokens, and how they are split for training.
+
+    \b
+    Examples:
+      steelyard data inspect data/llama_openwebtext_100k
+      steelyard data inspect data/ --tokenizer Llama-7b/tokenizer.model
+    """
+    from steelyard.data.pack import inspect as look
+    from steelyard.data.tokenizer import load
+    from steelyard.data.tokens import check_ids, open_corpus
+
+    known = None if tokenizer is None else load([tokenizer])
+    corpus = open_corpus(source)
+    if known is not None:
+        check_ids(corpus, known.vocab)
+    found = look(corpus)
+    if as_json:
+        about = None if known is None else {"source": known.source, "vocab": known.vocab, "sha256": known.sha256}
+        dump({"path": str(source), **asdict(found), "tokenizer": about})
+    else:
+        answer(_table(_facts(found, known)))
+
+
+def _pack(
+    inputs: list[Path], tokenizer: "Tokenizer", out: Path, key: str, append_end: bool, force: bool, quiet: bool
+) -> "Packed":
+    from rich.console import Console
+
+    from steelyard.data.pack import pack as write
+    from steelyard.progress import Display
+
+    with Display(Console(stderr=True, quiet=quiet), one_line(out.name)) as display:
+        return write(inputs, tokenizer, out, key, append_end, force, watching(display.show))
+
+
+def _written(made: "Packed", paths: list[tuple[str, int]]) -> list[tuple[str, str]]:
+    files = [f"{name}  {size}" for name, size in aligned(paths)]
+    return [
+        ("documents", str(made.documents)),
+        ("skipped", f"{made.skipped} without a word" if made.skipped else "0"),
+        ("tokens", str(made.tokens)),
+        ("fingerprint", made.fingerprint),
+        *(("" if i else "files", text) for i, text in enumerate(files)),
+    ]
+
+
+def _facts(found: "Inspection", tokenizer: "Tokenizer | None") -> list[tuple[str, str]]:
+    from steelyard.data.pack import ROW
+
+    rows = [
+        ("name", one_line(found.name)),
+        ("documents", str(found.documents)),
+        ("tokens", str(found.tokens)),
+        ("dtype", found.dtype),
+        ("lengths", f"{found.shortest} to {found.longest}, {found.mean:.1f} in the mean"),
+        ("highest id", str(found.highest)),
+    ]
+    if found.splits is None:
+        rows.append(("split", "/ (too few documents to train on, to validate and to test)"))
+    else:
+        rows += [(name, f"{part.tokens} tokens in {part.documents} document(s)") for name, part in found.splits.items()]
+        rows.append(("epoch", f"{found.rows} rows of {ROW} tokens"))
+    if tokenizer is not None:
+        rows.append(("tokenizer", f"{one_line(tokenizer.source)}: every id is below its {tokenizer.vocab}"))
+    return [*rows, ("fingerprint", found.fingerprint)]
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
