@@ -80,7 +80,7 @@ class Losses:
         self.texts = texts
         self.vocab = vocab
         self.team = team
-        self.compiled: Callable[..., Tensor] = torch.compile(_local, dynamic=True)
+        self.compiled: Callable[..., Tensor] | None = None
 
     def logits(self, items: list[int]) -> int:
         return sum(len(self.texts.rows[i]) - 1 for i in items)
@@ -99,7 +99,7 @@ class Losses:
 
     def answer(self, head: Head, hidden: Tensor, asked: Asked, compiled: bool) -> Tensor:
         targets, word, sizes = asked.extra
-        local = self.compiled if compiled else _local
+        local = self._compiled() if compiled else _local
         parts = []
         chunks = -(-len(targets) // CHUNK)
         for rows, wanted in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
@@ -112,6 +112,11 @@ class Losses:
         ways = ("sum", "sum", "min")
         made = [torch.segment_reduce(c, way, lengths=sizes) for c, way in zip(columns, ways, strict=True)]
         return torch.stack(made, dim=1)
+
+    def _compiled(self) -> Callable[..., Tensor]:
+        """Made where it is first used: loading a compiler takes seconds, and they belong to compiling."""
+        self.compiled = self.compiled or torch.compile(_local, dynamic=True)
+        return self.compiled
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         nll, last, hit = answers.reshape(-1, 3).unbind(1)
