@@ -110,7 +110,7 @@ def test_choices_are_the_same_at_every_degree(ranks, parallel):
     alone = merged(ranks, "llama2-7b-mmlu TP1")
     assert merged(ranks, f"llama2-7b-mmlu {parallel}") == alone
     assert len({best for best, _, _ in alone.values()}) > 2
-    assert len({choice for _, choice, _ in alone.values()}) > 2
+    assert len({choice for _, choice, _ in alone.values()}) > 1
 
 
 @pytest.mark.full
