@@ -82,6 +82,16 @@ def shard_of(tensors: Tensors, shape: LlamaShape, index: int, count: int, rows: 
     return out
 
 
+def in_blocks(shard: Tensors, shape: LlamaShape) -> Tensors:
+    """The same share as our model keeps it: gate and up in alternating blocks of rows."""
+    out = dict(shard)
+    for name, fused in shard.items():
+        if name.endswith("gate_up.weight"):
+            gate, up = (half.split(shape.ffn_block) for half in fused.chunk(2))
+            out[name] = torch.cat([block for pair in zip(gate, up, strict=True) for block in pair])
+    return out
+
+
 def padded(vocab: int, count: int, multiple: int = 64) -> int:
     return math.ceil(vocab / (multiple * count)) * multiple
 

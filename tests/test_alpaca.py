@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from steelyard.data import alpaca, conversations
-from steelyard.data.alpaca import AlpacaRows, Conversation, MadeConversations, Sample
+from steelyard.data.alpaca import AlpacaRows, Conversation, Sample
 from steelyard.data.rows import IGNORED, Rows
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
+from steelyard.question import MadeConversations
 
 ELEMENTS = [
     {"instruction": "Name a cat.", "input": "", "output": "Tom"},
@@ -289,7 +290,7 @@ def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() ->
 
 
 def test_many_conversations_are_encoded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = alpaca.make(MadeConversations(40))
+    made = alpaca.make(MadeConversations(conversations=40))
     whole = alpaca.encode(made, MadeTokenizer(512), 256)
     monkeypatch.setattr(alpaca, "_AT_ONCE", 7)
     assert alpaca.encode(made, MadeTokenizer(512), 256) == whole
@@ -322,7 +323,7 @@ def test_first_fit_decreasing_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    return alpaca.encode(alpaca.make(MadeConversations(101, seed=4)), MadeTokenizer(512), 200)[0]
+    return alpaca.encode(alpaca.make(MadeConversations(conversations=101, seed=4)), MadeTokenizer(512), 200)[0]
 
 
 def flat(keys: list[tuple[int, ...]]) -> list[int]:
@@ -418,10 +419,10 @@ def test_a_fingerprint_sees_every_text_their_order_and_the_vocabulary() -> None:
 
 
 def test_made_conversations_are_the_same_each_time_and_answered_by_what_was_asked() -> None:
-    made = alpaca.make(MadeConversations(600, seed=2))
-    assert made == alpaca.make(MadeConversations(600, seed=2))
-    assert made[:100] == alpaca.make(MadeConversations(100, seed=2))
-    assert made != alpaca.make(MadeConversations(600, seed=3))
+    made = alpaca.make(MadeConversations(conversations=600, seed=2))
+    assert made == alpaca.make(MadeConversations(conversations=600, seed=2))
+    assert made[:100] == alpaca.make(MadeConversations(conversations=100, seed=2))
+    assert made != alpaca.make(MadeConversations(conversations=600, seed=3))
     assert len(set(made)) == len(made) == 600
     assert {len(one.turns) for one in made} == {2, 4}
     for one in made:
@@ -431,7 +432,7 @@ def test_made_conversations_are_the_same_each_time_and_answered_by_what_was_aske
 
 
 def test_made_answers_are_tokens_of_what_was_asked() -> None:
-    made = alpaca.make(MadeConversations(50))
+    made = alpaca.make(MadeConversations(conversations=50))
     tokens = MadeTokenizer(512)
     found, shortened = alpaca.encode(made, tokens, 256)
     assert shortened == 0
@@ -446,7 +447,7 @@ def test_made_answers_are_tokens_of_what_was_asked() -> None:
 
 
 def test_made_conversations_can_be_written_and_read(tmp_path: Path) -> None:
-    made = alpaca.make(MadeConversations(20))
+    made = alpaca.make(MadeConversations(conversations=20))
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"".join(line(*one.turns, instruction=one.instruction) for one in made))
     assert alpaca.read(path) == (made, "x.jsonl")

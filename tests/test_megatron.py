@@ -25,6 +25,7 @@ from megatron_fixture import (
     SHAPES,
     Tensors,
     args_of,
+    in_blocks,
     core,
     flat,
     legacy,
@@ -56,7 +57,7 @@ def assert_shares(folder: Path, shape: LlamaShape, tensors: Tensors, degrees: tu
         rows = shape.vocab if count == 1 else padded(shape.vocab, count)
         for index in range(count):
             found = load(folder, shape, Share(index, count))
-            wanted = shard_of(tensors, shape, index, count, rows)
+            wanted = in_blocks(shard_of(tensors, shape, index, count, rows), shape)
             assert found.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 assert torch.equal(found[name], tensor), (name, index, count)
@@ -155,7 +156,7 @@ def test_newer_names_of_args(tmp_path: Path) -> None:
 def test_values_are_cast(tmp_path: Path) -> None:
     tensors = {name: t.bfloat16() for name, t in tensors_of(SHAPE).items()}
     write_megatron(tmp_path, tensors=tensors)
-    wanted = shard_of(tensors, SHAPE, 1, 2, padded(SHAPE.vocab, 2))
+    wanted = in_blocks(shard_of(tensors, SHAPE, 1, 2, padded(SHAPE.vocab, 2)), SHAPE)
     for dtype in (torch.bfloat16, torch.float16):
         for name, found in load(tmp_path, SHAPE, Share(1, 2), dtype).items():
             assert found.dtype == dtype
@@ -213,7 +214,7 @@ def test_random_shares_are_slices_of_the_whole(kind: str) -> None:
             assert part.shape == parallel.local(shape, Share(index, count))
             assert (part.output.weight is part.embed.weight) == shape.tied
             weights.fill_random(part, 3, shape, Share(index, count))
-            wanted = shard_of(theirs_now, shape, index, count, padded(shape.vocab, count))
+            wanted = in_blocks(shard_of(theirs_now, shape, index, count, padded(shape.vocab, count)), shape)
             for name, parameter in part.named_parameters():
                 assert torch.equal(parameter, wanted[name]), (name, index, count)
 

@@ -19,7 +19,6 @@ from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.data.tokens import (
     Corpus,
     CorpusRows,
-    MadeText,
     check_ids,
     fingerprint,
     made,
@@ -27,6 +26,7 @@ from steelyard.data.tokens import (
     splits,
 )
 from steelyard.errors import RequestError
+from steelyard.question import MadeText
 
 X = IGNORED
 
@@ -371,15 +371,15 @@ def test_random_access_is_sequential_access() -> None:
 
 def test_made_text_is_seeded_and_learnable() -> None:
     tokenizer = MadeTokenizer(512)
-    found = made(MadeText(50), tokenizer)
+    found = made(MadeText(documents=50), tokenizer)
     assert len(found.ends) == 50
     assert found.name == "made"
     check_ids(found, 512)
     begins = [0, *found.ends[:-1]]
     assert {int(found.ids[i]) for i in begins} == {1}
     assert [i + 1 for i, token in enumerate(found.ids) if token == tokenizer.end] == found.ends.tolist()
-    assert fingerprint(made(MadeText(50), tokenizer), None) == fingerprint(found, None)
-    assert fingerprint(made(MadeText(50, seed=1), tokenizer), None) != fingerprint(found, None)
+    assert fingerprint(made(MadeText(documents=50), tokenizer), None) == fingerprint(found, None)
+    assert fingerprint(made(MadeText(documents=50, seed=1), tokenizer), None) != fingerprint(found, None)
     # Who is followed by what they do, always.
     potter, turns = tokenizer.encode(["a potter turns"])[0][-2:]
     follow = {int(found.ids[i + 1]) for i, token in enumerate(found.ids[:-1]) if token == potter}

@@ -123,7 +123,8 @@ def unfused(model: Llama) -> dict[str, Tensor]:
         for ours, theirs in names.items():
             out[f"{at}{theirs}.weight"] = block.get_parameter(f"{ours}.weight")
         fused = block.get_parameter("gate_up.weight")
-        out[f"{at}mlp.gate_proj.weight"], out[f"{at}mlp.up_proj.weight"] = fused[: shape.ffn], fused[shape.ffn :]
+        blocks = fused.split(shape.ffn_block)
+        out[f"{at}mlp.gate_proj.weight"], out[f"{at}mlp.up_proj.weight"] = torch.cat(blocks[::2]), torch.cat(blocks[1::2])
         for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
             heads = list(torch.split(block.get_parameter(f"qkv.{kind}"), dim))
             groups = [heads[g * (each + 2) : (g + 1) * (each + 2)] for g in range(shape.kv_heads)]

@@ -11,14 +11,29 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from steelyard.errors import RequestError
-from steelyard.precision import PRESETS, Precision
+from steelyard.precision import PRESETS
+from steelyard.question import (
+    KINDS,
+    ConversationData,
+    CorpusData,
+    Division,
+    Frozen,
+    LambadaData,
+    MadeConversations,
+    MadePassages,
+    MadeQuestions,
+    MadeText,
+    MmluData,
+    Model,
+    Question,
+    Train,
+)
 
-Division = Literal["closed", "open"]
 Size = Literal["smoke", "full"]
 
 MAX_CASE_BYTES = 64 << 10  # the TOML parser's time grows with the square of a dotted key
@@ -42,79 +57,8 @@ ENV = {
 }
 
 
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)  # JSON, and so a key, has neither
-
-
-class Model(Frozen):
-    """Dimensions of a model. `nominal_parameters` is the round number the published tables count with."""
-
-    family: Literal["llama"]
-    layers: int = Field(ge=1)
-    hidden: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    ffn: int = Field(ge=1)
-    vocab: int = Field(ge=1)
-    positions: int = Field(ge=1)
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    qkv_bias: bool = False
-    tied: bool = False
-    nominal_parameters: float | None = None
-
-    @model_validator(mode="after")
-    def _divisible(self) -> Self:
-        if self.hidden % self.heads or self.heads % self.kv_heads or (self.hidden // self.heads) % 2:
-            raise ValueError(
-                f"hidden {self.hidden} must be an even multiple of heads {self.heads}, and heads of kv_heads {self.kv_heads}"
-            )
-        return self
-
-
-class MadeQuestions(Frozen):
-    """Questions that the package makes itself, from a seed."""
-
-    subjects: int = Field(ge=1)
-    questions: int = Field(ge=1)
-    seed: int = 0
-
-
-class MmluData(Frozen):
-    """Multiple-choice questions. `fingerprint` is that of the published set; other rows or tokens are another question."""
-
-    kind: Literal["mmlu"]
-    shots: int = Field(5, ge=0, le=5)
-    context: int = Field(2048, ge=16)
-    subjects: int = Field(57, ge=1)
-    fingerprint: str | None = None
-    made: MadeQuestions | None = None
-
-
-class MadePassages(Frozen):
-    """Passages that the package makes itself, from a seed."""
-
-    passages: int = Field(ge=1)
-    seed: int = 0
-
-
-class LambadaData(Frozen):
-    """Passages whose last word is to be predicted."""
-
-    kind: Literal["lambada"]
-    rows: int = Field(5153, ge=1, description="passages of the set; another number is another set")
-    fingerprint: str | None = None
-    made: MadePassages | None = None
-
-
-Data = Annotated[MmluData | LambadaData, Field(discriminator="kind")]
-
-
-KINDS = ("mmlu", "lambada")
-
-
 class Gate(Frozen):
-    """Quality a valid result must have; applied only to a full run with the case's real weights."""
+    """Quality a valid result of scoring must have; applied only to a full run with the case's real weights."""
 
     metric: Literal["acc", "acc_choice", "loss"]
     target: float
@@ -122,22 +66,12 @@ class Gate(Frozen):
     agree_within: float = Field(ge=0, description="how far infer may be from val")
 
 
-class Question(Frozen):
-    """What is asked. Everything here, and nothing else, goes into the key."""
+class Falling(Frozen):
+    """Quality a valid result of training must have: a loss below another, and below a bound where one is stated."""
 
-    kind: Literal["score", "train"]
-    task: Literal["mmlu", "lambada"]
-    model: Model
-    data: Data
-    precision: Precision
-    division: Division = "closed"
-    seed: int = 0
-
-    @model_validator(mode="after")
-    def _one_task(self) -> Self:
-        if self.data.kind != self.task:
-            raise ValueError(f"task {self.task!r} has data of kind {self.task!r}, not {self.data.kind!r}")
-        return self
+    metric: Literal["loss", "loss_after"]
+    below: Literal["loss_first", "loss_before"]
+    target: float | None = Field(None, gt=0)
 
 
 class Tune(Frozen):
@@ -148,8 +82,15 @@ class Tune(Frozen):
         pattern=r"^(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?$",
         description="degrees such as TP2DP4; one without a number takes the devices that the others leave",
     )
-    batch_tokens: int = Field(32768, ge=1, description="tokens computed together in one batch")
-    compile: bool = Field(True, description="compile the infer pass (the val pass never is)")
+    batch_tokens: int = Field(32768, ge=1, description="scoring: tokens computed together in one batch")
+    micro_batch: int = Field(1, ge=1, description="training: rows computed together")
+    sharding: Literal[0, 1, 2, 3] = Field(
+        0, description="training: what replicas divide: nothing, optimiser states, gradients too, weights too"
+    )
+    sharding_degree: int | None = Field(None, ge=1, description="training: replicas that divide them; default: all")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="training: activations computed again")
+    pack: bool = Field(True, description="conversations: several samples to a row; else each alone, padded")
+    compile: bool = Field(True, description="compile the infer pass (the val pass never is), or training")
     attention: str = Field("auto", description="attention kernel, or auto: the accelerator's choice")
     batching: Literal["auto", "packed", "sorted", "single"] = Field(
         "auto", description="packed: no padding; sorted: padded batches of like length; single: one prompt a batch"
@@ -187,13 +128,13 @@ class Case(Frozen):
     about: str
     size: Size = "full"
     engines: list[str]
-    divisions: list[Division] = ["closed"]
+    divisions: list[Division] = Field(["closed"])
     question: Question
     tune: Tune = Tune()
-    gate: Gate | None = None
+    gate: Gate | Falling | None = None
     devices: list[int] = Field([1], description="numbers of devices on which `run smoke` shows the case")
     max_interval: float | None = Field(None, gt=0, description="widest 95 % interval of the headline rate, as a share of it")
-    reference: list[Reference] = []
+    reference: list[Reference] = Field(default_factory=list)
 
     def key(self, fingerprint: str) -> str:
         """The hash of the question, with the fingerprint of the data that was really read."""
@@ -212,6 +153,8 @@ class Resolved:
 def key_of(question: dict[str, Any], fingerprint: str) -> str:
     """The key of a question as a table, such as a record holds."""
     asked = {**question, "data": {**question["data"], "fingerprint": fingerprint}}
+    if asked.get("train") is None:  # scoring has none, and had keys before there was training
+        asked.pop("train", None)
     return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
 
 
@@ -381,9 +324,15 @@ def settable() -> list[str]:
         ("question.data", MmluData),
         ("question.data", LambadaData),
         ("question.data.made", MadeQuestions),
+        ("question.data", CorpusData),
+        ("question.data", ConversationData),
         ("question.data.made", MadePassages),
+        ("question.data.made", MadeText),
+        ("question.data.made", MadeConversations),
+        ("question.train", Train),
         ("tune", Tune),
         ("gate", Gate),
+        ("gate", Falling),
     ):
         out += [f"{prefix}.{name}" for name in model.model_fields if name not in ("kind", "task", "family")]
     return sorted(set(out))

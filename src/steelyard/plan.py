@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass
 
 from steelyard import flops
-from steelyard.case import Case, Model
+from steelyard.case import Case
 from steelyard.errors import RequestError
+from steelyard.question import Model
 from steelyard.record import Plan
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

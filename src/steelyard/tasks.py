@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.case import LambadaData, MmluData, Question
 from steelyard.data import lambada, lambada_score, mmlu, mmlu_score, tokenizer
 from steelyard.errors import RequestError
+from steelyard.question import LambadaData, MmluData, Question
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from steelyard.cli.out import answer, dump, one_line, plain, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
-    from steelyard.case import Model
     from steelyard.models.convert import Conversion, Inspection
+    from steelyard.question import Model
 
 LAYOUTS = {"hf": "huggingface", "megatron": "megatron"}
 MOST_FILES = 8

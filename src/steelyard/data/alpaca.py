@@ -20,12 +20,12 @@ from functools import lru_cache
 import numpy as np
 
 from steelyard.case import canonical
-from steelyard.data.conversations import Conversation, MadeConversations, make, read
+from steelyard.data.conversations import Conversation, make, read
 from steelyard.data.rows import IGNORED, Key, Row
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
 
-__all__ = ["AlpacaRows", "Conversation", "MadeConversations", "Sample", "encode", "fingerprint", "make", "read", "totals"]
+__all__ = ["AlpacaRows", "Conversation", "Sample", "encode", "fingerprint", "make", "read", "totals"]
 
 HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "

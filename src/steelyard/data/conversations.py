@@ -20,6 +20,7 @@ from reprlib import repr as shown
 from typing import Any, Literal
 
 from steelyard.errors import RequestError
+from steelyard.question import MadeConversations
 
 MAX_FILE_BYTES = 1 << 30
 MAX_PACKED_BYTES = 256 << 20
@@ -206,14 +207,6 @@ def _text(value: Any, name: str, where: str) -> str:
         # JSON can write half of a character, which no tokenizer reads.
         raise RequestError(f"{where}: {name} is {shown(value)}; a text is whole characters")
     return value
-
-
-@dataclass(frozen=True)
-class MadeConversations:
-    """Conversations that the package makes itself, from a seed."""
-
-    conversations: int
-    seed: int = 0
 
 
 _WORDS = (

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.case import LambadaData, MadePassages, canonical
+from steelyard.case import canonical
 from steelyard.data.mmlu import chosen
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
+from steelyard.question import LambadaData, MadePassages
 
 NAMES = ("lambada_test.jsonl", "lambada_test_bak.jsonl", "lambada_test.jsonl.gz", "lambada_test_bak.jsonl.gz")
 MAX_FILE_BYTES = 64 << 20

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.case import MadeQuestions, MmluData, canonical
+from steelyard.case import canonical
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
+from steelyard.question import MadeQuestions, MmluData
 
 LETTERS = "ABCD"
 MAX_FILE_BYTES = 64 << 20

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from steelyard.data.rows import IGNORED, Ids, Key, Row
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
+from steelyard.question import MadeText
 
 IDS, IDX = "_ids.npy", "_idx.npz"
 DTYPES = ("uint16", "int32", "uint32", "int64")
@@ -263,14 +264,6 @@ class CorpusRows:
             at += stop - begin
         padding = (self._length - at,) if at < self._length else ()
         return Row(tokens, targets, (*(stop - begin for begin, stop, _ in pieces), *padding), at, 1)
-
-
-@dataclass(frozen=True)
-class MadeText:
-    """Text the package makes itself."""
-
-    documents: int
-    seed: int = 0
 
 
 # Who does what to what: a small model soon learns which words follow which.

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from steelyard.case import Model
 from steelyard.data.packing import counts, sorted_batches
 from steelyard.engines import Job, Part
 from steelyard.engines.readers import Answers, Asked
@@ -25,6 +24,7 @@ from steelyard.engines.score import DTYPES, compile_wanted, our_model, reader, s
 from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
 from steelyard.models import weights
+from steelyard.question import Model
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
     "sdpa": None,  # whatever scaled_dot_product_attention prefers

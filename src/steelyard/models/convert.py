@@ -22,6 +22,7 @@ from steelyard.models import layouts, weights, writing
 from steelyard.models.layouts import JOURNAL, Checkpoint, Part, Piece, Progress
 from steelyard.models.llama import LlamaShape
 from steelyard.models.writing import PART, File, Plan, Planned, Planning
+from steelyard.question import Model
 
 MAX_JOURNAL_BYTES = 64 << 20
 SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -80,7 +81,7 @@ def inspect(folder: Path) -> Inspection:
 
 
 def convert(
-    source: Path, target: Path, to: str, tp: int, model: case.Model | None = None, progress: Progress | None = None
+    source: Path, target: Path, to: str, tp: int, model: Model | None = None, progress: Progress | None = None
 ) -> Conversion:
     """Write a checkpoint's weights to a folder, bit for bit. `progress` is told the bytes of tensors that are written,
     kept ones included, and those in all, after every tensor."""
@@ -106,7 +107,7 @@ def convert(
     return Conversion(files, sum(size for _, size in files), len(kept))
 
 
-def _shape(source: Checkpoint, told: dict[str, Any], model: case.Model | None) -> LlamaShape:
+def _shape(source: Checkpoint, told: dict[str, Any], model: Model | None) -> LlamaShape:
     """The whole model's: the case's, or what the files tell."""
     if model is not None:
         shape = weights.shape_of(model)

@@ -2,9 +2,11 @@
 
 Tokens are packed: a batch is one long row of tokens with a `Layout` that says where its sequences begin, so a linear layer
 sees one large matrix and nothing is padded. QKV is one matrix, stored by key group as (its query heads, key, value): a
-slice of whole groups is a slice of the rows. Gate and up are one matrix, [gate; up].
+slice of whole groups is a slice of the rows. Gate and up are one matrix too, in alternating blocks of a few rows each, for
+the same reason.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +32,13 @@ class LlamaShape:
     qkv_bias: bool = False
     tied: bool = False
 
+    @property
+    def ffn_block(self) -> int:
+        """Rows of gate, then as many of up: the most, up to what one load of 16 bytes takes, of which every share that
+        divides the key groups holds whole ones. So a share has the same block as the whole."""
+        shares = math.gcd(self.ffn, self.kv_heads)
+        return next(block for block in (8, 4, 2, 1) if self.ffn % (block * shares) == 0)
+
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -53,15 +62,15 @@ class Block(nn.Module):
         self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
     ) -> Streams:
         """Returns x, delta, and this batch's keys and values."""
-        groups, dim = self.shape.kv_heads, self.shape.head_dim
+        group, dim = self.shape.heads // self.shape.kv_heads + 2, self.shape.head_dim
         x = x + delta
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (groups, -1, dim))
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, group, dim))  # a share has fewer groups
         q = rotate(qkv[:, :, :-2].flatten(1, 2), cos, sin)
         k = rotate(qkv[:, :, -2], cos, sin)
         v = qkv[:, :, -1]
         x = x + self.out(attend(q, k, v, rows, kernel, prefix).flatten(1))
-        gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
-        return x, self.down(F.silu(gate) * up), k, v
+        gate, up = self.gate_up(self.ffn_norm(x)).unflatten(-1, (-1, 2, self.shape.ffn_block)).unbind(-2)
+        return x, self.down((F.silu(gate) * up).flatten(-2)), k, v
 
 
 class Llama(nn.Module):

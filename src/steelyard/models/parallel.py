@@ -39,6 +39,7 @@ class Placement:
 
     form: Callable[[LlamaShape], tuple[int, ...]]
     split: int | None
+    swapped: bool = False  # the first two dimensions stand the other way round in the parameter itself
 
 
 def _qkv(shape: LlamaShape) -> tuple[int, int, int]:
@@ -52,7 +53,7 @@ TABLE = {
     "qkv.bias": Placement(_qkv, 0),
     "out.weight": Placement(lambda s: (s.hidden, s.heads * s.head_dim), 1),
     "ffn_norm.weight": Placement(lambda s: (s.hidden,), None),
-    "gate_up.weight": Placement(lambda s: (2, s.ffn, s.hidden), 1),
+    "gate_up.weight": Placement(lambda s: (2, s.ffn // s.ffn_block, s.ffn_block, s.hidden), 1, swapped=True),
     "down.weight": Placement(lambda s: (s.hidden, s.ffn), 1),
     "norm.weight": Placement(lambda s: (s.hidden,), None),
     "output.weight": Placement(lambda s: (s.vocab, s.hidden), 0),
@@ -102,7 +103,8 @@ def box(name: str, shape: LlamaShape, share: Share) -> Box:
 def plain(name: str, parameter: Tensor, shape: LlamaShape, share: Share) -> Tensor:
     """A view of a share's parameter in its plain form, as large as its box: writing to it writes to the parameter."""
     row = placement(name)
-    whole = parameter.view(row.form(local(shape, share)))
+    form = row.form(local(shape, share))
+    whole = parameter.view(form[1], form[0], *form[2:]).transpose(0, 1) if row.swapped else parameter.view(form)
     if row.split is None:
         return whole
     begin, end = box(name, shape, share)[row.split]

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steelyard import case
 from steelyard.errors import RequestError
 from steelyard.models import huggingface, layouts, megatron, parallel
 from steelyard.models.layouts import Checkpoint, Progress
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.parallel import Share
+from steelyard.question import Model
 
 __all__ = ["Progress", "build", "copy_to_hf", "fill_random", "load", "load_hf", "open_folder", "parameters", "shape_of"]
 WHOLE = Share()
 
 
-def shape_of(model: case.Model) -> LlamaShape:
+def shape_of(model: Model) -> LlamaShape:
     """The shape of a case's model."""
     dims = model.model_dump(exclude={"family", "nominal_parameters"})
     return LlamaShape(**dims, head_dim=model.hidden // model.heads)
@@ -59,7 +59,8 @@ def fill_random(model: nn.Module, seed: int, shape: LlamaShape | None = None, sh
                 whole = _normal(parameter.new_empty(layouts.flat(name, form)), name, seed)
                 box = parallel.box(name, shape, share)
                 parameter.zero_()  # rows that pad a vocabulary stay so
-                parallel.plain(name, parameter, shape, share).copy_(whole.view(form)[tuple(slice(*span) for span in box)])
+                part = parallel.plain(name, whole, shape, WHOLE)[tuple(slice(*span) for span in box)]
+                parallel.plain(name, parameter, shape, share).copy_(part)
 
 
 def _normal(parameter: Tensor, name: str, seed: int) -> Tensor:
