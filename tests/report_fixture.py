@@ -1,10 +1,17 @@
 """Made-up records for the tests of report. No number here was measured: they only have to look like runs."""
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+from steelyard import assemble
 from steelyard import case as cases
+from steelyard.precision import TRAIN
 from steelyard.record import Record
+from steelyard.tasks import TASKS
 
 METRICS: dict[str, tuple[float | None, str, tuple[float, float] | None, str | None]] = {
     "e2e_time": (412.6, "s", None, None),
@@ -124,6 +131,7 @@ def make(**changes: Any) -> Record:
         node = table
         *parents, leaf = key.split("__")
         for parent in parents:
+            node[parent] = dict(node[parent])  # some are shared with other records
             node = node[parent]
         node[leaf] = value
     return Record.model_validate(table)
@@ -158,3 +166,95 @@ def failed() -> Record:
 
 def everything() -> list[Record]:
     return [make(), open_window(), invalid(), failed()]
+
+
+GIB = 1 << 30
+COUNTS = {"tokens": 100, "samples": 2, "padded": 0, "logits": 90, "pairs": 2525, "square": 5000}
+BEGUN = 20.0  # when the train pass begins, from the start of the run
+
+
+def rank_samples(
+    rank: int, times: Sequence[float], losses: Sequence[float | None], aside: dict[int, tuple[str, float]]
+) -> list[dict[str, Any]]:
+    """Steps of one rank, a tenth of each waiting for data and eight computing. `aside` holds what comes after a step."""
+    out: list[dict[str, Any]] = []
+    at = 0.0
+
+    def add(time_s: float, phases: dict[str, float], counts: dict[str, int], values: dict[str, float | None]) -> None:
+        nonlocal at
+        row = {"pass": "train", "rank": rank, "step": len(out), "start_s": at, "end_s": at + time_s, "host_start_s": at}
+        out.append(row | {"host_end_s": at + time_s, "phases": phases, "counts": counts, "values": values})
+        at += time_s
+
+    for step, (time_s, loss) in enumerate(zip(times, losses, strict=True)):
+        values = {"loss": loss, "grad_norm": 1.0 + step, "lr": 3e-4}
+        add(time_s, {"data": time_s / 8, "compute": time_s * 3 / 4}, COUNTS, values)
+        if step in aside:
+            phase, spent_s = aside[step]
+            add(spent_s, {phase: spent_s}, {}, {})
+    return out
+
+
+def _device(rank: int) -> dict[str, Any]:
+    """100 W, and a GiB more a stage sooner."""
+    t_s = [float(t) for t in range(200)]
+    columns = {"t_s": t_s, "energy_j": [100 * t for t in t_s], "memory_bytes": [(40 - rank) * GIB] * 200}
+    return {"device": f"cuda:{rank}", "period_s": 1.0, "baseline_processes": 0, "columns": columns}
+
+
+def question(task: str = "openwebtext", steps: int = 4, **train: Any) -> dict[str, Any]:
+    """Two layers of round numbers, rows of 50 tokens."""
+    model = {"family": "llama", "layers": 2, "hidden": 8, "heads": 2, "kv_heads": 2, "ffn": 16, "vocab": 32, "positions": 64}
+    table = {"length": 50, "batch": 4, "steps": steps, "lr": 3e-4, "min_lr": 3e-5, "schedule": "cosine", "warmup_steps": 2}
+    table |= {"decay_steps": 100, "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0}
+    asked = {"kind": "train", "task": task, "model": model | {"nominal_parameters": 1000}, "train": table | train}
+    asked |= {"data": {"kind": task, "held_out": 4}, "precision": TRAIN["bf16"].model_dump(mode="json")}
+    return cases.Question.model_validate(asked).model_dump(mode="json")
+
+
+@contextmanager
+def nouns() -> Iterator[None]:
+    """Tasks of training whose items are called rows, whatever the package calls them."""
+    row = replace(TASKS["mmlu"], noun="row")
+    with patch.dict(TASKS, {"openwebtext": row, "alpaca": row}):
+        yield
+
+
+def training(
+    times: Sequence[Sequence[float]] = ((2.0, 1.0, 1.0, 1.0),),
+    losses: Sequence[float | None] | None = None,
+    plan: tuple[int, int, int] | None = None,
+    aside: dict[int, tuple[str, float]] | None = None,
+    **changes: Any,
+) -> Record:
+    """A sealed record of training, derived from the times of every rank's steps."""
+    world, steps = len(times), len(times[0])
+    tp, pp, dp = plan or (1, 1, world)
+    losses = losses or [9.0 - step for step in range(steps)]
+    samples = [rank_samples(rank, own, losses, aside or {}) for rank, own in enumerate(times)]
+    window = {"pass": "train", "start_s": BEGUN, "allocated_bytes": 3 * GIB, "reserved_bytes": 4 * GIB}
+    passes = [window | {"rank": rank, "wall_s": own[-1]["end_s"]} for rank, own in enumerate(samples)]
+    hardware = ENVIRONMENT["hardware"] | {"peak": {"name": "chip", "flops_per_s": {"bf16": 1e6}, "source": "datasheet"}}
+    ranks = [{"rank": rank, "device": f"cuda:{rank}", "matmul_flops_per_s": 5e5} for rank in range(world)]
+    held_out = {"before": {"nll": 360.0, "targets": 40}, "after": {"nll": 240.0, "targets": 40}, "train": {"stopped": None}}
+    base = {
+        "case__name": "llama1-7b-openwebtext",
+        "case__question": question(steps=steps),
+        "case__gate": {"metric": "loss_after", "below": "loss_before", "target": None},
+        "case__reference": [],
+        "case__origins": {"tune.sharding": "case"},
+        "tune": cases.Tune(sharding=1).model_dump(mode="json"),
+        "plan": {"nodes": 1, "devices": world, "tp": tp, "pp": pp, "dp": dp, "launcher": "local"},
+        "environment__hardware": hardware,
+        "weights": {"source": "random"},
+        "data": {"source": "made", "rows": 100, "fingerprint": "f" * 64, "published": True},
+        "passes": passes,
+        "ranks": ranks,
+        "samples": [one for own in samples for one in own],
+        "telemetry": [_device(rank) for rank in range(world)],
+        "outputs": {"held_out": 4, "passes": held_out},
+        "metrics": {},
+        "notes": [],
+    }
+    with nouns():
+        return assemble.finish(make(**(base | changes)), None, "")

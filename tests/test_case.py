@@ -175,7 +175,7 @@ def test_unknown_keys_are_refused_in_one_line(old: str, new: str, key: str, tmp_
     assert refusal(path) == f"case {path!r}: unknown key {key!r}; remove it, or see docs/cases.md"
 
 
-TAG = "Input tag 'gsm8k' found using 'kind' does not match any of the expected tags: 'mmlu', 'lambada'"
+TAG = "Input tag 'gsm8k' found using 'kind' does not match any of the expected tags: 'mmlu', 'lambada', 'openwebtext', 'alpaca'"
 INTEGER = "Input should be a valid integer"
 
 
@@ -396,7 +396,9 @@ def test_a_setting_does_not_stay_for_the_next_case() -> None:
     assert resolve(NAME, "smoke").case.question.model.layers == 2
 
 
-OTHER_KIND = {"question.data.rows", "question.data.made.passages"}  # keys of data that are not MMLU's
+# Keys of other data, gates and kinds than this case has.
+OTHER_KIND = {f"question.data.{key}" for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations")}
+OTHER_KIND |= {"gate.below", *(key for key in case.settable() if key.startswith("question.train"))}
 
 
 def test_every_settable_key_can_be_set(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_run_json(shell: Shell) -> None:
         ((*SMOKE, "--devices", "0"), "must be at least 1"),
         ((*SMOKE, "--devices", "-1"), "must be at least 1"),
         ((*SMOKE, "--devices", "two"), "--devices"),
-        ((*SMOKE, "--parallel", "XP2"), "tune.parallel: String should match pattern"),
+        ((*SMOKE, "--parallel", "XP2"), "--parallel 'XP2': not degrees"),
         (("run", "smoke", "--devices", "0"), "must be at least 1"),
         ((*SMOKE, "--nodes", "2"), "--nodes 2: "),
         ((*SMOKE, "--nodes", "0"), "must be at least 1"),
@@ -225,7 +225,7 @@ def test_show_says_where_values_come_from(shell: Shell) -> None:
 
 
 def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
-    done = shell("run", "smoke", "--accelerator", "cpu", "--passes", "val", "--out", shell.out)
+    done = shell("run", "smoke", "--accelerator", "cpu", "--out", shell.out)
     records = shell.records()
     wanted = {(name, one) for name in cases.names() for one in cases.resolve(name, "smoke").case.divisions}
     assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted

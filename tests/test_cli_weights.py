@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,6 +142,15 @@ def test_inspect_huggingface_of_many_files(run: Run, worker: Worker) -> None:
     assert "more" not in run("inspect", "src")[1]
 
 
+@pytest.mark.parametrize(
+    "size_bytes, said",
+    [(0, "0 bytes"), (700, "700 bytes"), (3 << 19, "1.50 MiB (1572864 bytes)"), (5 << 10, "5.00 KiB (5120 bytes)")],
+)
+def test_inspect_small_ones(size_bytes: int, said: str, run: Run, worker: Worker) -> None:
+    worker.found = Inspection(size_bytes=size_bytes)
+    assert run("inspect", "src")[1].splitlines()[5] == f"size        {said}"
+
+
 def test_inspect_json(run: Run, worker: Worker) -> None:
     code, out, err = run("inspect", "src", "--json")
     assert (code, err) == (0, "")
@@ -175,6 +184,13 @@ def test_convert_that_went_on(run: Run, worker: Worker) -> None:
     out = run("convert", "src", "dst", "--to", "megatron", "--tp", "2", "--case", CASE)[1]
     assert worker.asked == [(Path("src"), Path("dst"), "megatron", 2, case.resolve(CASE).case.question.model)]
     assert out.splitlines()[-1] == "megatron TP2: 2 file(s), 10.00 KiB, 1 of them kept from an earlier conversion, in dst"
+
+
+def test_convert_that_was_done(run: Run, worker: Worker) -> None:
+    worker.made = replace(worker.made, kept=2)
+    code, out, err = run("convert", "src", "dst", "--to", "hf")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "huggingface: already complete, 2 file(s), 1.50 GiB, in dst"
 
 
 def test_convert_json(run: Run, worker: Worker, terminal: io.StringIO) -> None:

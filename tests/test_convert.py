@@ -67,7 +67,9 @@ def hf_tensors(folder: Path) -> Tensors:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+    """Of all files but the marker of a conversion, which tells of its source."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "conversion.json"]
+    return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def hf(folder: Path, shape: LlamaShape = SHAPE, tensors: Tensors | None = None) -> Path:
@@ -95,7 +97,8 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     done = convert.convert(tmp_path / "tp2", tmp_path / "last", "hf", 1)
     assert_same(hf_tensors(tmp_path / "last"), odd_tensors(shape))
     assert hashes(first) == before
-    assert {str(p.relative_to(tmp_path / "last")) for p in (tmp_path / "last").rglob("*")} == {name for name, _ in done.files}
+    there = {str(p.relative_to(tmp_path / "last")) for p in (tmp_path / "last").rglob("*")}
+    assert there == {"conversion.json", *(name for name, _ in done.files)}
     assert done.files == [(name, (tmp_path / "last" / name).stat().st_size) for name in ("model.safetensors", "config.json")]
     assert done.size_bytes == sum(size for _, size in done.files)
     assert done.kept == 0
@@ -123,6 +126,7 @@ def test_shards(source: int, target: int, kind: str, tmp_path: Path) -> None:
         args = found["args"]
         assert (args.padded_vocab_size, args.vocab_size, args.tensor_model_parallel_size) == (rows * target, 251, target)
         assert (args.num_query_groups, args.group_query_attention, args.kv_channels) == (8, True, 4)
+        assert args.tensor_model_parallel_rank == i
 
 
 def theirs(name: str) -> str:
@@ -224,7 +228,9 @@ def test_what_the_files_do_not_tell(tmp_path: Path) -> None:
         assert_same(hf_tensors(tmp_path / f"{name}-hf"), odd_tensors(SHAPE))
     wrong = model_of(replace(SHAPE, vocab=250))
     for folder in (tmp_path / "a-hf", write_megatron(tmp_path / "c")):
-        refused(lambda folder=folder: convert.convert(folder, tmp_path / "to", "hf", 1, wrong), "vocab_size is 251, the case's")
+        with pytest.raises(RequestError, match="vocab_size is 251, the case's vocab is 250; give weights of the") as caught:
+            convert.convert(folder, tmp_path / "to", "hf", 1, wrong)
+        assert "--set" not in str(caught.value)  # which convert does not have
     assert not (tmp_path / "to").exists()
 
 

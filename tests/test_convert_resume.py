@@ -1,6 +1,7 @@
 """Conversions that are interrupted go on where they stopped, and none is written where something is already."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from megatron_fixture import (
 )
 from steelyard.errors import LostError, RequestError
 from steelyard.models import convert, weights, writing
-from test_convert import hashes, hf, refused
+from test_convert import hashes, hf, odd_tensors, refused
 
 
 class Stopped(Exception):  # noqa: N818
@@ -142,9 +143,98 @@ def test_targets_of_others(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"files": 3}', '{"files": {"x": "y"}}', "[" * 99999):
         (target / "conversion.json").write_text(text)
         refused(lambda: convert.convert(source, target, "hf", 1), f"{target}/conversion.json: is not the journal of a conv")
-    done = convert.convert(source, tmp_path / "to2", "hf", 1)
-    refused(lambda: convert.convert(source, tmp_path / "to2", "hf", 1), f"target '{tmp_path}/to2' is not empty; ")
+
+
+def other_values(folder: Path) -> Path:
+    return hf(folder, tensors={name: -tensor for name, tensor in odd_tensors(SHAPE).items()})
+
+
+def sources(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Two checkpoints with the same headers and sizes, and other values."""
+    if kind == "hf":
+        return hf(folder / "first"), other_values(folder / "other")
+    tensors = odd_tensors(SHAPE)
+    first = write_megatron(folder / "first", tensors=tensors)
+    return first, write_megatron(folder / "other", tensors={name: -tensor for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("kind", ["hf", "megatron"])
+def test_other_values_of_the_same_shapes(kind: str, tmp_path: Path) -> None:
+    first, other = sources(kind, tmp_path)
+    target = tmp_path / "to"
+    with pytest.raises(Stopped):
+        convert.convert(first, target, "megatron", 4, None, stop_after(40))
+    mixed = f"{target}/conversion.json: is of another conversion (source differ); "
+    refused(lambda: convert.convert(other, target, "megatron", 4), mixed)
+    # The same times do not make it the same source, nor do other times leave it one.
+    files = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
+    for file in files:
+        shutil.copystat(first / file, other / file)
+    refused(lambda: convert.convert(other, target, "megatron", 4), mixed)
+    copied = shutil.copytree(first, tmp_path / "copied")
+    assert convert.convert(copied, target, "megatron", 4).kept == 2
+    os.utime(first / next(file for file in files if file.suffix in (".pt", ".safetensors")), ns=(7, 7))
+    assert convert.convert(copied, target, "megatron", 4).kept == 5
+    refused(lambda: convert.convert(first, target, "megatron", 4), f"target '{target}' is not empty; ")
+
+
+@pytest.mark.parametrize("to, tp", [("hf", 1), ("megatron", 2)])
+def test_finished_already(to: str, tp: int, tmp_path: Path) -> None:
+    source, target = hf(tmp_path / "first"), tmp_path / "to"
+    done = convert.convert(source, target, to, tp)
     assert done.kept == 0
+    before = {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))}
+    again = convert.convert(source, target, to, tp)
+    assert (again.files, again.size_bytes, again.kept) == (done.files, done.size_bytes, len(done.files))
+    assert {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))} == before
+    assert convert.inspect(target).notes[1:] == []
+    empty = f"target '{target}' is not empty; "
+    refused(lambda: convert.convert(source, target, "megatron", 4), empty)
+    refused(lambda: convert.convert(other_values(tmp_path / "other"), target, to, tp), empty)
+    last = target / done.files[-1][0]
+    last.write_bytes(last.read_bytes() + b" ")
+    changed = f"{target}/conversion.json: says that its folder is complete, and {last.name} is not as it was written; "
+    refused(lambda: convert.convert(source, target, to, tp), changed)
+    last.unlink()
+    refused(lambda: convert.convert(source, target, to, tp), changed)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    source, target = hf(tmp_path / "first"), tmp_path / "to"
+    (target).mkdir()
+    (target / "conversion.lock").touch()  # of a run that was killed
+    seen: list[int] = []
+
+    def second(done: int, total: int) -> None:
+        seen.append(done)
+        refused(lambda: convert.convert(source, target, "hf", 1), f"target '{target}': another conversion is writing there; ")
+
+    convert.convert(source, target, "hf", 1, None, second)
+    assert len(seen) == 21
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "conversion.json", "model.safetensors"]
+
+
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(handle: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", no)
+    assert convert.convert(hf(tmp_path / "first"), tmp_path / "to", "hf", 1).kept == 0
+
+
+def test_a_lock_of_a_file_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run before removes its file between our opening it and our lock on it."""
+    real, calls = fcntl.flock, list[int]()
+
+    def late(handle: int, how: int) -> None:
+        calls.append(handle)
+        if len(calls) == 1:
+            (tmp_path / "to" / "conversion.lock").unlink()
+        real(handle, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    convert.convert(hf(tmp_path / "first"), tmp_path / "to", "hf", 1)
+    assert len(calls) == 2
 
 
 def test_requests_that_cannot_be_met(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
     if any(word in line for word in ("records", "RECORD", "mine.toml")):
         here = [*here[:4], "--help"]  # the verbs themselves are run on real records elsewhere
     done = subprocess.run(here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
-    absent = ("data.tar: ", "site.toml", "is no folder", "does not exist")
+    absent = ("data.tar: ", "tokenizer.model: ", "site.toml", "is no folder", "does not exist")
     refused = done.returncode == 2 and any(text in done.stderr for text in absent)
     assert done.returncode == 0 or refused, done.stderr
 

@@ -195,3 +195,34 @@ def test_the_seeds_mfu_is_the_nominal_convention(llama_7b: Model) -> None:
     rate = flops.nominal(llama_7b, {"tokens": 1})
     assert rate == 14_000_000_000
     assert round(rate * 10052.2 / 312e12, 3) == 0.451
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_three_forwards_in_every_convention(name: str) -> None:
+    model = MODELS[name].model_copy(update={"nominal_parameters": 5e4})
+    counts = packing.counts(LENGTHS, LENGTHS, 30)
+    for convention, forward in flops.CONVENTIONS.items():
+        assert flops.work(model, counts, convention, "score") == forward(model, counts)
+        assert flops.work(model, counts, convention, "train") == 3 * (forward(model, counts) or 0)
+    assert flops.work(MODELS[name], counts, "nominal", "train") is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_the_profiler(name: str) -> None:
+    """Logits where there is a loss, forward and backward; the profiler sees the whole square of attention."""
+    model = MODELS[name]
+    made = build(model).requires_grad_(True)
+    batch = packing.closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
+    picked = [i for i in range(39) if i not in (6, 7, 26, 38)]  # the last token of a row has no target
+    every = replace(batch, pick=torch.tensor(picked).numpy(), counts={**batch.counts, "logits": len(picked)})
+    squared = {**every.counts, "pairs": every.counts["square"]}
+    assert flops.work(model, squared, "causal", "train") == seen(made, every, backward=True)
+
+
+def test_llama_1_7b_trained(llama_7b: Model) -> None:
+    """A row of 2048 tokens with 2048 targets: 6N + 12·L·h·T a token in PaLM's count, 42 GFLOPs in the nominal one."""
+    counts = packing.counts([2048], [2048], 2048)
+    assert flops.work(llama_7b, counts, "palm", "train") == (6 * 6_607_343_616 + 12 * 32 * 4096 * 2048) * 2048
+    assert flops.work(llama_7b, counts, "nominal", "train") == 42_000_000_000 * 2048
+    matmuls = 6 * (6_476_005_376 + 131_072_000) * 2048
+    assert flops.work(llama_7b, counts, "causal", "train") == matmuls + 12 * 32 * 4096 * 2_098_176

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fixture import CPU, FILE, SHAPE, SHAPES, Change, args_of, write_megatron
 from steelyard.errors import RequestError
-from steelyard.models import weights
+from steelyard.models import convert, weights
 from steelyard.models.llama import LlamaShape
 from steelyard.models.parallel import Share
 from test_megatron import load
@@ -115,9 +115,43 @@ ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "swiglu": ({"swiglu": False}, "swiglu is False, allowed: True; "),
     "norm": ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm', allowed: 'RMSNorm'; "),
     "interleaved": ({"rotary_interleaved": True}, "rotary_interleaved is True, allowed: False; "),
-    "tp": ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size is 4, allowed: 2; "),
+    "interpolated": (
+        {"rotary_seq_len_interpolation_factor": 4},
+        "rotary_seq_len_interpolation_factor is 4, allowed: 1; ",
+    ),
+    "percent": ({"rotary_percent": 0.5}, "rotary_percent is 0.5, allowed: 1.0; "),
+    "positions": ({"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn', allowed: 'rope'; "),
+    "no rope": ({"no_rope_freq": [0, 0, 0, 1]}, "no_rope_freq is [0, 0, 0, 1], allowed: None; "),
+    "scaled": ({"use_rope_scaling": True}, "use_rope_scaling is True, allowed: False; "),
+    "experts": ({"num_experts": 8}, "num_experts is 8, allowed: 0, 1, [1]; "),
+    "gelu": ({"openai_gelu": True}, "openai_gelu is True, allowed: False; "),
+    "relu": ({"squared_relu": True}, "squared_relu is True, allowed: False; "),
+    "geglu": ({"quick_geglu": True}, "quick_geglu is True, allowed: False; "),
+    "1p": ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True, allowed: False; "),
+    "qk norm": ({"qk_layernorm": True}, "qk_layernorm is True, allowed: False; "),
+    "qk l2": ({"qk_l2_norm": True}, "qk_l2_norm is True, allowed: False; "),
+    "latent": ({"multi_latent_attention": True}, "multi_latent_attention is True, allowed: False; "),
+    "window": ({"window_size": (128, 0)}, "window_size is (128, 0), allowed: (-1, -1); "),
+    "softmax": ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one', allowed: 'vanilla'; "),
+    "newer eps": (
+        {"norm_epsilon": 1e-6, "layernorm_epsilon": 1e-5},
+        "norm_epsilon is 1e-06, the case's norm_eps is 1e-05; ",
+    ),
     "padded": ({"padded_vocab_size": 512}, "padded_vocab_size is 512, allowed: 256; "),
 }
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"rotary_seq_len_interpolation_factor": 1, "rotary_percent": 1, "num_experts": 0, "softmax_type": "vanilla"},
+        {"position_embedding_type": "rope", "num_experts": [1], "window_size": (-1, -1), "add_bias_linear": True},
+        {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True},
+        {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "apply_query_key_layer_scaling": True, "qk_layernorm": False},
+    ],
+)
+def test_args_that_change_nothing(args: dict[str, Any], tmp_path: Path) -> None:
+    load(write_megatron(tmp_path, args=args), SHAPE, Share())
 
 
 @pytest.mark.parametrize("name", ARGS_ERRORS)
@@ -156,7 +190,52 @@ def test_missing_shards(tmp_path: Path) -> None:
     (at / "mp_rank_02").rmdir()
     refused(tmp_path, f"{at}/mp_rank_02: shard is missing, there are 3 others; ")
     (at / "mp_rank_03").rename(at / "mp_rank_02")
-    refused(tmp_path, f"{at}/mp_rank_00/{FILE}: tensor_model_parallel_size is 4, allowed: 3; ")
+    refused(tmp_path, f"{at}: 4 shards are told of, 3 are here: mp_rank_03 is missing; fetch it")
+    shutil.rmtree(at / "mp_rank_02")
+    refused(tmp_path, f"{at}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch them")
+
+
+def test_one_shard_too_many(tmp_path: Path) -> None:
+    at = write_megatron(tmp_path, tp=2) / "iter_0135000"
+    shutil.copytree(at / "mp_rank_01", at / "mp_rank_02")
+    refused(tmp_path, f"{at}: 2 shards are told of, 3 are here: mp_rank_02 is none of them; move it away")
+
+
+def exchange(at: Path) -> None:
+    (at / "mp_rank_01").rename(at / "kept")
+    (at / "mp_rank_02").rename(at / "mp_rank_01")
+    (at / "kept").rename(at / "mp_rank_02")
+
+
+def test_exchanged_shards_that_we_wrote(tmp_path: Path) -> None:
+    convert.convert(write_megatron(tmp_path / "from"), tmp_path / "to", "megatron", 4)
+    at = tmp_path / "to" / "iter_0135000"
+    exchange(at)
+    refused(tmp_path / "to", f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ")
+    exchange(at)
+    load(tmp_path / "to", SHAPE, Share())
+
+
+def test_exchanged_shards_of_others(tmp_path: Path) -> None:
+    """Megatron keeps the rank in all of a training, which is the shard's number if there was nothing but its shards."""
+
+    def change(index: int, file: dict[str, Any]) -> None:
+        file["args"].rank = index
+
+    at = write_megatron(tmp_path, tp=4, args={"world_size": 4}, change=change) / "iter_0135000"
+    load(tmp_path, SHAPE, Share())
+    exchange(at)
+    refused(tmp_path, f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ")
+
+
+@pytest.mark.parametrize("world, ranks", [(4, (0, 0, 0, 0)), (8, (0, 2, 1, 3)), (None, (0, 2, 1, 3)), (4, (0, 2, 4, 6))])
+def test_ranks_that_say_nothing(world: int | None, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """Tools that convert write every shard from one process."""
+
+    def change(index: int, file: dict[str, Any]) -> None:
+        file["args"].rank = ranks[index]
+
+    load(write_megatron(tmp_path, tp=4, args={"world_size": world}, change=change), SHAPE, Share())
 
 
 def test_pipeline(tmp_path: Path) -> None:

@@ -382,7 +382,7 @@ def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int
     rows, groups = prompts(5)
     out: list[tuple[int, int, int, int]] = []
     for rank in range(world):
-        engine = engines.load(name)(job(rows, groups, division, rank, world, **tune))
+        engine = engines.load(name, "score")(job(rows, groups, division, rank, world, **tune))
         engine.prepare("val", lambda part: nullcontext())
         works = [item for item in engine.work("val") if isinstance(item, Work)]
         assert len(works) == engine.total("val")

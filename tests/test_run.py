@@ -111,14 +111,14 @@ def test_a_flood_on_stderr_leaves_its_tail(faulty: Shell) -> None:
 
 
 def test_hang(faulty: Shell) -> None:
-    record = run_faulty(faulty, "waits@work", "--hang-after", "3", FAULTY_MARK=str(faulty.folder / "mark"))
-    assert reason(record) == ("failed", "hang", "nothing was heard of the workers for 3 s, in phase 'val'")
+    record = run_faulty(faulty, "waits@work", "--hang-after", "10", FAULTY_MARK=str(faulty.folder / "mark"))
+    assert reason(record) == ("failed", "hang", "nothing was heard of the workers for 10 s, in phase 'val'")
 
 
 @pytest.mark.full
 def test_time_limit(faulty: Shell) -> None:
-    record = run_faulty(faulty, "waits@prepare", "--time-limit", "4", FAULTY_MARK=str(faulty.folder / "mark"))
-    said = "the run took longer than its limit of 4 s, in phase 'prepare val'"
+    record = run_faulty(faulty, "waits@prepare", "--time-limit", "12", FAULTY_MARK=str(faulty.folder / "mark"))
+    said = "the run took longer than its limit of 12 s, in phase 'prepare val'"
     assert reason(record) == ("failed", "time_limit", said)
 
 
@@ -375,8 +375,12 @@ def test_names_cannot_leave_the_folder(faulty: Shell) -> None:
 PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
 
 
-def rank(number: int, status: str, ended_s: float) -> dict[str, Any]:
-    return {"rank": number, "status": status, "error": None if status == "done" else f"error {number}", "ended_s": ended_s}
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+def rank(number: int, status: str, ended_s: float, error: str | None = None) -> dict[str, Any]:
+    told = None if status == "done" else error or f"error {number}"
+    return {"rank": number, "status": status, "error": told, "ended_s": ended_s}
 
 
 @pytest.mark.parametrize(
@@ -385,9 +389,13 @@ def rank(number: int, status: str, ended_s: float) -> dict[str, Any]:
         ([rank(0, "done", 1.0), rank(1, "done", 2.0)], 0, (None, "")),
         ([rank(0, "raised", 2.0), rank(1, "out_of_memory", 1.0)], 1, ("out_of_memory", "rank 1: error 1")),
         ([rank(0, "raised", 1.0), rank(1, "out_of_memory", 2.0)], 1, ("raised", "rank 0: error 0")),
-        ([rank(0, "done", 1.0)], 1, ("killed", "rank 1 left no result; exit code 1")),
+        ([rank(0, "done", 1.0)], 1, ("killed", "rank 1 left no result; exit code 1 (a rank that is killed leaves none")),
         ([rank(0, "done", 1.0), rank(1, "done", 2.0)], -11, ("killed", "a worker was ended by SIGSEGV")),
         ([], -40, ("killed", "rank 0 was ended by signal 40")),
+        ([rank(0, "raised", 1.0, GLOO), rank(1, "running", 0.5)], 1, ("killed", "rank 1 left no result; exit code 1")),
+        ([rank(1, "raised", 1.0, GLOO)], 1, ("killed", "rank 0 left no result; exit code 1")),
+        ([rank(0, "raised", 1.0), rank(1, "running", 0.5)], 1, ("raised", "rank 0: error 0")),
+        ([rank(0, "raised", 1.0, GLOO), rank(1, "ended", 1.5)], 1, ("raised", f"rank 0: {GLOO}")),
     ],
 )
 def test_verdict(ranks: list[dict[str, Any]], exit_code: int, verdict: tuple[str | None, str]) -> None:

@@ -184,6 +184,27 @@ def test_random_weights_depend_on_the_name_not_the_order() -> None:
     assert torch.equal(model.embed.weight, expected)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_random_weights_do_not_depend_on_how_they_are_stored(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up stand in alternating blocks of rows; their values are those of all of gate, then all of up."""
+    model, made, normal = weights.build(SHAPE, CPU, torch.float32), list[Tensor](), weights._normal
+    monkeypatch.setattr(weights, "_normal", lambda tensor, name, seed: made.append(tensor) or normal(tensor, name, seed))
+    weights.fill_random(model, 1, *((SHAPE, parallel.Share()) if given else ()))
+    name = "layers.1.gate_up.weight"
+    seed = int.from_bytes(sha256(f"1:{name}".encode()).digest()[:8], "big") >> 1
+    flat = torch.empty(96, 32).normal_(0.0, 32**-0.5, generator=torch.Generator().manual_seed(seed))
+    plain = parallel.plain(name, model.get_parameter(name), SHAPE, parallel.Share())
+    assert torch.equal(plain.reshape(96, 32), flat)
+    found = unfused(model)
+    assert torch.equal(found["model.layers.1.mlp.gate_proj.weight"], flat[:48])
+    assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], flat[48:])
+    # Others are made where they are, without a second copy.
+    places = {tensor.data_ptr() for tensor in made}
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
+    copied = {name for name, p in matrices.items() if p.data_ptr() not in places}
+    assert copied == {f"layers.{i}.gate_up.weight" for i in range(2)}
+
+
 def test_random_weights_by_kind() -> None:
     model = weights.build(replace(SHAPE, hidden=256, head_dim=64, ffn=512, vocab=2000), CPU, torch.float32)
     weights.fill_random(model, 0)

@@ -85,6 +85,22 @@ def test_no_folder(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", f"weights folder '{tmp_path}/nowhere' does not exist; ")
 
 
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    refused(write(tmp_path) / "config.json", f"weights '{tmp_path}/config.json' is a file; give the folder of the checkpoint")
+
+
+def test_neither_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, Path()):
+        refused(
+            folder,
+            f"{tmp_path}: holds no checkpoint, neither ",
+            "Hugging Face's (config.json and model.safetensors or model.safetensors.index.json)",
+            "Megatron's (latest_checkpointed_iteration.txt or mp_rank_00); ",
+        )
+
+
 def test_no_config(tmp_path: Path) -> None:
     (write(tmp_path) / "config.json").unlink()
     refused(tmp_path, f"{tmp_path}/config.json: cannot be read (No such file or directory); ")

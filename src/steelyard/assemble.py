@@ -1,5 +1,6 @@
 """From rank files to a record: pure, so that a run can be put together again from what its workers left."""
 
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,8 @@ def _budget(facts: Facts, first: dict[str, Any], sealed_s: float) -> dict[str, f
 def _failure(outcome: Outcome) -> Failure | None:
     if outcome.code is None:
         return None
+    named = re.match(r"rank (\d+)", outcome.text)  # the verdict's own cause
     broken = [rank for rank in outcome.ranks if rank["status"] != "done"]
     rank = min(broken, key=lambda rank: float(rank["ended_s"]))["rank"] if broken else None  # the others miss their peer
+    rank = int(named.group(1)) if named else rank
     return Failure(rank=rank, exit_code=outcome.exit_code, error=outcome.text, stderr_tail=outcome.stderr_tail)

@@ -79,7 +79,6 @@ class Tune(Frozen):
 
     parallel: str = Field(
         "DP",
-        pattern=r"^(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?$",
         description="degrees such as TP2DP4; one without a number takes the devices that the others leave",
     )
     batch_tokens: int = Field(32768, ge=1, description="scoring: tokens computed together in one batch")

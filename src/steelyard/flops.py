@@ -6,7 +6,7 @@ A matmul of [m, k] by [k, n] is 2·m·n·k FLOPs. Everything is counted from wha
 
 from collections.abc import Mapping
 
-from steelyard.case import Model
+from steelyard.question import Model
 
 Counts = Mapping[str, int]
 
@@ -54,3 +54,13 @@ def _matmuls(model: Model, counts: Counts) -> int:
 
 
 CONVENTIONS = {"causal": causal, "palm": palm, "nominal": nominal}
+
+# Forwards that a step is worth. Every matmul of a forward has two in its backward, one for each side; what is computed again
+# to save memory is no work of the model.
+FORWARDS = {"score": 1, "train": 3}
+
+
+def work(model: Model, counts: Counts, convention: str, kind: str) -> int | None:
+    """FLOPs of scored or trained tokens in a convention."""
+    forward = CONVENTIONS[convention](model, counts)
+    return None if forward is None else FORWARDS[kind] * forward

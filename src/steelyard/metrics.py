@@ -5,21 +5,12 @@ from dataclasses import dataclass
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 from typing import Any
 
-from steelyard import flops, plan, stats, telemetry
-from steelyard.case import Model
-from steelyard.record import Record, Sample, Value, Window
+from steelyard import flops, metrics_train, passes, stats, telemetry
+from steelyard.known import GIB, Known, absent, work_name
+from steelyard.passes import Span, devices, headline, kind, samples, span, total, wall_s, windows
+from steelyard.question import Model
+from steelyard.record import Record, Sample, Value
 from steelyard.tasks import TASKS, Task
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Known:
-    """A value with what belongs beside it; a value of None has its reason in `note`."""
-
-    value: float | None
-    note: str | None = None
-    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -29,12 +20,15 @@ class Metric:
     better: str  # "higher", "lower" or "" where neither is
     formula: Callable[[Record], Known]
     tasks: tuple[str, ...] = ()  # those that have it; empty: all
+    kinds: tuple[str, ...] = ()  # of cases that have it; empty: all
 
 
 def derive(record: Record) -> dict[str, Value]:
-    """All metrics of a record: those that its task has."""
+    """All metrics of a record: those that its kind and its task have."""
     out = {}
     for metric in METRICS:
+        if metric.kinds and kind(record) not in metric.kinds:
+            continue
         if metric.tasks and record.case.question["task"] not in metric.tasks:
             continue
         known = metric.formula(record)
@@ -43,72 +37,30 @@ def derive(record: Record) -> dict[str, Value]:
     return out
 
 
-def headline(record: Record) -> str | None:
-    """The pass that a record's rates and quality are taken from: infer, else val."""
-    ran = {window.pass_name for window in record.passes}
-    return next((name for name in ("infer", "val") if name in ran), None)
+Seconds = Callable[[Record, str], float | None]
 
 
-def work_name(record: Record) -> str:
-    """What is counted as work: tokens where all are computed, samples where sharing them is allowed."""
-    return "tokens" if record.case.division == "closed" else "samples"
+def _rate(name: str, seconds: Seconds) -> Callable[[Record], Known]:
+    """Work of a pass of scoring over its time."""
 
-
-def windows(record: Record, name: str) -> list[Window]:
-    return [window for window in record.passes if window.pass_name == name]
-
-
-def samples(record: Record, name: str) -> list[Sample]:
-    return [sample for sample in record.samples if sample.pass_name == name]
-
-
-def total(record: Record, name: str) -> dict[str, int]:
-    """Counts of a pass over all its samples. Ranks that hold one model together count the same work: one of them counts."""
-    out: dict[str, int] = {}
-    for sample in samples(record, name):
-        if plan.place(record.plan, sample.rank).tp == 0:
-            for key, count in sample.counts.items():
-                out[key] = out.get(key, 0) + count
-    return out
-
-
-def wall_s(record: Record, name: str) -> float | None:
-    """Wall time of a pass: that of the slowest rank."""
-    return max((window.wall_s for window in windows(record, name)), default=None)
-
-
-def compute_s(record: Record, name: str) -> float | None:
-    """Compute time of a pass: that of the slowest rank. None where an engine does not separate it."""
-    by_rank: dict[int, float] = {}
-    for sample in samples(record, name):
-        if sample.counts:
-            if "compute" not in sample.phases:
-                return None
-            by_rank[sample.rank] = by_rank.get(sample.rank, 0.0) + sample.phases["compute"]
-    return max(by_rank.values(), default=None)
-
-
-def _absent(name: str) -> Known:
-    return Known(None, f"the {name} pass was not run or did not finish")
-
-
-def _rate(name: str, seconds: Callable[[Record, str], float | None]) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
         done, time_s = total(record, name).get(work_name(record)), seconds(record, name)
         if not done or not time_s:
-            return _absent(name)
+            return absent(name)
         rate = done / time_s
-        return Known(rate, interval=_interval(record, name, rate) if seconds is wall_s else None)
+        if seconds is not wall_s:
+            return Known(rate)
+        slowest = max(windows(record, name), key=lambda window: window.wall_s).rank
+        return Known(rate, interval=_interval([s for s in samples(record, name) if s.rank == slowest], rate))
 
     return formula
 
 
-def _interval(record: Record, name: str, rate: float) -> tuple[float, float] | None:
+def _interval(steps: list[Sample], rate: float) -> tuple[float, float] | None:
     """The 95 % interval of a rate over wall time, from the token rate of the slowest rank's steps."""
-    slowest = max(windows(record, name), key=lambda window: window.wall_s).rank
-    steps = [sample for sample in samples(record, name) if sample.rank == slowest and sample.counts.get("tokens")]
-    tokens = [float(sample.counts["tokens"]) for sample in steps]
-    times = [sample.end_s - sample.start_s for sample in steps]
+    working = [sample for sample in steps if sample.counts.get("tokens")]
+    tokens = [float(sample.counts["tokens"]) for sample in working]
+    times = [sample.end_s - sample.start_s for sample in working]
     found = stats.rate_interval(tokens, times)
     if found is None or found[1] == float("inf"):
         return None
@@ -116,30 +68,29 @@ def _interval(record: Record, name: str, rate: float) -> tuple[float, float] | N
     return rate * found[0] / own, rate * found[1] / own
 
 
+def _missing(record: Record) -> Known:
+    return absent(headline(record) or passes.HEADLINES[kind(record)][0])
+
+
 def _per_second(key: str, per_device: bool = False) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
-        name = headline(record)
-        done, time_s = (total(record, name).get(key), wall_s(record, name)) if name else (None, None)
-        if name is None or not done or not time_s:
-            return _absent(name or "infer")
-        rate = done / time_s / (devices(record) if per_device else 1)
-        return Known(rate, interval=_interval(record, name, rate))
+        found = span(record)
+        if found is None or not found.counts.get(key) or not found.wall_s:
+            return _missing(record)
+        rate = found.counts[key] / found.wall_s / (devices(record) if per_device else 1)
+        return Known(rate, found.note, _interval(found.steps.get(found.slowest, []), rate))
 
     return formula
 
 
-def devices(record: Record) -> int:
-    return record.plan.nodes * record.plan.devices
-
-
 def _flops(convention: str) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
-        name = headline(record)
-        if name is None or not total(record, name).get("tokens"):
-            return _absent(name or "infer")
+        found = span(record)
+        if found is None or not found.counts.get("tokens"):
+            return _missing(record)
         model = Model.model_validate(record.case.question["model"])
-        value = flops.CONVENTIONS[convention](model, total(record, name))
-        return Known(None, "the case states no nominal size") if value is None else Known(float(value))
+        value = flops.work(model, found.counts, convention, kind(record))
+        return Known(None, "the case states no nominal size") if value is None else Known(float(value), found.note)
 
     return formula
 
@@ -161,36 +112,39 @@ def _achievable(record: Record) -> Known:
 
 
 def _mfu(
-    convention: str, seconds: Callable[[Record, str], float | None], ceiling: Callable[[Record], Known]
+    convention: str, seconds: Callable[[Span], float | None], ceiling: Callable[[Record], Known]
 ) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
-        done, peak = _flops(convention)(record), ceiling(record)
-        name = headline(record)
-        time_s = seconds(record, name) if name else None
+        done, peak, found = _flops(convention)(record), ceiling(record), span(record)
         if done.value is None or peak.value is None:
             return Known(None, done.note if done.value is None else peak.note)
-        return (
-            Known(done.value / time_s / (peak.value * devices(record)), f"convention {convention}")
-            if time_s
-            else _absent(name or "infer")
-        )
+        time_s = seconds(found) if found is not None else None
+        if not time_s:
+            return _missing(record)
+        return Known(done.value / time_s / (peak.value * devices(record)), f"convention {convention}")
 
     return formula
+
+
+def _wall(found: Span) -> float | None:
+    return found.wall_s
+
+
+def _compute(found: Span) -> float | None:
+    return found.compute_s
 
 
 def _mem(record: Record) -> Known:
     """Highest memory in use over devices, inside the headline pass; around it, where a pass is over between two readings."""
     name = headline(record)
-    if name is None:
-        return _absent("infer")
-    return _peak_memory(record, name, record.telemetry)
+    return _missing(record) if name is None else _peak_memory(record, name, record.telemetry)
 
 
-def _peak_memory(record: Record, name: str, devices: list[dict[str, Any]]) -> Known:
+def _peak_memory(record: Record, name: str, read: list[dict[str, Any]]) -> Known:
     spans = windows(record, name)
     start, end = min(w.start_s for w in spans), max(w.start_s + w.wall_s for w in spans)
     for margin, note in ((0.0, None), (1.0, "read just before and after the pass, which was over between two readings")):
-        around = [telemetry.window(s, start - margin * s["period_s"], end + margin * s["period_s"]) for s in devices]
+        around = [telemetry.window(s, start - margin * s["period_s"], end + margin * s["period_s"]) for s in read]
         known = [peak for peak in map(telemetry.peak_memory, around) if peak is not None]
         if known:
             return Known(max(known) / GIB, note)
@@ -223,17 +177,17 @@ def _mem_total(record: Record) -> Known:
 
 
 def _energy(record: Record) -> Known:
-    name = headline(record)
-    if name is None:
-        return _absent("infer")
+    found = span(record)
+    if found is None or not found.borders:
+        return _missing(record)
     used = 0.0
-    for window in windows(record, name):
-        series = _series_of(record, window.rank)
-        joules = telemetry.energy_j(series, window.start_s, window.start_s + window.wall_s) if series else None
+    for rank, (begin, end) in found.borders.items():
+        series = _series_of(record, rank)
+        joules = telemetry.energy_j(series, begin, end) if series else None
         if joules is None:
             return Known(None, "the device has no energy counter, or the pass was too short to read it")
         used += joules
-    return Known(used)
+    return Known(used, found.note)
 
 
 def _series_of(record: Record, rank: int) -> dict[str, Any] | None:
@@ -244,10 +198,11 @@ def _series_of(record: Record, rank: int) -> dict[str, Any] | None:
 
 def _energy_per(key: str) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
-        used, name = _energy(record), headline(record)
-        if used.value is None or name is None:
+        used, found = _energy(record), span(record)
+        if used.value is None or found is None:
             return used
-        return Known(used.value / total(record, name)[key])
+        done = found.counts.get(key)
+        return Known(used.value / done, found.note) if done else _missing(record)
 
     return formula
 
@@ -269,7 +224,7 @@ def _padded(record: Record) -> Known:
     name = headline(record)
     counts = total(record, name) if name else {}
     computed = counts.get("tokens", 0) + counts.get("padded", 0)
-    return Known(counts.get("padded", 0) / computed) if computed else _absent(name or "infer")
+    return Known(counts.get("padded", 0) / computed) if computed else _missing(record)
 
 
 def _task(record: Record) -> Task:
@@ -280,7 +235,7 @@ def _quality(key: str, name: str | None) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
         chosen = name or headline(record)
         value = _task(record).score(record.outputs, chosen).get(key) if chosen else None
-        return _absent(chosen or "infer") if value is None else Known(value)
+        return absent(chosen or "infer") if value is None else Known(value)
 
     return formula
 
@@ -290,13 +245,13 @@ def _agreement(record: Record) -> Known:
     return Known(None, "needs both passes, val and infer") if value is None else Known(value)
 
 
-def _padded_rate(seconds: Callable[[Record, str], float | None]) -> Callable[[Record], Known]:
+def _padded_rate(seconds: Seconds) -> Callable[[Record], Known]:
     """Every sample counted as long as the model has positions, as the published rows count; for comparison with them only."""
 
     def formula(record: Record) -> Known:
         done, time_s = total(record, "infer").get("samples"), seconds(record, "infer")
         if not done or not time_s:
-            return _absent("infer")
+            return absent("infer")
         return Known(
             done * int(record.case.question["model"]["positions"]) / time_s, "padding that was not computed is counted"
         )
@@ -315,23 +270,28 @@ def _work_unit(record: Record) -> str:
 
 _MMLU = ("mmlu",)
 _LAMBADA = ("lambada",)
+_SCORE = ("score",)
+_TRAIN = ("train",)
 
 
 METRICS = (
     Metric("e2e_time", "s", "lower", _e2e),
-    Metric("p_val_whole", _work_unit, "higher", _rate("val", wall_s)),
-    Metric("p_val_core", _work_unit, "higher", _rate("val", compute_s)),
-    Metric("p_infer_whole", _work_unit, "higher", _rate("infer", wall_s)),
-    Metric("p_infer_core", _work_unit, "higher", _rate("infer", compute_s)),
+    Metric("p_val_whole", _work_unit, "higher", _rate("val", wall_s), kinds=_SCORE),
+    Metric("p_val_core", _work_unit, "higher", _rate("val", passes.compute_s), kinds=_SCORE),
+    Metric("p_infer_whole", _work_unit, "higher", _rate("infer", wall_s), kinds=_SCORE),
+    Metric("p_infer_core", _work_unit, "higher", _rate("infer", passes.compute_s), kinds=_SCORE),
     Metric("p_infer_whole_padded", "tokens/s", "higher", _padded_rate(wall_s), _LAMBADA),
-    Metric("p_infer_core_padded", "tokens/s", "higher", _padded_rate(compute_s), _LAMBADA),
+    Metric("p_infer_core_padded", "tokens/s", "higher", _padded_rate(passes.compute_s), _LAMBADA),
+    Metric("p_whole", _work_unit, "higher", metrics_train.p_whole, kinds=_TRAIN),
+    Metric("p_train", _work_unit, "higher", metrics_train.p_train, kinds=_TRAIN),
+    Metric("p_core", _work_unit, "higher", metrics_train.p_core, kinds=_TRAIN),
     Metric("tokens_per_device_s", "tokens/s/device", "higher", _per_second("tokens", per_device=True)),
     Metric("samples_per_s", _per("{}s/s"), "higher", _per_second("samples")),
-    Metric("mfu", "", "higher", _mfu("causal", wall_s, _peak)),
-    Metric("mfu_core", "", "higher", _mfu("causal", compute_s, _peak)),
-    Metric("mfu_achievable", "", "higher", _mfu("causal", wall_s, _achievable)),
-    Metric("mfu_palm", "", "higher", _mfu("palm", wall_s, _peak)),
-    Metric("mfu_nominal", "", "higher", _mfu("nominal", wall_s, _peak)),
+    Metric("mfu", "", "higher", _mfu("causal", _wall, _peak)),
+    Metric("mfu_core", "", "higher", _mfu("causal", _compute, _peak)),
+    Metric("mfu_achievable", "", "higher", _mfu("causal", _wall, _achievable)),
+    Metric("mfu_palm", "", "higher", _mfu("palm", _wall, _peak)),
+    Metric("mfu_nominal", "", "higher", _mfu("nominal", _wall, _peak)),
     Metric("flops_causal", "FLOP", "", _flops("causal")),
     Metric("flops_palm", "FLOP", "", _flops("palm")),
     Metric("flops_nominal", "FLOP", "", _flops("nominal")),
@@ -339,22 +299,28 @@ METRICS = (
     Metric("mem", "GiB", "lower", _mem),
     Metric("mem_reserved", "GiB", "lower", _framework("reserved_bytes")),
     Metric("mem_allocated", "GiB", "lower", _framework("allocated_bytes")),
+    Metric("mem_predicted", "GiB", "", metrics_train.mem_predicted, kinds=_TRAIN),
     Metric("mem_total", "GiB", "", _mem_total),
     Metric("energy", "J", "lower", _energy),
     Metric("energy_per_token", "J/token", "lower", _energy_per("tokens")),
     Metric("energy_per_sample", _per("J/{}"), "lower", _energy_per("samples")),
-    Metric("acc", "", "higher", _quality("acc", None)),
-    Metric("acc_val", "", "higher", _quality("acc", "val")),
-    Metric("acc_se", "", "", _quality("se", None)),
+    Metric("acc", "", "higher", _quality("acc", None), kinds=_SCORE),
+    Metric("acc_val", "", "higher", _quality("acc", "val"), kinds=_SCORE),
+    Metric("acc_se", "", "", _quality("se", None), kinds=_SCORE),
     Metric("acc_macro", "", "higher", _quality("macro", None), _MMLU),
     Metric("acc_choice", "", "higher", _quality("choice", None), _MMLU),
     Metric("acc_choice_val", "", "higher", _quality("choice", "val"), _MMLU),
-    Metric("loss", "nats", "lower", _quality("loss", None), _LAMBADA),
+    Metric("loss", "nats", "lower", _quality("loss", None), _LAMBADA, _SCORE),
     Metric("loss_val", "nats", "lower", _quality("loss", "val"), _LAMBADA),
     Metric("loss_token", "nats", "lower", _quality("loss_token", None), _LAMBADA),
     Metric("perplexity", "", "lower", _quality("perplexity", None), _LAMBADA),
     Metric("perplexity_last", "", "lower", _quality("perplexity_last", None), _LAMBADA),
-    Metric("agreement", "", "higher", _agreement),
+    Metric("agreement", "", "higher", _agreement, kinds=_SCORE),
+    Metric("loss", "nats", "lower", metrics_train.loss, kinds=_TRAIN),
+    Metric("loss_first", "nats", "", metrics_train.loss_first, kinds=_TRAIN),
+    Metric("loss_before", "nats", "", metrics_train.held_out("before"), kinds=_TRAIN),
+    Metric("loss_after", "nats", "lower", metrics_train.held_out("after"), kinds=_TRAIN),
+    Metric("grad_norm", "", "", metrics_train.grad_norm, kinds=_TRAIN),
     Metric("padded_share", "", "lower", _padded),
-    Metric("harness_overhead", "", "lower", _overhead),
+    Metric("harness_overhead", "", "lower", _overhead, kinds=_SCORE),
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -22,11 +23,16 @@ from steelyard.errors import RequestError
 from steelyard.measure import now, sleep, today
 from steelyard.record import Plan, Record, Scope
 
-PASSES = ("val", "infer", "bare")
+# By kind of question: the passes there are, and those of a run that names none.
+PASSES = {"score": ("val", "infer", "bare"), "train": ("before", "train", "after")}
+DEFAULT_PASSES = {"score": ("val", "infer"), "train": ("before", "train", "after")}
 POLL_S = 0.05
 GRACE_S = 5.0
 TAIL_BYTES = 4000
 MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
+PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
+TOKENS = "_ids.npy"  # token files are also named by what they have in common
+MEMORY = "SIGKILL is also what the kernel sends when memory runs out"
 SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
@@ -45,7 +51,7 @@ class Request:
     accelerator: str | None = None
     nodes: int = 1
     devices: int = 1
-    passes: tuple[str, ...] = ("val", "infer")
+    passes: tuple[str, ...] | None = None
     sample: int | None = None
     steps: int | None = None
     weights: Path | None = None
@@ -118,7 +124,9 @@ def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[acce
     most = accelerator.most(found)
     if layout.devices > most:
         raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
-    plan.check_fits(case, layout, found[0].memory_bytes)
+    sharing = -(-layout.devices // len(found))  # ranks that have one device's memory between them
+    memory = found[0].memory_bytes
+    plan.check_fits(case, layout, memory // sharing if memory is not None else None)
     return accelerator, layout, found[: layout.devices]
 
 
@@ -165,15 +173,9 @@ def check(request: Request) -> None:
             f"engine {request.engine} holds a whole model on each device; asked: TP{layout.tp}PP{layout.pp}DP{layout.dp}; "
             "allowed: --parallel DP"
         )
-    for name in request.passes:
-        if name not in PASSES:
-            raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(PASSES)}")
-    if not request.passes or len(set(request.passes)) != len(request.passes):
-        raise RequestError("--passes: name each pass once, such as val,infer")
-    if "bare" in request.passes and "infer" not in request.passes:
-        raise RequestError("--passes: bare is there to be compared with infer; name both, such as infer,bare")
+    _check_passes(case.question.kind, passes_of(request))
     for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
-        if path is not None and not path.exists():
+        if path is not None and not path.exists() and not path.with_name(f"{path.name}{TOKENS}").exists():
             raise RequestError(f"{option} {str(path)!r} does not exist")
     if case.size == "full" and request.data is None:
         raise RequestError(f"{case.name} at size full needs its data: name their folder with --data, or try --size smoke")
@@ -183,6 +185,22 @@ def check(request: Request) -> None:
     for option, seconds in (("--hang-after", request.hang_s), ("--time-limit", request.limit_s)):
         if seconds is not None and not seconds > 0:
             raise RequestError(f"{option} {seconds:g}: must be more than 0 seconds")
+
+
+def passes_of(request: Request) -> tuple[str, ...]:
+    return DEFAULT_PASSES[request.resolved.case.question.kind] if request.passes is None else request.passes
+
+
+def _check_passes(kind: str, passes: tuple[str, ...]) -> None:
+    for name in passes:
+        if name not in PASSES[kind]:
+            raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(PASSES[kind])}")
+    if not passes or len(set(passes)) != len(passes):
+        raise RequestError(f"--passes: name each pass once, such as {','.join(DEFAULT_PASSES[kind])}")
+    if "bare" in passes and "infer" not in passes:
+        raise RequestError("--passes: bare is there to be compared with infer; name both, such as infer,bare")
+    if kind == "train" and ("train" not in passes or passes != tuple(one for one in PASSES[kind] if one in passes)):
+        raise RequestError("--passes: training has before, train and after, in this order; train cannot be left out")
 
 
 def _scope(request: Request) -> Scope:
@@ -214,7 +232,7 @@ def _spec(request: Request, accelerator: str, layout: Plan, folder: Path, origin
     return {
         "case": request.resolved.case.model_dump(mode="json"),
         "scope": _scope(request).model_dump(mode="json"),
-        "passes": list(request.passes),
+        "passes": list(passes_of(request)),
         "engine": request.engine,
         "plan": layout.model_dump(mode="json"),
         "accelerator": accelerator,
@@ -290,21 +308,21 @@ def _wait(process: subprocess.Popen[bytes], request: Request, folder: Path, watc
 
 
 def _verdict(ranks: list[dict[str, Any]], layout: Plan, exit_code: int | None) -> tuple[str | None, str]:
-    """What the rank files and the exit code say. The first rank to fail is the cause: others fail for want of a peer."""
-    broken = [rank for rank in ranks if rank["status"] not in ("done", "running")]
-    if broken:
-        first = min(broken, key=lambda rank: float(rank["ended_s"]))
+    """What the rank files and the exit code say. The first rank to fail is the cause: others fail for want of a peer. A rank
+    that was told to end says so; one that says nothing was killed."""
+    broken = [rank for rank in ranks if rank["status"] not in ("done", "running", "ended")]
+    silent = sorted(set(range(layout.devices)) - {rank["rank"] for rank in ranks if rank["status"] != "running"})
+    first = min(broken, key=lambda rank: float(rank["ended_s"]), default=None)
+    if first is not None and not (silent and PEER_LOST.search(str(first["error"]))):
         return first["status"], f"rank {first['rank']}: {first['error']}"
     done = {rank["rank"] for rank in ranks if rank["status"] == "done"}
     if len(done) < layout.devices or exit_code != 0:
-        missing = sorted(set(range(layout.devices)) - done)
+        missing = silent or sorted(set(range(layout.devices)) - done)
         who = f"rank {missing[0]}" if missing else "a worker"
         if exit_code is not None and exit_code < 0:
-            return (
-                "killed",
-                f"{who} was ended by {_signal_name(-exit_code)} (SIGKILL is also what the kernel sends when memory runs out)",
-            )
-        return "killed", f"{who} left no result; exit code {exit_code}"
+            return "killed", f"{who} was ended by {_signal_name(-exit_code)} ({MEMORY})"
+        killed = f" (a rank that is killed leaves none; {MEMORY})" if exit_code else ""
+        return "killed", f"{who} left no result; exit code {exit_code}{killed}"
     return None, ""
 
 

@@ -13,6 +13,7 @@ T_95 = {
 
 BATCHES = 20  # batch means; Schmeiser 1982: 10 to 30 batches lose little, and are safe against correlated steps
 FEWEST = 5
+FEWEST_CUT = 10  # steps; fewer are not two groups of MSER-5, and nothing can be told of them
 
 
 def t_95(freedom: int) -> float:
@@ -56,3 +57,12 @@ def steady_start(time_s: Sequence[float]) -> int:
         if score < best_score:
             best, best_score = cut, score
     return best * group
+
+
+def steady(time_s: Sequence[float]) -> tuple[int, str]:
+    """The step at which the steady window of a run begins, and how it was found."""
+    if len(time_s) >= FEWEST_CUT:
+        return steady_start(time_s), "found by MSER-5"
+    if len(time_s) >= 3:
+        return 1, f"fewer than {FEWEST_CUT} steps: the first is taken for warm-up"
+    return 0, "fewer than 3 steps: none is cut"

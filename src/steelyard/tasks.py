@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.data import lambada, lambada_score, mmlu, mmlu_score, tokenizer
+from steelyard.data import alpaca, lambada, lambada_score, mmlu, mmlu_score, tokenizer, tokens, train_score
+from steelyard.data.rows import Rows
 from steelyard.errors import RequestError
-from steelyard.question import LambadaData, MmluData, Question
+from steelyard.question import ConversationData, CorpusData, LambadaData, MmluData, Question
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,14 @@ class Sources:
     data: Path | None
     tokenizer: Path | None
     weights: Path | None
+    pack: bool = True  # several samples to a row, where a task has rows
 
 
 @dataclass(frozen=True)
 class Prepared:
     """Work for an engine, facts on the data for the record, and the part of the outputs that no pass changes."""
 
-    texts: mmlu.Prompts | lambada.Passages
+    texts: mmlu.Prompts | lambada.Passages | Rows
     facts: dict[str, Any]
     common: dict[str, Any]
 
@@ -100,6 +102,62 @@ def _prepare_lambada(question: Question, sources: Sources, sample: int | None) -
     return Prepared(passages, facts, common)
 
 
+def _prepare_corpus(question: Question, sources: Sources, sample: int | None) -> Prepared:
+    data, train = question.data, question.train
+    if not isinstance(data, CorpusData) or train is None:
+        raise TypeError(f"data of kind {data.kind!r} for task openwebtext")
+    if sources.data is not None:
+        corpus = tokens.open_corpus(sources.data)
+    elif data.made is not None:
+        corpus = tokens.made(data.made, tokenizer.MadeTokenizer(question.model.vocab))
+    else:
+        raise RequestError("this size needs token files: give their prefix with --data, or make some with steelyard data pack")
+    tokens.check_ids(corpus, question.model.vocab)
+    rows = tokens.CorpusRows(corpus, train.length, _share(sample, train.batch), question.seed, data.held_out)
+    found = tokens.fingerprint(corpus, None)
+    facts = {
+        "source": corpus.name,
+        "rows": len(corpus.ends),
+        "tokens_in_all": len(corpus.ids),
+        "fingerprint": found,
+        "published": data.fingerprint is None or found == data.fingerprint,
+    }
+    return Prepared(rows, facts, train_score.outputs(len(rows.held_out())))
+
+
+def _share(sample: int | None, batch: int) -> int:
+    """How much of a global batch a window takes."""
+    if sample is not None and sample > batch:
+        raise RequestError(f"--sample {sample}: the global batch is {batch}; allowed: 1 to {batch}")
+    return sample or batch
+
+
+def _prepare_alpaca(question: Question, sources: Sources, sample: int | None) -> Prepared:
+    data, train = question.data, question.train
+    if not isinstance(data, ConversationData) or train is None:
+        raise TypeError(f"data of kind {data.kind!r} for task alpaca")
+    if sources.data is not None:
+        conversations, label = alpaca.read(sources.data)
+    elif data.made is not None:
+        conversations, label = alpaca.make(data.made), "made"
+    else:
+        raise RequestError("this size needs alpaca's JSON or conversations as jsonl: name the file with --data")
+    words = _tokens(sources, question.model.vocab)
+    samples, shortened = alpaca.encode(conversations, words, train.length)
+    rows = alpaca.AlpacaRows(samples, train.length, _share(sample, train.batch), question.seed, data.held_out, sources.pack)
+    found = alpaca.fingerprint(conversations, words)
+    facts = {
+        "source": label,
+        "rows": len(conversations),
+        "shortened": shortened,
+        **{f"sample_{key}": value for key, value in alpaca.totals(samples).items()},
+        "fingerprint": found,
+        "published": data.fingerprint is None or found == data.fingerprint,
+        "tokenizer": {"source": words.source, "vocab": words.vocab, "sha256": words.sha256},
+    }
+    return Prepared(rows, facts, train_score.outputs(len(rows.held_out())))
+
+
 def _tokens(sources: Sources, vocab: int) -> tokenizer.Tokenizer:
     """The named tokenizer, or the one beside the weights or the data; made data come with their own."""
     if sources.data is None:
@@ -109,6 +167,19 @@ def _tokens(sources: Sources, vocab: int) -> tokenizer.Tokenizer:
     found = tokenizer.load(places)
     tokenizer.check_vocab(found, vocab)
     return found
+
+
+def _training(noun: str, prepare: Callable[[Question, Sources, int | None], Prepared]) -> Task:
+    return Task(
+        noun=noun,
+        prepare=prepare,
+        check=train_score.check,
+        merge=train_score.merge,
+        score=train_score.score,
+        agreement=train_score.agreement,
+        breakdown=train_score.breakdown,
+        tally=train_score.tally,
+    )
 
 
 TASKS = {
@@ -132,4 +203,6 @@ TASKS = {
         breakdown=lambada_score.breakdown,
         tally=lambada_score.tally,
     ),
+    "openwebtext": _training("row", _prepare_corpus),
+    "alpaca": _training("sample", _prepare_alpaca),
 }

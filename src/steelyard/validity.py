@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from math import fsum
+from typing import Any
 
-from steelyard import metrics, stats, telemetry
+from steelyard import metrics_train, passes, stats, telemetry
 from steelyard.accelerators import nvml
 from steelyard.case import changed_question
-from steelyard.record import Check, Quality, Reason, Record, Value
+from steelyard.record import Check, Quality, Reason, Record, Value, Window
 from steelyard.tasks import TASKS, Tally
 
 ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
@@ -36,25 +37,53 @@ Rule = Callable[[Record, dict[str, Value]], list[Finding]]
 def quality(record: Record, values: dict[str, Value]) -> Quality:
     """The case's quality, and whether the gate may be applied to it."""
     gate = record.case.gate
-    metric = gate["metric"] if gate else "acc"
-    unmet = [
-        text
-        for holds, text in (
-            (gate is not None, "the case has no gate"),
-            (not changed_question(record.case.origins), "the question was changed on the command line"),
-            (record.scope.kind == "full", "the scope is a window"),
-            (record.case.size == "full", "size smoke"),
-            (record.weights.get("source") not in (None, "random"), "the weights are random"),
-            (bool(record.data.get("published")), "the data are not the published set"),
-        )
-        if not holds
+    metric = gate["metric"] if gate else _UNGATED[passes.kind(record)]
+    needs = [
+        (gate is not None, "the case has no gate"),
+        (not changed_question(record.case.origins), "the question was changed on the command line"),
+        (record.scope.kind == "full", "the scope is a window"),
+        *_NEEDS[passes.kind(record)](record),
     ]
+    if gate and "below" in gate:
+        below = values.get(gate["below"])
+        needs.append((below is not None and below.value is not None, f"{gate['below']} is unknown"))
+    unmet = [text for holds, text in needs if not holds]
     value = values[metric].value if metric in values else None
     evaluated = not unmet and value is not None
     return Quality(metric=metric, value=value, gate=gate, evaluated=evaluated, note="; ".join(unmet) or None)
 
 
+def _needs_of_scoring(record: Record) -> list[tuple[bool, str]]:
+    return [(record.case.size == "full", "size smoke"), (_trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
+
+
+def _needs_of_training(record: Record) -> list[tuple[bool, str]]:
+    """That a loss falls can be asked of any size. What the full size asks is about its own data, and its own start."""
+    if record.case.size != "full":
+        return []
+    fresh = record.case.question["task"] not in FROM_TRAINED
+    return [(fresh or _trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
+
+
+def _trained(record: Record) -> bool:
+    return record.weights.get("source") not in (None, "random")
+
+
+def _published(record: Record) -> bool:
+    return bool(record.data.get("published"))
+
+
+FROM_TRAINED = ("alpaca",)  # tasks of training that begin with a trained model
+_RANDOM, _OTHER_DATA = "the weights are random", "the data are not the published set"
+_UNGATED = {"score": "acc", "train": "loss_after"}
+_NEEDS: dict[str, Callable[[Record], list[tuple[bool, str]]]] = {"score": _needs_of_scoring, "train": _needs_of_training}
+
+
 def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
+    return _finite_losses(record) if passes.kind(record) == "train" else _finite_answers(record)
+
+
+def _finite_answers(record: Record) -> list[Finding]:
     out: list[Finding] = []
     for name, noun, tally in _tallies(record):
         text = f"{name}: {tally.not_finite} of {tally.items} {noun}s got logits that are not finite"
@@ -67,6 +96,27 @@ def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
     return out
 
 
+def _finite_losses(record: Record) -> list[Finding]:
+    """A norm may overflow: scaled losses in fp16 look for the limit. A loss may not."""
+    found = record.outputs.get("passes", {})
+    losses = metrics_train.values(record, "loss")
+    stopped: dict[str, Any] = found.get("train", {}).get("stopped") or {}
+    why = stopped.get("why")
+    bad = losses.index(None) if None in losses else stopped["step"] if why == "nan" else None
+    text = "every loss is finite" if bad is None else f"step {bad}: the loss is not finite"
+    out: list[Finding] = [(Check(name="finite_loss", ok=bad is None, detail=text), "nan", None)] if losses or stopped else []
+    if why == "bound":
+        bound = record.case.question["train"].get("bound")
+        text = f"step {stopped['step']}: the loss is {stopped['value']}, beyond the bound {bound}; the run was ended"
+        out.append((Check(name="loss_bound", ok=False, detail=text), "loss_bound", None))
+    for name in ("before", "after"):
+        if found.get(name) is not None:
+            finite = found[name]["nll"] is not None
+            text = f"{name}: the loss of the held-out rows is {'' if finite else 'not '}finite"
+            out.append((Check(name=f"finite_{name}", ok=finite, detail=text), "nan", None))
+    return out
+
+
 def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
     """Of every pass that answered: its name, what its items are called, and how many there are of which kind."""
     task = TASKS[record.case.question["task"]]
@@ -74,6 +124,10 @@ def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
 
 
 def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:
+    return _covered_steps(record) if passes.kind(record) == "train" else _covered_items(record)
+
+
+def _covered_items(record: Record) -> list[Finding]:
     """Every item in scope is answered once. With --steps only some are, and none twice."""
     out: list[Finding] = []
     for name, noun, tally in _tallies(record):
@@ -83,25 +137,56 @@ def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:
     return out
 
 
+def _covered_steps(record: Record) -> list[Finding]:
+    """Every rank took every step in scope. A run that failed before has its own reason."""
+    ranks = {window.rank for window in passes.windows(record, "train")}
+    if not ranks and record.failure is not None:
+        return []
+    wanted = record.case.question["train"]["steps"] if record.scope.steps is None else record.scope.steps
+    taken = passes.working(record, "train")
+    counts = {rank: len(taken.get(rank, [])) for rank in sorted(ranks | {0})}
+    worst = max(counts, key=lambda rank: abs(counts[rank] - wanted))
+    text = f"train: {counts[worst]} of {wanted} steps on rank {worst}"
+    return [(Check(name="covered_train", ok=counts[worst] == wanted, detail=text), "coverage", None)]
+
+
 def _counted(record: Record, values: dict[str, Value]) -> list[Finding]:
+    return _counted_any(record) if passes.kind(record) == "train" else _counted_all(record)
+
+
+def _counted_all(record: Record) -> list[Finding]:
     """In division closed, the tokens that samples count are those of the data, no more and no fewer."""
     wanted = record.data.get("tokens")
     if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
         return []
     out: list[Finding] = []
     for name in sorted({sample.pass_name for sample in record.samples}):
-        found = metrics.total(record, name).get("tokens", 0)
+        found = passes.total(record, name).get("tokens", 0)
         text = f"{name}: samples count {found} tokens, the data have {wanted}"
         out.append((Check(name=f"counted_{name}", ok=found == wanted, detail=text), "tokens", None))
     return out
 
 
+def _counted_any(record: Record) -> list[Finding]:
+    """A corpus is larger than what is trained on of it: that there is work at all is what can be asked."""
+    if not passes.windows(record, "train"):
+        return []
+    found = passes.total(record, "train").get("tokens", 0)
+    text = f"train: samples count {found} tokens"
+    return [(Check(name="counted_train", ok=found > 0, detail=text), "tokens", None)]
+
+
+def _judged(record: Record) -> list[Window]:
+    """The passes in which time and device are judged: all of scoring, of training the training alone."""
+    return passes.windows(record, "train") if passes.kind(record) == "train" else record.passes
+
+
 def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
     out: list[Finding] = []
-    for window in record.passes:
+    for window in _judged(record):
         if window.pass_name == "bare":
             continue
-        steps = [s for s in metrics.samples(record, window.pass_name) if s.rank == window.rank]
+        steps = [s for s in passes.samples(record, window.pass_name) if s.rank == window.rank]
         covered = fsum(s.end_s - s.start_s for s in steps)
         share = covered / window.wall_s if window.wall_s else 1.0
         text = (
@@ -117,8 +202,9 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
     if limit is None or record.case.size == "smoke" or value is None or value.value is None:
         return []
     if value.interval is None:
-        name = metrics.headline(record) or ""
-        if len([s for s in metrics.samples(record, name) if s.counts.get("tokens")]) < stats.FEWEST * metrics.devices(record):
+        found = passes.span(record)
+        steps = [step for of_rank in found.steps.values() for step in of_rank] if found else []
+        if len([step for step in steps if step.counts.get("tokens")]) < stats.FEWEST * passes.devices(record):
             return [(None, None, "too few batches for an interval of the rate")]
         text = "the 95 % interval of the rate has no upper end"
         return [(Check(name="interval", ok=False, detail=text), "interval", None)]
@@ -133,7 +219,7 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
     if record.case.size == "smoke":
         return out
     for series in record.telemetry:
-        spans = [(w.start_s, w.start_s + w.wall_s) for w in record.passes]
+        spans = [(w.start_s, w.start_s + w.wall_s) for w in _judged(record)]
         seen: dict[str, float] = {}
         for start, end in spans:
             for name, share in telemetry.slowdowns(series, start, end).items():
@@ -157,6 +243,8 @@ def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
     found, gate = quality(record, values), record.case.gate
     if not found.evaluated or gate is None or found.value is None:
         return []
+    if "below" in gate:
+        return _falls(found.metric, found.value, gate, values[gate["below"]].value)
     off = abs(found.value - gate["target"])
     text = f"{found.metric} is {found.value:.4f}; the gate is {gate['target']} within {gate['within']}"
     out: list[Finding] = [(Check(name="gate", ok=off <= gate["within"], detail=text), "quality", None)]
@@ -166,6 +254,15 @@ def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
         text = f"infer and val are {apart:.4f} apart; allowed: {gate['agree_within']}"
         out.append((Check(name="gate_agree", ok=apart <= gate["agree_within"], detail=text), "quality", None))
     return out
+
+
+def _falls(metric: str, value: float, gate: dict[str, Any], start: float | None) -> list[Finding]:
+    """A loss below another, and below a bound where one is stated."""
+    limits = [(gate["below"], start), ("the target", gate.get("target"))]
+    known = [(name, limit) for name, limit in limits if limit is not None]
+    asked = " and ".join(f"below {name}, {limit:.4f}" for name, limit in known)
+    text = f"{metric} is {value:.4f}; the gate is {asked}"
+    return [(Check(name="gate", ok=all(value < limit for _, limit in known), detail=text), "quality", None)]
 
 
 def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -178,7 +275,7 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     limits = [key for key in limits if key == "max_interval" or key.startswith("gate.")]
     if limits:
         out.append((None, None, f"other limits than the case's: {', '.join(limits)} changed on the command line"))
-    if record.case.division == "open" and record.scope.sample is not None:
+    if record.case.division == "open" and record.scope.sample is not None and passes.kind(record) == "score":
         out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))
     return out
 

@@ -91,7 +91,7 @@ class Worker:
 
     def run(self) -> None:
         with self.budget.part("imports"):
-            make_engine = engines.load(self.spec["engine"])
+            make_engine = engines.load(self.spec["engine"], self.case.question.kind)
             self.device = accelerators.load_device(self.spec["accelerator"], self.local_rank)
             self.device.set_precision(self.case.question.precision.matmul)
             self.out |= {"identity": self.device.identity(), "versions": self.device.versions(), "threads": _threads()}
@@ -125,8 +125,10 @@ class Worker:
         return team.Team()
 
     def _sources(self) -> Sources:
-        named = (self.spec[key] for key in ("data", "tokenizer", "weights"))
-        return Sources(*(Path(place) if place else None for place in named))
+        data, tokenizer, weights = (
+            Path(self.spec[key]) if self.spec[key] else None for key in ("data", "tokenizer", "weights")
+        )
+        return Sources(data, tokenizer, weights, self.case.tune.pack)
 
     def _job(self, texts: Any, team: Any) -> engines.Job:
         return engines.Job(
@@ -205,7 +207,7 @@ class Worker:
 
     def ended(self, number: int, frame: Any) -> None:
         """Told to end: leave what there is, then go the way the signal says."""
-        self.write("running", None)
+        self.write("ended", None)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

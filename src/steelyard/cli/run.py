@@ -34,10 +34,16 @@ def run(
         ),
     ] = None,
     passes: Annotated[
-        str, typer.Option(help="val (eager), infer (compiled), bare (infer again with nothing measured inside).")
-    ] = "val,infer",
-    steps: Annotated[int | None, typer.Option(help="Stop each pass after so many batches.")] = None,
-    sample: Annotated[int | None, typer.Option(help="A seeded sample of so many questions or passages.")] = None,
+        str | None,
+        typer.Option(
+            help="Scoring: val (eager), infer (compiled), bare (infer again with nothing measured inside); default: val,infer. "
+            "Training: before, train, after (loss on held-out rows around the steps); default: all."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after so many steps, or each pass after so many batches.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="A seeded sample of so many questions or passages; in training, so many of each batch.")
+    ] = None,
     weights: Annotated[
         str, typer.Option(metavar="DIR|random", help="Hugging Face safetensors, Megatron shards, or random.")
     ] = "random",
@@ -74,7 +80,7 @@ def run(
             accelerator=accelerator,
             nodes=nodes,
             devices=number,
-            passes=tuple(name.strip() for name in passes.split(",") if name.strip()),
+            passes=None if passes is None else tuple(name.strip() for name in passes.split(",") if name.strip()),
             sample=sample,
             steps=steps,
             weights=None if weights == "random" else Path(weights),

@@ -60,7 +60,7 @@ def convert(
 ) -> int:
     """Write a checkpoint in another layout, or in other shards.
 
-    Interrupted, it goes on where it was when the same command is run again.
+    Interrupted, it goes on where it was when the same command is run again; complete, it is left as it is.
 
     \b
     Examples:
@@ -123,7 +123,7 @@ def _facts(found: "Inspection") -> str:
         ("iteration", one_line(plain(found.iteration))),
         ("dtype", found.dtype),
         ("parameters", plain(found.parameters)),
-        ("size", f"{found.size_bytes / (1 << 30):.2f} GiB ({found.size_bytes} bytes)"),
+        ("size", size(found.size_bytes) + (f" ({found.size_bytes} bytes)" if found.size_bytes >= 1 << 10 else "")),
         *((name, plain(value)) for name, value in found.shape.items()),
     ]
     files = [f"{name}  {size}" for name, size in aligned(found.files[:MOST_FILES])]
@@ -137,8 +137,9 @@ def _facts(found: "Inspection") -> str:
 
 def _written(made: "Conversion", target: Path, layout: str) -> str:
     lines = [f"{name}  {size}" for name, size in aligned([(str(target / name), size) for name, size in made.files])]
-    kept = f", {made.kept} of them kept from an earlier conversion" if made.kept else ""
-    lines.append(f"{layout}: {len(made.files)} file(s), {size(made.size_bytes)}{kept}, in {one_line(target)}")
+    done = "already complete, " if made.kept == len(made.files) else ""
+    kept = f", {made.kept} of them kept from an earlier conversion" if made.kept and not done else ""
+    lines.append(f"{layout}: {done}{len(made.files)} file(s), {size(made.size_bytes)}{kept}, in {one_line(target)}")
     return "\n".join(lines)
 
 

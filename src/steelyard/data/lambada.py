@@ -142,7 +142,7 @@ def encode(texts: list[str], tokenizer: Tokenizer, positions: int, sample: int |
             f"tokenizer {tokenizer.source} does not tell which token ends a text, and every passage has one; put its "
             "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
         )
-    index = chosen(len(texts), sample, seed)
+    index = chosen(len(texts), sample, seed, "passage")
     # The last word is what follows the last space.
     wholes = [_open(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
     befores = [_open(ids, end) for ids in tokenizer.encode([texts[i].rpartition(" ")[0] for i in index])]

@@ -214,12 +214,12 @@ def encode(subjects: list[Subject], data: MmluData, tokenizer: Tokenizer, sample
     )
 
 
-def chosen(total: int, sample: int | None, seed: int) -> list[int]:
-    """Which questions are asked: all, or a seeded sample in the order of the set."""
+def chosen(total: int, sample: int | None, seed: int, noun: str = "question") -> list[int]:
+    """Which items are asked: all, or a seeded sample in the order of the set."""
     if sample is None:
         return list(range(total))
     if not 1 <= sample <= total:
-        raise RequestError(f"--sample {sample}: the data has {total} questions; allowed: 1 to {total}")
+        raise RequestError(f"--sample {sample}: the data has {total} {noun}s; allowed: 1 to {total}")
     return sorted(random.Random(f"sample:{seed}").sample(range(total), sample))
 
 

@@ -18,9 +18,13 @@ from steelyard.measure import Phase, Work
 from steelyard.plan import Place
 from steelyard.record import Plan
 
+# By kind of question. Those of third parties are one class for all kinds, which refuses what it does not know.
 ENGINES = {
-    "torch": "steelyard.engines.torch_score:TorchScore",
-    "transformers": "steelyard.engines.transformers_score:TransformersScore",
+    "torch": {"score": "steelyard.engines.torch_score:TorchScore", "train": "steelyard.engines.torch_train:TorchTrain"},
+    "transformers": {
+        "score": "steelyard.engines.transformers_score:TransformersScore",
+        "train": "steelyard.engines.transformers_train:TransformersTrain",
+    },
 }
 
 # What an engine cannot do, known without importing it; one that is not here says so itself.
@@ -64,14 +68,15 @@ class Engine(Protocol):
 
 
 def names() -> list[str]:
-    return sorted(_table())
+    return sorted({*ENGINES, *_others()})
 
 
-def load(name: str) -> Callable[[Job], Engine]:
-    table = _table()
-    if name not in table:
-        raise RequestError(f"no engine {name!r}; known: {', '.join(sorted(table))}")
-    module, _, attribute = table[name].partition(":")
+def load(name: str, kind: str) -> Callable[[Job], Engine]:
+    """What makes the engine of a name for a kind of question."""
+    where = ENGINES[name].get(kind) if name in ENGINES else _others().get(name)
+    if where is None:
+        raise RequestError(f"no engine {name!r} for kind {kind!r}; known: {', '.join(names())}")
+    module, _, attribute = where.partition(":")
     try:
         engine: Callable[[Job], Engine] = getattr(import_module(module), attribute)
     except ImportError as error:
@@ -80,5 +85,5 @@ def load(name: str) -> Callable[[Job], Engine]:
     return engine
 
 
-def _table() -> dict[str, str]:
-    return {**{point.name: point.value for point in entry_points(group="steelyard.engines")}, **ENGINES}
+def _others() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group="steelyard.engines")}

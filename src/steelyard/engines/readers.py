@@ -106,7 +106,7 @@ class Losses:
             logits = head(rows)
             first = self.team.share.index * logits.shape[-1]
             own = max(0, min(logits.shape[-1], self.vocab - first))
-            parts.append(local(logits[:, :own], wanted - first) if own else _nothing(wanted, first))
+            parts.append(local(logits[:, :own], wanted - first) if own else _nothing(wanted))
         nll, hit = _merged(self.team.gather(torch.cat(parts, dim=1)), targets)
         columns = (nll, torch.where(word > 0, nll, 0.0), torch.where(word > 0, hit, 1.0))
         ways = ("sum", "sum", "min")
@@ -120,8 +120,7 @@ class Losses:
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         nll, last, hit = answers.reshape(-1, 3).unbind(1)
-        hits = torch.nan_to_num(hit).long()
-        return {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hits.tolist()}
+        return {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist()}
 
 
 def _local(logits: Tensor, own: Tensor) -> Tensor:
@@ -134,7 +133,7 @@ def _local(logits: Tensor, own: Tensor) -> Tensor:
     return torch.stack((values.logsumexp(-1), torch.where(here, target, -torch.inf), top, (best - own).float()))
 
 
-def _nothing(targets: Tensor, first: int) -> Tensor:
+def _nothing(targets: Tensor) -> Tensor:
     """The part of a share that holds padding alone."""
     return torch.full((4, len(targets)), -torch.inf, device=targets.device)
 

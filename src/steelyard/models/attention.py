@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+SEGMENTS = 64  # a steady layout has a multiple of so many rows
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -34,6 +36,14 @@ def layout(q_lens: list[int], k_lens: list[int] | None, device: torch.device, ga
     return Layout(cu_q, cu_k, max(q_lens), max(keys), gather)
 
 
+def steady_layout(lens: list[int], longest: int, device: torch.device) -> Layout:
+    """The layout of rows of at most `longest` tokens, of the same size for most batches: a compiler sees few sizes. Empty
+    rows at the end fill it."""
+    count = -(-len(lens) // SEGMENTS) * SEGMENTS
+    cu = _cumulative([*lens, *[0] * (count - len(lens))], device)
+    return Layout(cu, cu, longest, longest)
+
+
 def _cumulative(lens: list[int], device: torch.device) -> Tensor:
     ends = torch.zeros(len(lens) + 1, dtype=torch.int32)
     ends[1:] = torch.tensor(lens, dtype=torch.int32).cumsum(0)
@@ -51,6 +61,8 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: in
         rows = slice(q_ends[i], q_ends[i + 1])
         keys = slice(k_ends[i], k_ends[i + 1])
         n, m = rows.stop - rows.start, keys.stop - keys.start
+        if n == 0:
+            continue
         mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         one = F.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
@@ -135,7 +147,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: P
     """
     if rows.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
-    op = torch.ops.steelyard.packed_attention if torch.compiler.is_compiling() else _plain  # compiled: one opaque node
+    opaque = torch.compiler.is_compiling() and not torch.is_grad_enabled()  # compiled, and nothing to differentiate
+    op = torch.ops.steelyard.packed_attention if opaque else _plain
     before = prefix if prefix is not None and rows.gather is not None else (None, None)
     out: Tensor = op(q, k, v, rows.cu_q, rows.cu_k, rows.max_q, rows.max_k, rows.gather, before[0], before[1], kernel)
     return out

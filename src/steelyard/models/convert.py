@@ -1,14 +1,20 @@
 """What a checkpoint holds, and the same weights in another layout or other shards.
 
 A conversion makes one tensor at a time, whatever the size of the model, and keeps a journal in its target: run again, it
-goes on after the last complete file. The files that make a folder a checkpoint come last, and then the journal goes.
+goes on after the last complete file. The files that make a folder a checkpoint come last, and then the journal says that
+all is finished. It stays, so that the same conversion, run once more, is known to be done.
 """
 
-import json
+import errno
+import fcntl
+import hashlib
 import math
+import os
+import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +30,10 @@ from steelyard.models.llama import LlamaShape
 from steelyard.models.writing import PART, File, Plan, Planned, Planning
 from steelyard.question import Model
 
-MAX_JOURNAL_BYTES = 64 << 20
+LOCK = "conversion.lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems that have none, as some clusters' do
+SAMPLE_BYTES = 4 << 10
+SAMPLE_EVERY_BYTES = 32 << 20
 SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
@@ -45,7 +54,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The files of a finished conversion, and how many of them an earlier run had finished."""
+    """The files of a finished conversion, and how many of them an earlier run had finished: all, if it was complete."""
 
     files: list[tuple[str, int]]
     size_bytes: int
@@ -92,19 +101,42 @@ def convert(
     checkpoint.check_values(shape)
     plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), checkpoint.iteration, checkpoint.step), tp)
     _check_apart(target, (source, *checkpoint.folders))
-    journal = Journal.open(target, {"source": checkpoint.digest(), "to": to, "tp": tp, "shape": asdict(shape)})
-    kept = [file for file in plan.files if journal.finished(file.name)]
-    _check_room(target, plan, kept)
-    journal.begin()
-    try:
-        _write(target, plan, journal, lambda planned: _make(planned, pieces), progress)
-    except OSError as error:
-        raise LostError(
-            f"{error.filename or target}: cannot be written ({error.strerror}); make room for it, then convert again: "
-            "complete files are kept"
-        ) from error
-    files = [(name, (target / name).stat().st_size) for name in (*(file.name for file in plan.files), *plan.last)]
-    return Conversion(files, sum(size for _, size in files), len(kept))
+    what = {"source": _identity(checkpoint), "to": to, "tp": tp, "shape": asdict(shape)}
+    journal = Journal.open(target, what, plan.names)
+    kept = len(plan.names)
+    if not journal.complete:
+        _check_room(target, plan, journal)
+        with _locked(target):
+            journal = Journal.open(target, what, plan.names)  # a run that was there until now may have changed it
+            kept = len([name for name in plan.names if journal.finished(name)])
+            if not journal.complete:
+                _write(target, plan, journal, lambda planned: _make(planned, pieces), progress)
+    files = [(name, (target / name).stat().st_size) for name in plan.names]
+    return Conversion(files, sum(size for _, size in files), kept)
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tells a source from another of the same shapes: times of its files, which copies that keep them share, and a
+    sample of their values, for times may be those of an archive."""
+    out: list[Any] = []
+    for name, size in checkpoint.files:
+        path = checkpoint.folders[0] / name
+        try:
+            out.append([name, size, path.stat().st_mtime_ns, _sample(path, size)])
+        except OSError as error:
+            raise RequestError(f"{path}: cannot be read ({error.strerror}); make it readable, or fetch it again") from error
+    return {"headers": checkpoint.digest(), "files": out}
+
+
+def _sample(path: Path, size: int) -> str:
+    """A hash of some bytes in every stretch of a file; of all of them, if it is small."""
+    places, digest = random.Random(size), hashlib.sha256()
+    stretch = max(SAMPLE_BYTES, min(SAMPLE_EVERY_BYTES, size // 16))
+    with path.open("rb") as file:
+        for begin in range(0, size, stretch):
+            file.seek(begin + places.randrange(stretch - SAMPLE_BYTES + 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _shape(source: Checkpoint, told: dict[str, Any], model: Model | None) -> LlamaShape:
@@ -164,18 +196,70 @@ def _write(target: Path, plan: Plan, journal: "Journal", make: Callable[[Planned
         if progress is not None:
             progress(done, total)
 
-    for file in plan.files:
-        path = target / file.name
-        temporary = path.with_name(path.name + PART)
-        temporary.unlink(missing_ok=True)
-        if not journal.finished(file.name):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file.write(temporary, file, make, tell)
-            writing.move(temporary, path)
-            journal.note(file.name)
-    for name, content in plan.last.items():
-        writing.write_small(target / name, content)
-    journal.remove()
+    journal.begin()
+    try:
+        for file in plan.files:
+            _write_file(target / file.name, file, journal, make, tell)
+        for name, content in plan.last.items():
+            writing.write_small(target / name, content)
+        journal.finish(plan.names)
+    except OSError as error:
+        raise LostError(
+            f"{error.filename or target}: cannot be written ({error.strerror}); make room for it, then convert again: "
+            "complete files are kept"
+        ) from error
+
+
+def _write_file(path: Path, file: File, journal: "Journal", make: writing.Make, tell: writing.Tell) -> None:
+    temporary = path.with_name(path.name + PART)
+    temporary.unlink(missing_ok=True)
+    if not journal.finished(file.name):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.write(temporary, file, make, tell)
+        writing.move(temporary, path)
+        journal.note(file.name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone in a folder, which is made. The lock is the kernel's: it ends with a run that is killed, whose file stays."""
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _lock(path)
+    except BlockingIOError as error:
+        raise RequestError(
+            f"target {str(folder)!r}: another conversion is writing there; wait for it, or give another folder"
+        ) from error
+    except OSError as error:
+        raise RequestError(f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _lock(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same(handle, path):
+                return handle
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return handle
+            os.close(handle)
+            raise
+        os.close(handle)  # whoever had the lock has removed this file since, and the next may have made another
+
+
+def _same(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
@@ -186,39 +270,63 @@ def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
             raise RequestError(f"target {str(target)!r} is the source {str(source)!r}, in it or above it; give another folder")
 
 
-def _check_room(target: Path, plan: Plan, kept: list[File]) -> None:
-    need = sum(file.nbytes for file in plan.files) - sum(file.nbytes for file in kept)
+def _check_room(target: Path, plan: Plan, journal: "Journal") -> None:
+    need = sum(file.nbytes for file in plan.files if not journal.finished(file.name))
     free = shutil.disk_usage(next(folder for folder in (target, *target.resolve().parents) if folder.is_dir())).free
     if need > free:
         raise RequestError(f"target {str(target)!r} needs {need} bytes and {free} are free; make room, or give another folder")
 
 
 class Journal:
-    """What a conversion is of, and which files of it are complete, in a file of its target."""
+    """What a conversion is of, and which files of it are complete, or that all are, in a file of its target."""
 
-    def __init__(self, folder: Path, what: dict[str, Any], files: dict[str, int]) -> None:
+    def __init__(self, folder: Path, what: dict[str, Any], files: dict[str, int], complete: bool) -> None:
         self.path = folder / JOURNAL
         self.what = what
         self.files = files
+        self.complete = complete
 
     @classmethod
-    def open(cls, folder: Path, what: dict[str, Any]) -> "Journal":
-        """That of an interrupted conversion of the same kind, or a new one in a folder that is absent or empty."""
+    def open(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
+        """That of a conversion of the same kind, interrupted or complete, or a new one in a folder that is absent or
+        empty. `names` are the files of a complete one."""
         path = folder / JOURNAL
         try:
             if path.is_file():
-                return cls(folder, what, _resumed(path, what))
-            if folder.exists() and any(item.name != JOURNAL + PART for item in folder.iterdir()):
-                raise RequestError(f"target {str(folder)!r} is not empty; give a folder that is, or that does not exist")
+                return cls._found(folder, what, names)
+            if folder.exists() and any(item.name not in (JOURNAL + PART, LOCK) for item in folder.iterdir()):
+                raise _not_empty(folder)
         except OSError as error:
             raise RequestError(f"target {str(folder)!r} cannot be read ({error.strerror}); give another folder") from error
-        return cls(folder, what, {})
+        return cls(folder, what, {}, False)
+
+    @classmethod
+    def _found(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
+        path = folder / JOURNAL
+        found = layouts.read_journal(path)
+        files, complete = found.get("files"), found.get("finished") is True
+        if not isinstance(files, dict) or not all(isinstance(size, int) for size in files.values()):
+            raise RequestError(f"{path}: is not the journal of a conversion; give another folder, or empty this one")
+        differ = sorted(key for key in what if found.get(key) != what[key])
+        if differ and complete:
+            raise _not_empty(folder)
+        if differ:
+            raise RequestError(
+                f"{path}: is of another conversion ({', '.join(differ)} differ); give another folder, or empty this one"
+            )
+        journal = cls(folder, what, files, complete)
+        changed = [name for name in names if not journal.finished(name)]
+        if complete and changed:
+            raise RequestError(
+                f"{path}: says that its folder is complete, and {changed[0]} is not as it was written; "
+                "give another folder, or empty this one"
+            )
+        return journal
 
     def begin(self) -> None:
         """Prove, before any work, that the folder can be written to."""
         folder = self.path.parent
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             self.write()
         except OSError as error:
             raise RequestError(f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder") from error
@@ -231,28 +339,15 @@ class Journal:
         self.files[name] = (self.path.parent / name).stat().st_size
         self.write()
 
+    def finish(self, names: tuple[str, ...]) -> None:
+        self.files = {name: (self.path.parent / name).stat().st_size for name in names}
+        self.complete = True
+        self.write()
+
     def write(self) -> None:
-        writing.write_small(self.path, case.canonical({**self.what, "files": self.files}).encode())
-
-    def remove(self) -> None:
-        self.path.unlink()
+        table = {**self.what, "files": self.files} | ({"finished": True} if self.complete else {})
+        writing.write_small(self.path, case.canonical(table).encode())
 
 
-def _resumed(path: Path, what: dict[str, Any]) -> dict[str, int]:
-    """The finished files that a journal names, if it is of this conversion."""
-    with path.open("rb") as file:
-        raw = file.read(MAX_JOURNAL_BYTES)
-    try:
-        found = json.loads(raw)
-        files = found.pop("files")
-        known = all(isinstance(name, str) and isinstance(size, int) for name, size in files.items())
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-        known = False
-    if not known:
-        raise RequestError(f"{path}: is not the journal of a conversion; give another folder, or empty this one")
-    differ = sorted(key for key in what if found.get(key) != what[key])
-    if differ:
-        raise RequestError(
-            f"{path}: is of another conversion ({', '.join(differ)} differ); give another folder, or empty this one"
-        )
-    return dict(files)
+def _not_empty(folder: Path) -> RequestError:
+    return RequestError(f"target {str(folder)!r} is not empty; give a folder that is, or that does not exist")

@@ -5,6 +5,7 @@ stored tensors have in common with the box of a share; converting copies what th
 of another layout. So a layout is a table of names and boxes, and one table serves reading and writing.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -21,7 +22,8 @@ from steelyard.models.parallel import Box
 
 Progress = Callable[[int, int], None]
 
-JOURNAL = "conversion.json"  # in a folder that is being written; see models/convert.py
+JOURNAL = "conversion.json"  # in a folder that a conversion writes or has written; see models/convert.py
+MAX_JOURNAL_BYTES = 64 << 20
 
 # The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without their scales.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -123,6 +125,17 @@ class Checkpoint(Protocol):
     def notes(self) -> list[str]: ...
 
 
+def read_journal(path: Path) -> dict[str, Any]:
+    """A journal as it is; empty if it is none."""
+    with path.open("rb") as file:
+        raw = file.read(MAX_JOURNAL_BYTES)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def parameters(shape: LlamaShape) -> list[str]:
     """The names of a whole model's parameters; a tied output is none."""
     leaves = [name for name in parallel.TABLE if name not in (*TOP, "output.weight")]
@@ -190,7 +203,7 @@ def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
     if not (math.isclose(found, wanted, rel_tol=1e-6) if both else found == wanted):
         raise RequestError(
             f"{path}: {key} is {shown(found)}, the case's {field} is {wanted!r}; "
-            "give weights of the case's model, or change question.model with --set"
+            "give weights of the case's model, or the case of theirs"
         )
 
 
@@ -198,7 +211,7 @@ def allow(path: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
     """Refuse a setting of a file that changes what a model computes."""
     if found is not None and found not in allowed:
         raise RequestError(
-            f"{path}: {key} is {shown(found)}, allowed: {', '.join(map(repr, allowed))}; "
+            f"{path}: {key} is {shown(found)}, allowed: {', '.join(map(repr, allowed)) or None}; "
             "give weights of a plain Llama, or save these in that form"
         )
 

@@ -62,15 +62,24 @@ class Block(nn.Module):
         self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
     ) -> Streams:
         """Returns x, delta, and this batch's keys and values."""
-        group, dim = self.shape.heads // self.shape.kv_heads + 2, self.shape.head_dim
         x = x + delta
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, group, dim))  # a share has fewer groups
-        q = rotate(qkv[:, :, :-2].flatten(1, 2), cos, sin)
-        k = rotate(qkv[:, :, -2], cos, sin)
-        v = qkv[:, :, -1]
+        q, k, v = heads(self.qkv(self.attention_norm(x)), cos, sin, self.shape)
         x = x + self.out(attend(q, k, v, rows, kernel, prefix).flatten(1))
-        gate, up = self.gate_up(self.ffn_norm(x)).unflatten(-1, (-1, 2, self.shape.ffn_block)).unbind(-2)
-        return x, self.down((F.silu(gate) * up).flatten(-2)), k, v
+        return x, self.down(gated(self.gate_up(self.ffn_norm(x)), self.shape.ffn_block)), k, v
+
+
+def heads(qkv: Tensor, cos: Tensor, sin: Tensor, shape: LlamaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, rotated, and values, of all groups that are there: a share has fewer."""
+    grouped = qkv.unflatten(-1, (-1, shape.heads // shape.kv_heads + 2, shape.head_dim))  # type: ignore[no-untyped-call]
+    q = rotate(grouped[:, :, :-2].flatten(1, 2), cos, sin)
+    return q, rotate(grouped[:, :, -2], cos, sin), grouped[:, :, -1]
+
+
+def gated(gate_up: Tensor, block: int) -> Tensor:
+    """SwiGLU of gate and up in alternating blocks."""
+    gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)  # type: ignore[no-untyped-call]
+    out: Tensor = (F.silu(gate) * up).flatten(-2)
+    return out
 
 
 class Llama(nn.Module):

@@ -134,7 +134,7 @@ class Megatron:
         if stored is not None and rows * self.tp < shape.vocab:
             raise RequestError(
                 f"{stored}: {self.tp} shards of it hold {rows * self.tp} rows, the case's vocab is {shape.vocab}; "
-                "give weights of the case's model, or change question.model with --set"
+                "give weights of the case's model, or the case of theirs"
             )
         for rank in self.ranks:
             layouts.allow(rank.path, "padded_vocab_size", rank.args.get("padded_vocab_size"), (rows * self.tp,))
@@ -260,8 +260,10 @@ def read(folder: Path) -> Megatron:
         raise RequestError(f"{folder / lost[0]}: shard is missing, there are {len(names)} others; fetch it")
     found = _ITERATION.fullmatch(folder.name)
     ranks = [_rank(folder / name / FILE, int(found[1]) if found else None) for name in wanted]
+    _check_count(folder, ranks)
     for rank in ranks[1:]:
         _check_alike(rank, ranks[0])
+    _check_order(ranks)
     step = ranks[0].iteration
     return Megatron(folder, RELEASE if folder.name == RELEASE or step is None else str(step), ranks)
 
@@ -308,6 +310,33 @@ def _stored(path: Path, name: str, value: Any) -> Stored:
         raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint that is not quantised")
     dtype = _NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
     return Stored(path, name, dtype, value.shape, value.open)
+
+
+def _check_count(folder: Path, ranks: list[Rank]) -> None:
+    told, here = ranks[0].args.get("tensor_model_parallel_size"), len(ranks)
+    if not isinstance(told, int) or told < 1 or told == here:
+        return
+    about = f"{folder}: {shown(told)} shards are told of, {here} are here: mp_rank_{min(told, here):02}"
+    if told < here:
+        raise RequestError(f"{about} is none of them; move it away")
+    more = told - here - 1
+    raise RequestError(about + (f" and {shown(more)} more are missing; fetch them" if more else " is missing; fetch it"))
+
+
+def _check_order(ranks: list[Rank]) -> None:
+    """Every shard is in the folder of its number, where the files tell it. Megatron keeps the rank in all of a training:
+    the same number, if a training had no more ranks than shards and if not all were written by one process."""
+    numbers = [rank.args.get(megatron_args.RANK) for rank in ranks]
+    alone = all(rank.args.get("world_size") == len(ranks) for rank in ranks)
+    of_training = [rank.args.get("rank") for rank in ranks]
+    if alone and all(i in of_training for i in range(len(ranks))):
+        numbers = [ours if ours is not None else number for ours, number in zip(numbers, of_training, strict=True)]
+    for i, (rank, number) in enumerate(zip(ranks, numbers, strict=True)):
+        if number not in (None, i):
+            raise RequestError(
+                f"{rank.path}: is shard {shown(number)} of its checkpoint, and its folder is {rank.path.parent.name}; "
+                "put every shard in the folder of its number, or fetch them again"
+            )
 
 
 def _check_alike(rank: Rank, first: Rank) -> None:

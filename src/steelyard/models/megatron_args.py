@@ -6,14 +6,17 @@ from typing import Any
 
 from steelyard.models import layouts
 from steelyard.models.llama import LlamaShape
+from steelyard.models.parallel import Share
 from steelyard.models.pickles import Stub
 
 Args = dict[str, Any]
 
+RANK = "tensor_model_parallel_rank"  # which shard a file is; Megatron does not keep it, we do
+
 
 @dataclass(frozen=True)
 class Argument:
-    """The names of an argument, newer ones last, and the field of the shape it must equal."""
+    """The names of an argument, the one that holds if several are told first, and the field of the shape it must equal."""
 
     keys: tuple[str, ...]
     field: str
@@ -31,7 +34,7 @@ ARGUMENTS = (
     Argument(("kv_channels",), "head_dim"),
     Argument(("ffn_hidden_size",), "ffn"),
     Argument(("true_vocab_size", "vocab_size"), "vocab"),
-    Argument(("layernorm_epsilon", "norm_epsilon"), "norm_eps"),
+    Argument(("norm_epsilon", "layernorm_epsilon"), "norm_eps"),
     Argument(("rotary_base",), "rope_base", 10000.0),
     Argument(("add_qkv_bias",), "qkv_bias"),
 )
@@ -40,22 +43,38 @@ POSITIONS = Argument(("max_position_embeddings", "seq_length"), "positions")  # 
 # What models/llama.py computes; None, and no word of it, is allowed for each.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
+    "quick_geglu": (False,),
+    "openai_gelu": (False,),
+    "squared_relu": (False,),
+    "num_experts": (0, 1, [1]),
     "normalization": ("RMSNorm",),
+    "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "position_embedding_type": ("rope",),
+    "rope_type": ("rope",),
     "rotary_interleaved": (False,),
     "rotary_percent": (1.0,),
-    "use_rope_scaling": (False,),
-    "apply_layernorm_1p": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "use_rope_scaling": (False,),  # without it the scaling's other arguments mean nothing
+    "no_rope_freq": (),
+    "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "multi_latent_attention": (False,),
+    "softmax_type": ("vanilla",),
+    "window_size": ((-1, -1),),
     "pipeline_model_parallel_size": (1,),
 }
+_PLAIN = str | int | float | None
 
 
 def plain(args: Any) -> Args:
-    """A Namespace as a table of numbers, words and None. Anything else in it says nothing of the model."""
+    """A Namespace as a table of numbers, words, None and rows of them. Anything else in it says nothing of the model."""
     state = args.state if isinstance(args, Stub) else args
     if not isinstance(state, dict):
         return {}
-    return {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
+    rows = {key: value if isinstance(value, list | tuple) else (value,) for key, value in state.items()}
+    return {key: state[key] for key, row in rows.items() if all(isinstance(value, _PLAIN) for value in row)}
 
 
 def _groups(args: Args) -> tuple[str, Any]:
@@ -76,8 +95,11 @@ def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
     for field, (key, value) in (*found, ("kv_heads", _groups(args)), ("tied", _tied(args))):
         if value is not None:
             layouts.agree(path, key, value, field, getattr(shape, field))
+    # The older spelling of rope holds whatever the newer one, which had another default, says.
+    older = {"position_embedding_type"} if args.get("use_rotary_position_embeddings") is True else set()
     for key, allowed in (COMPUTED | {"tensor_model_parallel_size": (tp,)}).items():
-        layouts.allow(path, key, args.get(key), allowed)
+        if key not in older:
+            layouts.allow(path, key, args.get(key), allowed)
 
 
 def told(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
@@ -99,8 +121,9 @@ def told(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, A
     return out
 
 
-def written(shape: LlamaShape, tp: int, rows: int, dtype: str) -> Args:
-    """The arguments of a checkpoint that we write."""
+def written(shape: LlamaShape, share: Share, rows: int, dtype: str) -> Args:
+    """The arguments of a shard that we write."""
+    tp = share.count
     return {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -130,6 +153,7 @@ def written(shape: LlamaShape, tp: int, rows: int, dtype: str) -> Args:
         "normalization": "RMSNorm",
         "apply_layernorm_1p": False,
         "tensor_model_parallel_size": tp,
+        RANK: share.index,
         "pipeline_model_parallel_size": 1,
         "bf16": dtype == "BF16",
         "fp16": dtype == "F16",

@@ -61,6 +61,20 @@ TABLE = {
 
 SUMMED = ("out", "down")  # modules whose input is divided: their outputs are parts of a sum
 
+# How a team divides a module in training, where it divides the tokens of the residual stream too: a table of tokens by its
+# rows, a norm's tokens, a matrix by what it gives (columns) or by what it takes (sum); the logits stay divided.
+TRAINING = {
+    "embed": "table",
+    "attention_norm": "tokens",
+    "qkv": "columns",
+    "out": "sum",
+    "ffn_norm": "tokens",
+    "gate_up": "columns",
+    "down": "sum",
+    "norm": "tokens",
+    "output": "logits",
+}
+
 
 def placement(name: str) -> Placement:
     """The row of a parameter, by its full name."""

@@ -47,19 +47,20 @@ def parameters(model: nn.Module) -> int:
 def fill_random(model: nn.Module, seed: int, shape: LlamaShape | None = None, share: Share = WHOLE) -> None:
     """Random weights: N(0, 1 / columns) in matrices, which keeps the scale of what passes through, so that answers depend
     on the whole prompt at any size; ones in norms, zeros in biases. The values of a parameter of the whole model depend
-    on the seed, its name, shape, dtype and kind of device; not on rank, count of ranks or order."""
+    on the seed, its name, shape, dtype and kind of device; not on rank, count of ranks, order, or the order of its rows
+    in memory: they are made in that of its plain form."""
+    shape = model.shape if shape is None and isinstance(model, Llama) else shape
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif shape is None or share.count == 1:
+            elif shape is None or (share.count == 1 and not parallel.placement(name).swapped):
                 _normal(parameter, name, seed)
             else:
                 form = parallel.placement(name).form(shape)
-                whole = _normal(parameter.new_empty(layouts.flat(name, form)), name, seed)
-                box = parallel.box(name, shape, share)
+                whole = _normal(parameter.new_empty(layouts.flat(name, form)), name, seed).view(form)
                 parameter.zero_()  # rows that pad a vocabulary stay so
-                part = parallel.plain(name, whole, shape, WHOLE)[tuple(slice(*span) for span in box)]
+                part = whole[tuple(slice(*span) for span in parallel.box(name, shape, share))]
                 parallel.plain(name, parameter, shape, share).copy_(part)
 
 
@@ -71,6 +72,8 @@ def _normal(parameter: Tensor, name: str, seed: int) -> Tensor:
 
 def open_folder(folder: Path) -> Checkpoint:
     """The checkpoint in a folder, of either layout, its headers read and its tensors not."""
+    if folder.is_file():
+        raise RequestError(f"weights {str(folder)!r} is a file; give the folder of the checkpoint, or random")
     if not folder.is_dir():
         raise RequestError(f"weights folder {str(folder)!r} does not exist; give a folder of weights, or random")
     try:
@@ -83,6 +86,12 @@ def _open_folder(folder: Path) -> Checkpoint:
     _check_finished(folder)
     shards = megatron.find(folder)
     below = shards is not None and folder not in (shards, shards.parent)
+    if shards is None and not huggingface.present(folder) and not (folder / huggingface.CONFIG_NAME).exists():
+        raise RequestError(
+            f"{folder.resolve()}: holds no checkpoint, neither Hugging Face's ({huggingface.CONFIG_NAME} and "
+            f"{huggingface.SINGLE_NAME} or {huggingface.INDEX_NAME}) nor Megatron's ({megatron.TRACKER} or mp_rank_00); "
+            "give a folder that does"
+        )
     if shards is None or (below and huggingface.present(folder)):
         return huggingface.read(folder)
     if huggingface.present(folder):
@@ -92,10 +101,10 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _check_finished(folder: Path) -> None:
-    if (folder / layouts.JOURNAL).is_file():
+    path = folder / layouts.JOURNAL
+    if path.is_file() and layouts.read_journal(path).get("finished") is not True:
         raise RequestError(
-            f"{folder / layouts.JOURNAL}: says that its folder is not complete; "
-            "convert the same source to it again, which goes on where it stopped"
+            f"{path}: says that its folder is not complete; convert the same source to it again, which goes on where it stopped"
         )
 
 

@@ -72,6 +72,10 @@ class Plan:
     files: tuple[File, ...]
     last: dict[str, bytes]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(file.name for file in self.files), *self.last)
+
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
@@ -141,12 +145,13 @@ def plan_megatron(planning: Planning, tp: int) -> Plan:
     for i in range(tp):
         parts = megatron.parts(shape, Share(i, tp), rows)
         shards.append(tuple(Planned(theirs(name), part, planning.dtype_of(part)) for name, part in parts.items()))
-    args = megatron_args.written(shape, tp, rows, Counter(p.dtype for p in shards[0]).most_common(1)[0][0])
-    around = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": planning.step}
-    files = tuple(
-        File(f"{folder}/mp_rank_{i:02}/{megatron.FILE}", shard, partial(_write_shard, around)) for i, shard in enumerate(shards)
-    )
-    return Plan(files, {megatron.TRACKER: f"{word}\n".encode()})
+    dtype = Counter(p.dtype for p in shards[0]).most_common(1)[0][0]
+    files: list[File] = []
+    for i, shard in enumerate(shards):
+        args = argparse.Namespace(**megatron_args.written(shape, Share(i, tp), rows, dtype))
+        around = {"args": args, "checkpoint_version": 3.0, "iteration": planning.step}
+        files.append(File(f"{folder}/mp_rank_{i:02}/{megatron.FILE}", shard, partial(_write_shard, around)))
+    return Plan(tuple(files), {megatron.TRACKER: f"{word}\n".encode()})
 
 
 PLANS: dict[str, Callable[[Planning, int], Plan]] = {"hf": plan_hf, "megatron": plan_megatron}

@@ -55,7 +55,7 @@ def _facts(block: Facts) -> str:
     out = []
     for label, item in zip(labels, block.items, strict=True):
         first, *more = wrap(clean(item.text), _LINE - indent)
-        out.append(f"- {pad(label + ':', indent - 2)}{first}")
+        out.append(f"- {pad(label + ':', indent - 3)} {first}")
         out += [" " * indent + line for line in more]
     return "\n".join(out)
 

@@ -1,7 +1,7 @@
 """Records to pages: the whole page in the seeds' order, and the short table after a run."""
 
 from steelyard.case import changed_question
-from steelyard.metrics import devices
+from steelyard.passes import devices
 from steelyard.record import Record
 from steelyard.report.columns import layout
 from steelyard.report.details import details

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from steelyard import metrics_train, passes
 from steelyard.record import Record, Sample
 from steelyard.report.columns import layout
 from steelyard.report.document import Block, Lines, Point, Series, Share, Stack
@@ -20,7 +21,7 @@ _WORK = ("tokens", "samples")
 
 
 def all_of(record: Record, say: Words) -> list[Block]:
-    return [*_rate(record, say), *_telemetry(record, say)]
+    return [*_losses(record, say), *_rate(record, say), *_telemetry(record, say)]
 
 
 def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
@@ -30,6 +31,16 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
         rest = sum(share for _, share in shares[MAX_PARTS - 1 :])
         shares = [*shares[: MAX_PARTS - 1], (say("budget.rest"), rest)]
     return Stack(say("budget"), tuple(Share(name, share, formed("percent", share)) for name, share in shares))
+
+
+def _losses(record: Record, say: Words) -> list[Block]:
+    """The loss of every step of training; it is the same on every rank."""
+    if passes.kind(record) != "train":
+        return []
+    points = _points(enumerate(metrics_train.values(record, "loss")))
+    if not any(y is not None for _, y in points):
+        return []
+    return [Lines(say("chart.loss"), say("chart.loss_x"), "nats", (Series("loss", _thinned(points)),))]
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
@@ -49,7 +60,8 @@ def _rate(record: Record, say: Words) -> list[Block]:
     )
     if not any(y is not None for line in series for _, y in line.points):
         return []
-    titles = (say("chart.rate", name), say("chart.rate_x"), say("chart.rate_y", work))
+    title = say("chart.rate.train") if name == "train" else say("chart.rate", name)
+    titles = (title, say("chart.rate_x"), say("chart.rate_y", work))
     core = record.metrics.get(plan.core)
     comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1 and name == plan.charted[0]
     return [Lines(*titles, series, _drawable(core.value) if core is not None and comparable else None, plan.core)]

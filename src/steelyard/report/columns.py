@@ -52,11 +52,14 @@ _TRAIN = (
     _metric("p_whole"),
     _metric("p_train"),
     _metric("p_core", strong=True),
-    _metric("tokens_per_device_s", optional=True),
+    Field("tokens_per_device_s", ("tokens_per_device_s",), optional=True, instead=("tokens_per_device_s_padded",)),
     _MFU,
     _metric("loss", optional=True),
+    Field("held_out", ("loss_before", "loss_after"), title="column.held_out", optional=True),
     Field("acc", ("acc",), title="column.acc.train", optional=True),
     _MEM,
+    _metric("mem_predicted", optional=True),
+    Field("mem_stages", optional=True),
 )
 
 

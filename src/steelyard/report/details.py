@@ -1,6 +1,9 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
-from steelyard import metrics, plan
+from math import fsum
+
+from steelyard import metrics, passes, plan
+from steelyard.known import GIB
 from steelyard.record import Record
 from steelyard.report import charts
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Row, Table, Tone
@@ -113,10 +116,11 @@ def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") ->
 
 def _ranks(record: Record, say: Words) -> list[Block]:
     """Memory and time of every rank in the headline pass, where there is more than one."""
-    name = metrics.headline(record)
-    spans = metrics.windows(record, name) if name else []
+    name = passes.headline(record)
+    spans = passes.windows(record, name) if name else []
     if len(spans) < 2:
         return []
+    steps = _step_times(record)
     rows = []
     for span in sorted(spans, key=lambda span: span.rank):
         told = next((one for one in record.ranks if one.get("rank") == span.rank), {})
@@ -124,16 +128,25 @@ def _ranks(record: Record, say: Words) -> list[Block]:
         sizes = (metrics.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
         cells = (counted(span.rank), spelled(told.get("device")), f"TP{at.tp} PP{at.pp} DP{at.dp}")
         rate = real(told.get("matmul_flops_per_s"))
-        numbers = (*(formed("gib", size) for size in sizes), formed("seconds", span.wall_s))
+        times = (span.wall_s, *steps.get(span.rank, (None, None))) if steps else (span.wall_s,)
+        numbers = (*(formed("gib", size) for size in sizes), *(formed("seconds", time_s) for time_s in times))
         rows.append(Row(tuple(map(Cell, (*cells, *numbers, formed("number", rate / 1e12 if rate else None))))))
-    units = {"mem": "GiB", "allocated": "GiB", "reserved": "GiB", "wall": "s", "matmul": "TFLOP/s"}
+    timed = ("wall", "step", "slowest") if steps else ("wall",)
+    units = {"mem": "GiB", "allocated": "GiB", "reserved": "GiB", **dict.fromkeys(timed, "s"), "matmul": "TFLOP/s"}
     names = ("rank", "device", "place", *units)
     heads = tuple(Column(say(f"ranks.{key}"), units.get(key, ""), "right" if key in units else "left") for key in names)
     return [Table(heads, tuple(rows))]
 
 
+def _step_times(record: Record) -> dict[int, tuple[float, float]]:
+    """Mean and slowest step of every rank in the steady window of training; batches of scoring differ by design."""
+    found = passes.span(record) if passes.kind(record) == "train" else None
+    times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
+    return {rank: (fsum(each) / len(each), max(each)) for rank, each in times.items()}
+
+
 def _gib(size: int | None) -> float | None:
-    return None if size is None else size / metrics.GIB
+    return None if size is None else size / GIB
 
 
 def _subjects(record: Record, say: Words) -> list[Block]:

@@ -49,13 +49,18 @@ SETTINGS = (
     ),
     _row(
         "parallel",
-        ("Parallel strategy", "degrees as TPxPPyDPz, such as TP2PP1DP4"),
-        ("并行策略", "格式为 TPxPPyDPz，例如 TP2PP1DP4"),
+        ("Parallel strategy", "degrees as TPxPPyDPz, such as TP2PP1DP4; SHn: sharding stage n"),
+        ("并行策略", "格式为 TPxPPyDPz，例如 TP2PP1DP4；SHn 为 sharding 第 n 阶段"),
     ),
     _row(
         "fix_hp",
         ("Changed settings", "what was tuned without changing the question"),
         ("超参修改", "跑满硬件设备评测吞吐量所需特殊超参"),
+    ),
+    _row(
+        "mem_stages",
+        ("Memory by stage", "GiB of the fullest rank of each pipeline stage * ranks of the stage"),
+        ("各流水级显存", "每个流水级显存最大值（GiB）* 该级进程数"),
     ),
 )
 
@@ -129,15 +134,15 @@ METRICS = (
     ),
     _row(
         "tokens_per_device_s",
-        ("Tokens per accelerator", "tokens per second per accelerator over wall time"),
-        ("单卡吞吐量", "平均单卡每秒处理的 token 数"),
-        unit="tokens/s",
+        ("Tokens per accelerator", "tokens per second per accelerator over wall time; training: steady window"),
+        ("单卡吞吐量", "平均单卡每秒处理的 token 数；训练取稳态窗口"),
+        unit="tokens/s/device",
         shown="token/p/s",
     ),
     _row(
         "samples_per_s",
-        ("Samples per second", "samples of the headline pass / its wall time"),
-        ("样本吞吐量", "主要遍的样本数除以其总时间"),
+        ("Samples per second", "samples of the headline pass / its wall time; training: steady window"),
+        ("样本吞吐量", "主要遍的样本数除以其总时间；训练取稳态窗口"),
         unit="samples/s",
     ),
     _row(
@@ -224,8 +229,32 @@ METRICS = (
     ),
     _row(
         "loss",
-        ("Loss", "mean over samples of each one's mean cross-entropy per token, in nats, from the same pass that was timed"),
-        ("推理结果", "各样本平均交叉熵（nat）的均值，取自被计时的同一遍"),
+        (
+            "Loss",
+            "mean over samples of each one's mean cross-entropy per token, in nats, from the same pass that was timed; "
+            "training: mean of the last tenth of the steps",
+        ),
+        ("损失", "各样本平均交叉熵（nat）的均值，取自被计时的同一遍；训练为最后十分之一步的均值"),
+    ),
+    _row(
+        "loss_first",
+        ("Loss, first tenth", "training loss, mean of the first tenth of the steps, in nats"),
+        ("起始损失", "训练损失，最初十分之一步的均值（nat）"),
+    ),
+    _row(
+        "loss_before",
+        ("Held-out loss before", "mean cross-entropy per target of rows never trained on, before the first step"),
+        ("训练前留出集损失", "从不参与训练的行，首步之前每个目标 token 的平均交叉熵"),
+    ),
+    _row(
+        "loss_after",
+        ("Held-out loss after", "the same after the last step"),
+        ("训练后留出集损失", "同上，末步之后"),
+    ),
+    _row(
+        "grad_norm",
+        ("Gradient norm", "of all gradients in the last step, before clipping"),
+        ("梯度范数", "末步全部梯度的范数，裁剪之前"),
     ),
     _row("loss_val", ("Loss, reference pass", "the same of the reference pass"), ("验证结果（损失）", "同上，参考遍")),
     _row(
@@ -260,8 +289,20 @@ METRICS = (
         "gib",
         unit="GiB",
     ),
+    _row(
+        "mem_predicted",
+        ("Memory predicted", "from shapes: parameters, gradients, states, activations, logits of the fullest rank, GiB"),
+        ("预测显存", "由形状算出：参数、梯度、优化器状态、激活与 logits，取最大的进程，单位为 GiB"),
+        "gib",
+        unit="GiB",
+    ),
     _row("mem_total", ("Device memory", "what the device has, GiB"), ("显存总量", "单位为 GiB"), "gib", unit="GiB"),
-    _row("energy", ("Energy", "device's energy counter over the pass"), ("能耗", "整遍中设备能量计数器之差"), unit="J"),
+    _row(
+        "energy",
+        ("Energy", "device's energy counter over the pass; training: steady window"),
+        ("能耗", "整遍中设备能量计数器之差；训练取稳态窗口"),
+        unit="J",
+    ),
     _row(
         "energy_per_token",
         ("Energy per token", "energy / tokens of the pass"),

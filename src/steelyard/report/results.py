@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.case import changed_question
-from steelyard.metrics import devices
+from steelyard.passes import devices
 from steelyard.record import Record
 from steelyard.report.columns import Field, layout
 from steelyard.report.document import Cell, Column, Row, Table, Tone
@@ -14,6 +14,7 @@ from steelyard.report.names import in_order, meaning
 from steelyard.report.numbers import UNKNOWN, formed, real, spelled
 from steelyard.report.runs import Run, kind, scope, shown, table_of, unit
 from steelyard.report.setting import changed, parallel
+from steelyard.report.stages import stages
 from steelyard.report.words import Words
 
 _SETTINGS: dict[str, Callable[[Record], str]] = {
@@ -21,6 +22,7 @@ _SETTINGS: dict[str, Callable[[Record], str]] = {
     "division": lambda record: record.case.division,
     "parallel": parallel,
     "fix_hp": changed,
+    "mem_stages": stages,
 }
 _CONVENTIONS = ("mfu", "mfu_core", "mfu_achievable", "mfu_palm", "mfu_nominal")
 
@@ -50,8 +52,8 @@ def fields(runs: list[Run], references: list[Published]) -> list[Field]:
     """The columns of this case; optional ones only where a row has them."""
     present = {name for run in runs for name in run.record.metrics} | {name for row in references for name in row.values}
     if any(devices(run.record) > 1 for run in runs):
-        present.add("parallel")
-    return [f for f in layout(kind(runs[0].record)).fields if not f.optional or present & {f.name, *f.metrics}]
+        present |= {"parallel", "mem_stages"}
+    return [f for f in layout(kind(runs[0].record)).fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]
 
 
 def metric_list(runs: list[Run], say: Words) -> Table:
@@ -125,8 +127,8 @@ def _published_cell(field: Field, row: Published, common: str | None, say: Words
         return Cell("/".join("-" if text == UNKNOWN else text for text in found), "" if base == (common or "") else base)
     for name in field.instead:
         if name in row.values:
-            return Cell(_published_number(name, row.values[name]), say(f"mfu.{name}"))
-    return Cell(UNKNOWN)
+            return Cell(_published_number(name, row.values[name]), say(f"instead.{name}"))
+    return Cell(UNKNOWN if field.metrics else spelled(row.values.get(field.name)))
 
 
 def _published_number(name: str, value: Any) -> str:

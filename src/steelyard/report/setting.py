@@ -5,13 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard import passes
 from steelyard.record import Record
 from steelyard.report.document import Block, Fact, Facts, Heading, Paragraph
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, real, spelled
 from steelyard.report.runs import CaseName, Run, distinct, kind, labels, table_of
 from steelyard.report.words import Words
 
-_DATA = ("source", "rows", "subjects", "tokens", "shortened", "tokenizer", "fingerprint")
+_DATA = {
+    "score": ("source", "rows", "subjects", "tokens", "shortened", "tokenizer", "fingerprint"),
+    "train": ("source", "rows", "tokens", "tokenizer", "fingerprint"),
+}
 _WEIGHTS = ("source", "header_sha256")
 # Packages that are the framework of an engine, best known name first; the others are dependent software.
 _FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", "mindspore")
@@ -26,7 +30,7 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
 def data(runs: list[Run], say: Words) -> list[Block]:
     def facts(run: Run) -> Facts:
         asked = Fact(say("data.asked"), spelled(table_of(run.record.case.question.get("data"))))
-        return Facts((asked, *_rows(run.record.data, _DATA, "data", say)))
+        return Facts((asked, *_rows(run.record.data, _DATA[passes.kind(run.record)], "data", say)))
 
     return _grouped(runs, facts, say)
 
@@ -36,7 +40,8 @@ def model(runs: list[Run], say: Words) -> list[Block]:
         question = run.record.case.question
         model = Fact(say("model.model"), spelled(table_of(question.get("model"))))
         precision = Fact(say("model.precision"), spelled(question.get("precision") or run.record.case.precision))
-        return Facts((model, precision, *_rows(run.record.weights, _WEIGHTS, "model", say)))
+        train = [Fact(say("model.train"), spelled(table_of(question["train"])))] if question.get("train") else []
+        return Facts((model, precision, *train, *_rows(run.record.weights, _WEIGHTS, "model", say)))
 
     return _grouped(runs, facts, say)
 
@@ -174,8 +179,10 @@ def _origin(key: str, origins: dict[str, str]) -> str | None:
 
 
 def parallel(record: Record) -> str:
-    plan = record.plan
-    return f"TP{plan.tp}PP{plan.pp}DP{plan.dp}"
+    """Degrees, and the stage of sharding where replicas divide anything."""
+    plan, sharding = record.plan, record.tune.get("sharding")
+    divided = f" SH{sharding}" if passes.kind(record) == "train" and sharding else ""
+    return f"TP{plan.tp}PP{plan.pp}DP{plan.dp}{divided}"
 
 
 def _plan_numbers(record: Record) -> tuple[str, str, str]:

@@ -1,0 +1,197 @@
+"""Engine `torch`, training on many devices: a model laid over them by PyTorch's own means.
+
+Tensor parallelism with sequence parallelism by DTensor, pipelines by torch.distributed.pipelining, replicas that divide what
+they hold by FSDP2. The loss of a step is the same function of the same numbers as on one device, and so are its gradients:
+they are summed over replicas, never averaged, because each replica's part of the loss is divided by the targets of all.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.utils import get_total_norm
+
+from steelyard.engines import Job, Part
+from steelyard.engines.optimizer import Adam
+from steelyard.engines.pipeline import Pipeline
+from steelyard.engines.score import DTYPES
+from steelyard.engines.shards import fill, local
+from steelyard.engines.stage import Stage, divide, summed_loss
+from steelyard.engines.torch_train import TorchTrainer, _compute_dtype, _recomputed
+from steelyard.engines.train import Micro
+from steelyard.models import weights
+from steelyard.models.llama import Block, Streams
+from steelyard.models.parallel import Share
+from steelyard.plan import shard_degree
+
+REPLICAS = ("copies", "shards")  # the replicas of a plan: copies of groups that divide among them what they hold
+
+
+class LaidTrainer(TorchTrainer):
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        plan = job.plan
+        self.degree = shard_degree(job.case, plan.dp)
+        self.sharding = self.tune.sharding if self.degree > 1 else 0
+        sizes = (plan.dp // self.degree, self.degree, plan.pp, plan.tp)
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=(*REPLICAS, "stages", "team"))
+        self.groups = {name: self.mesh[name].get_group() for name in (*REPLICAS, "stages", "team")}
+        self.compute = DTYPES[_compute_dtype(self.question.precision)]
+
+    def prepare(self, part: Part) -> None:
+        train, precision = self.question.train, self.question.precision
+        if train is None:
+            raise ValueError("a question without training")
+        with part("weights"):
+            self.stage = self._lay()
+            kept = self._convert()
+            stages = self.groups["stages"] if self.job.plan.pp > 1 else None
+            self.adam: Adam = LaidAdam(list(self.stage.parameters()), kept, train, precision, stages)
+            self.job.device.synchronize()
+        self.pipeline = None
+        if self.job.plan.pp > 1:
+            tokens = self.tune.micro_batch * train.length // self.job.plan.tp
+            like = torch.zeros(tokens, self.question.model.hidden, dtype=self.compute, device=self.device)
+            self.pipeline = Pipeline(self.stage, self.job.place.pp, stages, like, self._before_backward)
+
+    def _lay(self) -> Stage:
+        """This rank's part of the model on the device, filled. It takes memory only once it is divided."""
+        plan, place = self.job.plan, self.job.place
+        shape = weights.shape_of(self.question.model)
+        with torch.device("meta"):
+            stage = Stage(shape, place.pp, plan.pp, self.kernel).to(DTYPES[self.question.precision.weights])
+        if plan.tp > 1:
+            divide(stage, self.mesh["team"])
+        self._choose_code(stage)
+        if self.sharding:
+            self._shard(stage)
+        stage.to_empty(device=self.device)
+        stage.tie()
+        shards = Share(self.mesh["shards"].get_local_rank(), self.degree) if self.sharding else Share()
+        self.weights = fill(stage, self.job, shape, Share(place.tp, plan.tp), shards)
+        return stage.train()
+
+    def _choose_code(self, stage: Stage) -> None:
+        """What computes a block and the loss: inside the hooks that gather weights, so that these are never compiled."""
+        for block in stage.layers.values():
+            run = _streams(_recomputed(cast(Block, block.forward), self.tune.recompute))
+            block.forward = torch.compile(run) if self.tune.compile else run
+        if self.tune.compile and self.job.plan.tp == 1:
+            stage.read = torch.compile(summed_loss, dynamic=True)
+
+    def _shard(self, stage: Stage) -> None:
+        """Replicas divide what they hold. Weights are kept as they are, and gathered in the precision of the matmuls."""
+        kept = DTYPES[self.question.precision.weights]
+        policy = MixedPrecisionPolicy(self.compute, kept) if self.compute != kept else MixedPrecisionPolicy()
+        mesh: DeviceMesh = self.mesh[REPLICAS] if self.degree < self.job.plan.dp else self.mesh["shards"]
+        for module in (*stage.layers.values(), stage):
+            fully_shard(module, mesh=mesh, reshard_after_forward=self.sharding == 3, mp_policy=policy)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+    def _convert(self) -> list[Tensor] | None:
+        """Without shards, weights kept in another precision stand beside the model's own."""
+        if self.sharding or self.compute == DTYPES[self.question.precision.weights]:
+            return None
+        kept = [p.detach() for p in self.stage.parameters()]
+        self.stage.to(self.compute)
+        return kept
+
+    def _before_backward(self, last: bool) -> None:
+        if isinstance(self.stage, FSDPModule):
+            self.stage.set_is_last_backward(last)
+            self.stage.set_requires_gradient_sync(last or self.sharding > 1)
+            self.stage.set_requires_all_reduce(last)
+            self.stage.set_reshard_after_backward(last or self.sharding == 3)
+
+    def _split(self) -> AbstractContextManager[None]:
+        """Where a team has the logits divided, the loss and its backward pass are computed so."""
+        return loss_parallel() if self.job.plan.tp > 1 else nullcontext()
+
+    def loss(self, micro: Micro) -> Tensor:
+        with self._split():
+            out: Tensor = self.stage(None, micro) if self.pipeline is None else self.pipeline.loss(micro)
+        return out
+
+    def learn(self, micros: list[Micro], targets: Tensor) -> Tensor:
+        losses = [torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)]
+
+        def weigh(nll: Tensor) -> Tensor:
+            loss = nll / targets
+            losses.append(loss.detach())
+            return self.adam.scale(loss)
+
+        with self._split():
+            if self.pipeline is not None:
+                self.pipeline.learn(micros, weigh)
+            else:
+                for i, micro in enumerate(micros):
+                    self._before_backward(i == len(micros) - 1)
+                    weigh(self.stage(None, micro)).backward()  # type: ignore[no-untyped-call]
+        if not self.sharding:
+            self._sum_gradients()
+        return self._sum(torch.stack(losses).sum(), "stages", *REPLICAS)
+
+    def _sum_gradients(self) -> None:
+        """Over replicas that hold everything, once a step."""
+        works = []
+        for parameter in self.adam.kept:
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+            if parameter.grad is not None and self.job.plan.dp > 1:
+                works.append(dist.all_reduce(local(parameter.grad), group=self.groups["copies"], async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def _sum(self, value: Tensor, *dims: str) -> Tensor:
+        for dim in dims:
+            if dist.get_world_size(self.groups[dim]) > 1:
+                dist.all_reduce(value, group=self.groups[dim])
+        return value
+
+    def total(self, number: int) -> Tensor:
+        return self._sum(super().total(number), *REPLICAS)
+
+
+def _streams(block: Callable[..., Streams]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A block without its keys and values, which nobody asks for here."""
+
+    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return block(*arguments)[:2]
+
+    return run
+
+
+class LaidAdam(Adam):
+    """The same for parameters of which this rank holds a part."""
+
+    def __init__(self, own: list[nn.Parameter], kept: list[Tensor] | None, train: Any, precision: Any, stages: Any) -> None:
+        super().__init__(own, kept, train, precision)
+        self.stages = stages
+        self.scale(torch.zeros((), device=own[0].device))  # stages without a loss need the scale too
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        """Of all gradients, of all ranks."""
+        total = get_total_norm(grads, foreach=True)
+        if isinstance(total, DTensor):
+            total = total.full_tensor()
+        if self.stages is not None:
+            total = total.square()
+            dist.all_reduce(total, group=self.stages)
+            total = total.sqrt()
+            for found in self.scaler._found_inf_per_device(self.inner).values() if self.scaler.is_enabled() else ():
+                dist.all_reduce(found, dist.ReduceOp.MAX, self.stages)  # all stages take a step, or none
+        return total
+
+    def hand_over(self) -> None:
+        torch._foreach_copy_([local(one) for one in self.own], [local(one) for one in self.kept])

@@ -1,0 +1,95 @@
+"""AdamW in the precisions of training, with clipping, without waiting for the device.
+
+Kept as it is computed in (`bf16-pure`, `fp32`, `tf32`): one copy of everything. Computed in 16 bit and kept in fp32: the
+model's own parameters are the 16-bit copy, and fp32 weights, gradients and states stand beside it; a micro-batch's 16-bit
+gradients are added to the fp32 ones as soon as they are there, and dropped.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from steelyard.precision import Precision
+from steelyard.question import Train
+
+FIRST_SCALE = 65536.0
+GROWTH_STEPS = 1000
+
+
+class Adam:
+    def __init__(self, own: list[nn.Parameter], kept: list[Tensor] | None, train: Train, precision: Precision) -> None:
+        """`own` are the model's parameters, `kept` the same numbers in fp32 where those are a copy."""
+        self.clip = train.clip
+        self.own: list[Tensor] = list(own)
+        self.apart = kept is not None
+        self.places: dict[int, Tensor] | None = None
+        self.kept: list[Tensor] = self.own if kept is None else [nn.Parameter(one) for one in kept]
+        if self.apart:
+            for mine, master in zip(own, self.kept, strict=True):
+                master.grad = torch.zeros_like(master)
+                mine.register_post_accumulate_grad_hook(_adder(master))  # type: ignore[no-untyped-call]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.kept if p.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in self.kept if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        betas = (train.beta1, train.beta2)
+        self.inner = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
+        scaled = precision.matmul == "fp16"
+        self.scaler = torch.amp.GradScaler(own[0].device.type, FIRST_SCALE, growth_interval=GROWTH_STEPS, enabled=scaled)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on: fp16's gradients would vanish unscaled."""
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Tensor:
+        """Clip, update, forget the gradients; returns their norm before clipping."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.inner)
+        grads = [p.grad for p in self.kept if p.grad is not None]
+        norm = self.norm(grads)
+        clip_grads_with_norm_(self.kept, self.clip, norm, foreach=True)
+        self.scaler.step(self.inner)
+        self.scaler.update()
+        if self.apart:
+            self.hand_over()
+        self.forget()
+        return norm
+
+    def gradient(self, own: Tensor) -> Tensor:
+        """Where the gradient of one of the model's parameters is summed up, for who adds to it without autograd."""
+        if self.places is None:
+            self.places = {id(mine): kept for mine, kept in zip(self.own, self.kept, strict=True)}
+        kept = self.places[id(own)]
+        if kept.grad is None:
+            kept.grad = torch.zeros_like(kept)
+        return kept.grad
+
+    def forget(self) -> None:
+        """Set the gradients to zero, or drop those that autograd makes anew."""
+        if self.apart or self.places is not None:
+            torch._foreach_zero_([p.grad for p in self.kept if p.grad is not None])
+        else:
+            self.inner.zero_grad(set_to_none=True)
+
+    def hand_over(self) -> None:
+        """What is kept, to the model."""
+        torch._foreach_copy_(self.own, self.kept)
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        """Of all gradients together."""
+        return get_total_norm(grads, foreach=True)
+
+
+def _adder(master: Tensor) -> Any:
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None and master.grad is not None:
+            master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+    return add

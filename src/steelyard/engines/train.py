@@ -1,0 +1,246 @@
+"""The training loop of every engine: rows to micro-batches, steps, the loss before and after, and when to stop.
+
+An engine brings a `Trainer`: a model that gives the summed loss of a micro-batch, and an update. The loop decides what is
+computed, never how: the global batch, its order and the normalisation of the loss are the same for every engine and plan.
+"""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steelyard.data.rows import IGNORED, Key, Row
+from steelyard.engines import Job, Part
+from steelyard.engines.score import send
+from steelyard.measure import Phase, Work
+from steelyard.models.attention import Layout, steady_layout
+from steelyard.question import Train
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of a micro-batch as arrays, laid end to end."""
+
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    positions: np.ndarray[Any, np.dtype[np.int64]]
+    lens: list[int]
+    pick: np.ndarray[Any, np.dtype[np.int64]]  # tokens from which something is learned
+    targets: np.ndarray[Any, np.dtype[np.int64]]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch on the device."""
+
+    tokens: Tensor
+    positions: Tensor
+    rows: Layout
+    pick: Tensor
+    targets: Tensor
+
+
+class Trainer(Protocol):
+    def prepare(self, part: Part) -> None:
+        """Build, load, compile."""
+
+    def warm(self, micro: Micro) -> None:
+        """Run everything but the update once, so that nothing is compiled inside a pass. Weights and gradients stay."""
+
+    def loss(self, micro: Micro) -> Tensor:
+        """The summed cross-entropy of a micro-batch, in nats."""
+
+    def learn(self, micros: list[Micro], targets: Tensor) -> Tensor:
+        """Forward and backward of a step: gradients of Σ loss / targets. Returns that mean loss over all replicas."""
+
+    def update(self, lr: float) -> Tensor:
+        """Clip, step, forget the gradients. Returns their norm before clipping."""
+
+    def total(self, number: int) -> Tensor:
+        """A count of this rank, summed over all replicas, on the device."""
+
+    def details(self) -> dict[str, Any]: ...
+
+
+def packed(rows: list[Row]) -> Packed:
+    targets = np.concatenate([row.targets for row in rows])
+    pick = np.flatnonzero(targets != IGNORED)
+    lens = [n for row in rows for n in row.lens]
+    real = [n for row in rows for n in _real(row)]
+    return Packed(
+        tokens=np.concatenate([row.tokens for row in rows]),
+        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lens]),
+        lens=lens,
+        pick=pick,
+        targets=targets[pick],
+        counts={
+            "tokens": sum(real),
+            "samples": sum(row.samples for row in rows),
+            "padded": sum(lens) - sum(real),
+            "logits": len(pick),
+            "pairs": sum(n * (n + 1) // 2 for n in real),
+            "square": sum(n * n for n in real),
+        },
+    )
+
+
+def _real(row: Row) -> tuple[int, ...]:
+    """The segments of a row that are no padding."""
+    return row.lens if row.real == len(row.tokens) else row.lens[:-1]
+
+
+def empty_row(length: int) -> Row:
+    """Padding alone: what fills a micro-batch that has too few rows."""
+    return Row(np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64), (length,), 0, 0)
+
+
+def rate(train: Train, step: int) -> float:
+    """The learning rate of a step, counted from 0."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    span = max(1, train.decay_steps - train.warmup_steps)
+    done = min(1.0, (step - train.warmup_steps) / span)
+    left = (1 + math.cos(math.pi * done)) / 2 if train.schedule == "cosine" else 1 - done
+    return train.min_lr + (train.lr - train.min_lr) * left
+
+
+class Watch:
+    """Losses as they become known, without waiting for the device; the first that is not finite or too high is kept."""
+
+    def __init__(self, bound: float | None) -> None:
+        self.bound = bound
+        self.found: dict[str, Any] | None = None
+        self._open: list[tuple[int, Tensor, Any]] = []
+
+    def add(self, step: int, loss: Tensor) -> None:
+        if loss.device.type == "cpu":
+            self._look(step, float(loss))
+            return
+        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        host.copy_(loss, non_blocking=True)
+        event = torch.Event(loss.device)
+        event.record()
+        self._open.append((step, host, event))
+
+    def seen(self, wait: bool = False) -> bool:
+        """Whether a loss was found that ends the run."""
+        while self._open and (wait or self._open[0][2].query()):
+            step, host, event = self._open.pop(0)
+            event.synchronize()
+            self._look(step, float(host))
+        return self.found is not None
+
+    def _look(self, step: int, loss: float) -> None:
+        finite = math.isfinite(loss)
+        if self.found is None and (not finite or (self.bound is not None and loss > self.bound)):
+            self.found = {"step": step, "why": "bound" if finite else "nan", "value": loss if finite else None}
+
+
+class Loop:
+    """An engine that trains: passes `before`, `train` and `after`."""
+
+    def __init__(self, job: Job, trainer: Trainer) -> None:
+        question = job.case.question
+        if question.train is None:
+            raise ValueError("a question without training")
+        self.job, self.trainer, self.train = job, trainer, question.train
+        self.steps = job.steps if job.steps is not None else self.train.steps
+        self.micro = job.case.tune.micro_batch
+        self.device: torch.device = job.device.torch_device
+        self.watch = Watch(self.train.bound)
+        self.losses: dict[str, tuple[Tensor, int]] = {}
+        self.ready = False
+        self.executor = ThreadPoolExecutor(1, "rows")
+
+    def prepare(self, name: str, part: Part) -> None:
+        if self.ready:
+            return
+        self.trainer.prepare(part)
+        with part("compile_train" if self.job.case.tune.compile else "warmup_train"):
+            self.trainer.warm(self._to_device(self._batch(0)[0]))
+            self.job.device.synchronize()
+        self.ready = True
+
+    def total(self, name: str) -> int:
+        return self.steps if name == "train" else len(self._groups(self.job.texts.held_out())) + 1
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        return self._training() if name == "train" else self._evaluation(name)
+
+    def _training(self) -> Iterator[Phase | Work]:
+        coming = self._prefetch(0)
+        for step in range(self.steps):
+            yield Phase("data")
+            packs = coming.result()
+            coming = self._prefetch(step + 1)
+            micros = [self._to_device(one) for one in packs]
+            targets = self.trainer.total(sum(len(one.pick) for one in packs))
+            yield Phase("compute")
+            loss = self.trainer.learn(micros, targets)
+            lr = rate(self.train, step)
+            norm = self.trainer.update(lr)
+            self.watch.add(step, loss)
+            yield Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr})
+            if self.watch.seen():
+                return
+
+    def _evaluation(self, name: str) -> Iterator[Phase | Work]:
+        """The loss of held-out rows; the trainer's weights do not change."""
+        nll = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = 0
+        with torch.no_grad():
+            for keys in self._groups(self.job.texts.held_out()):
+                yield Phase("data")
+                pack = self._pack(keys)
+                micro = self._to_device(pack)
+                yield Phase("evaluate")
+                nll += self.trainer.loss(micro).double()
+                count += len(pack.pick)
+                yield Work(pack.counts)
+        yield Phase("score")
+        self.losses[name] = (nll, count)
+        yield Work({})
+
+    def _prefetch(self, step: int) -> "Future[list[Packed]]":
+        return self.executor.submit(self._batch, step if step < self.steps else self.steps - 1)
+
+    def _batch(self, step: int) -> list[Packed]:
+        """This replica's micro-batches of a step."""
+        return [self._pack(group) for group in self._groups(self.job.texts.batch(step))]
+
+    def _groups(self, keys: list[Key]) -> list[list[Key]]:
+        """Keys dealt to replicas in turn, as many micro-batches to each; what is missing at the end is None."""
+        part, parts = self.job.place.dp, self.job.plan.dp
+        each = -(-len(keys) // (parts * self.micro)) * self.micro
+        full = [*keys, *[None] * (each * parts - len(keys))]
+        own = full[part::parts]
+        return [own[i : i + self.micro] for i in range(0, each, self.micro)]
+
+    def _pack(self, keys: list[Key]) -> Packed:
+        return packed([empty_row(self.train.length) if key is None else self.job.texts.row(key) for key in keys])
+
+    def _to_device(self, pack: Packed) -> Micro:
+        to = self.device
+        rows = steady_layout(pack.lens, self.train.length, to)
+        return Micro(send(pack.tokens, to), send(pack.positions, to), rows, send(pack.pick, to), send(pack.targets, to))
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        if name == "train":
+            self.watch.seen(wait=True)
+            return {"stopped": self.watch.found}
+        nll, count = self.losses[name]
+        value = float(nll)
+        return {"nll": value if math.isfinite(value) else None, "targets": count}
+
+    def details(self) -> dict[str, Any]:
+        micros = len(self._groups(self.job.texts.batch(0)))
+        return {**self.trainer.details(), "micro_batches": micros}
+
+
+def _summed(packs: list[Packed]) -> dict[str, int]:
+    return {key: sum(pack.counts[key] for pack in packs) for key in packs[0].counts}
