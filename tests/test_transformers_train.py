@@ -173,11 +173,27 @@ def test_no_mask_where_it_would_change_nothing() -> None:
     assert one.details()["batches"] == 6
 
 
+@pytest.mark.parametrize("segments", [((128,), 0), ((60, 60), 8)])
+def test_warming_up_meets_both_graphs(segments: tuple[tuple[int, ...], int]) -> None:
+    one = engine("transformers", settings=("tune.micro_batch=1",))
+    one.prepare("train", lambda part: nullcontext())
+    seen = set()
+
+    def look(module: Any, given: Any, named: dict[str, Any]) -> None:
+        seen.add((named["attention_mask"] is not None, torch.is_grad_enabled()))
+
+    one.trainer.hf.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    one.trainer.warm(one._to_device(packed([row(*segments, 5)])))
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+    assert one.details()["batches"] == 0
+    assert all(p.grad is None for p in one.trainer.hf.parameters())
+
+
 # Compiled, refused, and from the command line.
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("settings", [(), ("tune.recompute=full",), ("tune.attention=rows",)])
+@pytest.mark.parametrize("settings", [(), ("tune.recompute=full",)])
 def test_compiled(settings: tuple[str, ...], torch_trained: dict[str, Any]) -> None:
     """Nothing is compiled once a pass begins, with a mask or without."""
     torch._dynamo.reset()
@@ -186,8 +202,8 @@ def test_compiled(settings: tuple[str, ...], torch_trained: dict[str, Any]) -> N
     one.prepare("train", lambda part: nullcontext())
     graphs = counters["stats"]["unique_graphs"]
     same(trained(one), torch_trained[CASES[0]])
-    print(graphs, counters["graph_break"])
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from steelyard.measure import Phase, Work
 from steelyard.models.attention import Layout, steady_layout
 from steelyard.question import Train
 
+SOON = 32  # steps
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -162,9 +164,17 @@ class Loop:
             return
         self.trainer.prepare(part)
         with part("compile_train" if self.job.case.tune.compile else "warmup_train"):
-            self.trainer.warm(self._to_device(self._batch(0)[0]))
+            for step in self._sizes():
+                self.trainer.warm(self._to_device(self._batch(step)[0]))
             self.job.device.synchronize()
         self.ready = True
+
+    def _sizes(self) -> list[int]:
+        """The first step of every size of micro-batch that comes soon: a compiler meets them here, not in a pass."""
+        found: dict[int, int] = {}
+        for step in range(min(self.steps, SOON)):
+            found.setdefault(len(self._groups(self.job.texts.batch(step))[0]), step)
+        return list(found.values())
 
     def total(self, name: str) -> int:
         return self.steps if name == "train" else len(self._groups(self.job.texts.held_out())) + 1
@@ -214,12 +224,14 @@ class Loop:
         return [self._pack(group) for group in self._groups(self.job.texts.batch(step))]
 
     def _groups(self, keys: list[Key]) -> list[list[Key]]:
-        """Keys dealt to replicas in turn, as many micro-batches to each; what is missing at the end is None."""
+        """Keys dealt to replicas in turn: the fewest micro-batches of at most the asked size, all of one size, and as many on
+        each replica. What is missing at the end is None."""
         part, parts = self.job.place.dp, self.job.plan.dp
-        each = -(-len(keys) // (parts * self.micro)) * self.micro
-        full = [*keys, *[None] * (each * parts - len(keys))]
+        count = -(-len(keys) // (parts * self.micro))
+        size = -(-len(keys) // (parts * count))
+        full = [*keys, *[None] * (size * count * parts - len(keys))]
         own = full[part::parts]
-        return [own[i : i + self.micro] for i in range(0, each, self.micro)]
+        return [own[i : i + size] for i in range(0, size * count, size)]
 
     def _pack(self, keys: list[Key]) -> Packed:
         return packed([empty_row(self.train.length) if key is None else self.job.texts.row(key) for key in keys])

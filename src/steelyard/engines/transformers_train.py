@@ -100,9 +100,13 @@ class TransformersTrainer(TorchTrainer):
         return model, kept if kept[0].dtype != model.lm_head.weight.dtype else None
 
     def warm(self, micro: Micro) -> None:
-        super().warm(micro)
-        if self.tune.compile and isinstance(micro, RowsMicro):
-            super().warm(replace(micro, alone=not micro.alone))  # a graph of its own
+        """With a mask and without, which are graphs of their own: a border is cut into rows that may have none."""
+        if self.kernel == "sdpa" and isinstance(micro, RowsMicro):
+            half = max(1, micro.rows.max_q // 2)
+            super().warm(replace(micro, positions=micro.positions % half, alone=False))
+            super().warm(replace(micro, alone=True))
+        else:
+            super().warm(micro)
         self.masked = self.batches = 0
 
     def loss(self, micro: Micro) -> Tensor:
