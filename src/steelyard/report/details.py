@@ -126,7 +126,7 @@ def _ranks(record: Record, say: Words) -> list[Block]:
         told = next((one for one in record.ranks if one.get("rank") == span.rank), {})
         at = plan.place(record.plan, span.rank)
         sizes = (metrics.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
-        cells = (counted(span.rank), spelled(told.get("device")), f"TP{at.tp} PP{at.pp} DP{at.dp}")
+        cells = (counted(span.rank), spelled(told.get("device")), _standing(record, at))
         rate = real(told.get("matmul_flops_per_s"))
         times = (span.wall_s, *steps.get(span.rank, (None, None))) if steps else (span.wall_s,)
         numbers = (*(formed("gib", size) for size in sizes), *(formed("seconds", time_s) for time_s in times))
@@ -143,6 +143,12 @@ def _step_times(record: Record) -> dict[int, tuple[float, float]]:
     found = passes.span(record) if passes.kind(record) == "train" else None
     times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
     return {rank: (fsum(each) / len(each), max(each)) for rank, each in times.items()}
+
+
+def _standing(record: Record, at: plan.Place) -> str:
+    """A rank's place in each degree that divides anything, counted from 1."""
+    degrees = (("TP", at.tp, record.plan.tp), ("PP", at.pp, record.plan.pp), ("DP", at.dp, record.plan.dp))
+    return ", ".join(f"{name} {index + 1} of {count}" for name, index, count in degrees if count > 1)
 
 
 def _gib(size: int | None) -> float | None:

@@ -270,8 +270,8 @@ METRICS = (
     ),
     _row(
         "mem",
-        ("Device memory in use", "highest over ranks, GiB"),
-        ("硬件存储使用", "通常称为“显存”，各进程最大值，单位为 GiB"),
+        ("Device memory in use", "highest over devices, GiB; on a CPU, of all the run's processes together"),
+        ("硬件存储使用", "通常称为“显存”，各设备最大值，单位为 GiB；在 CPU 上为全部进程之和"),
         "gib",
         unit="GiB",
     ),
