@@ -85,9 +85,8 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
 
 def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int) -> None:
     model, tune = case.question.model, case.tune
-    tokens = tune.micro_batch * train.length
-    if tokens % tp:
-        raise RequestError(f"TP{tp} does not divide the {tokens} tokens of a micro-batch; change tune.micro_batch or TP")
+    if train.length % tp:
+        raise RequestError(f"TP{tp} does not divide the {train.length} tokens of a row; change question.train.length or TP")
     if pp > model.layers:
         raise RequestError(f"PP{pp}: the model has {model.layers} layers; allowed: PP1 to PP{model.layers}")
     if model.tied and (tp * pp > 1 or tune.sharding):
