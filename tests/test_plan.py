@@ -108,12 +108,7 @@ def test_plans_that_train(parallel):
     [
         ("TP3", [], 3, "TP3 does not divide the model's 32 key groups; allowed: 1, 2, 4, 8, 16, 32"),
         ("TP8", ["question.model.ffn=11004"], 8, "TP8 does not divide the model's 11004 FFN columns; allowed: 1, 2, 4"),
-        (
-            "TP8",
-            ["question.train.length=2046", "tune.micro_batch=2"],
-            8,
-            "TP8 does not divide the 4092 tokens of a micro-batch",
-        ),
+        ("TP8", ["question.train.length=2046"], 8, "TP8 does not divide the 2046 tokens of a row"),
         ("PP33", [], 33, "PP33: the model has 32 layers; allowed: PP1 to PP32"),
         ("PP2", ["question.model.tied=true"], 2, "a table that is input and output cannot be divided; allowed: TP1PP1"),
         ("DP8", ["question.model.tied=true", "tune.sharding=1"], 8, "a table that is input and output cannot be divided"),

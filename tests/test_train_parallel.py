@@ -47,7 +47,7 @@ PLANS = plans("""
     DP8       2 4 none      1 -
     DP8       1 2 none      1 -
     TP8       0 - none      4 -
-    TP4DP2    1 - full      2 -
+    TP4DP2    1 - full      4 -
     TP2DP4    0 - selective 4 -
     TP2DP4    2 - none      1 -
     TP2DP4    3 2 none      4 -
@@ -60,15 +60,14 @@ PLANS = plans("""
     TP2PP2DP2 2 - none      2 -
 """)
 ROUNDED = plans("""
-    DP8       0 - none      2 bf16
     DP8       3 - none      2 bf16
     TP2DP4    0 - none      4 bf16
     TP2PP2DP2 1 - none      4 bf16
-    DP8       2 - none      2 bf16-pure
+    TP2DP4    2 - none      4 bf16-pure
     PP2DP4    0 - none      2 fp16
     TP2PP2DP2 1 - none      4 fp16
 """)
-LOADED = [PLANS[10] | {"name": "loaded"}]
+LOADED = plans("PP2DP4 3 - none 2 -")
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +139,7 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
 def test_the_run_that_plans_are_compared_with_learns(alone):
     losses, norms = alone[0]["losses"], alone[0]["norms"]
     assert losses[-1] < losses[0] - 1
-    assert max(norms) > 1.0 > min(norms)  # some are clipped and some are not
+    assert max(norms) > 2.0 > min(norms)  # some are clipped and some are not
     assert alone[0]["after"]["nll"] < alone[0]["before"]["nll"]
 
 
@@ -162,7 +161,7 @@ def test_rounded_precisions_stay_near_one_process(folder, name, monkeypatch):
 def test_a_checkpoint_is_loaded_in_shards(folder):
     one = {"settings": {}, "weights": str(folder / "hf")}
     expected = train(build(one, 0, 1))
-    assert furthest(of_ranks(folder, "loaded")[0]["losses"], expected["losses"]) <= EXACT
+    assert furthest(of_ranks(folder, LOADED[0]["name"])[0]["losses"], expected["losses"]) <= EXACT
 
 
 @pytest.mark.full

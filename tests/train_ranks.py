@@ -1,5 +1,6 @@
 """Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from test_train_parallel.py."""
 
+import gc
 import json
 import sys
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ SETTINGS = [
     "question.train.length=64",
     "question.train.batch=16",
     "question.train.steps=10",
+    "question.train.clip=2.0",
     "question.data.made.documents=900",
     "question.data.held_out=3",
 ]
@@ -88,7 +90,9 @@ def main() -> None:
         found = whole_weights(engine)
         if engine.job.place.tp == engine.job.place.dp == 0:
             torch.save(found, folder / f"weights-{number}-{rank}.pt")
-        del engine
+        engine.executor.shutdown()
+        del engine, found
+        gc.collect()  # here, and not in the middle of the next plan
         (folder / f"rank-{rank}.json").write_text(json.dumps(out))
     dist.destroy_process_group()
 

@@ -118,7 +118,7 @@ def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[acce
     case = request.resolved.case
     accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
     found = accelerator.find()
-    layout = plan.make(case, request.nodes, request.devices)
+    layout = plan.make(case, request.nodes, request.devices, request.sample)
     if not found:
         raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
     most = accelerator.most(found)
@@ -167,7 +167,7 @@ def check(request: Request) -> None:
             f"{case.name} has no division {case.question.division!r} with engine {request.engine}; "
             f"allowed: {', '.join(allowed)}"
         )
-    layout = plan.make(case, request.nodes, request.devices)
+    layout = plan.make(case, request.nodes, request.devices, request.sample)
     if not plan.able(request.engine, layout):
         raise RequestError(
             f"engine {request.engine} holds a whole model on each device; asked: TP{layout.tp}PP{layout.pp}DP{layout.dp}; "

@@ -167,7 +167,7 @@ class Worker:
                 trace = measure(name, engine.work(name), self.device, self.rank, step_done=lambda n: self._step(name, n, total))
         self.tell(name, total, total)
         self._keep(name, trace)
-        if name != "bare" and self.place.tp == 0:  # a team has one answer
+        if name != "bare" and self.place.tp == self.place.pp == 0:  # a team and a pipeline have one answer
             self.out["outputs"][name] = self.task.check(engine.outputs(name), self.common)
         self.write("running", None)  # whoever is killed later leaves this much
 

@@ -57,9 +57,8 @@ class LaidTrainer(TorchTrainer):
             self.job.device.synchronize()
         self.pipeline = None
         if self.job.plan.pp > 1:
-            tokens = self.tune.micro_batch * train.length // self.job.plan.tp
-            like = torch.zeros(tokens, self.question.model.hidden, dtype=self.compute, device=self.device)
-            self.pipeline = Pipeline(self.stage, self.job.place.pp, stages, like, self._before_backward)
+            like = torch.empty(0, self.question.model.hidden, dtype=self.compute, device=self.device)
+            self.pipeline = Pipeline(self.stage, self.job.place.pp, stages, like, self.job.plan.tp, self._before_backward)
 
     def _lay(self) -> Stage:
         """This rank's part of the model on the device, filled. It takes memory only once it is divided."""

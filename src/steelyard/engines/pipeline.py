@@ -16,11 +16,11 @@ Last = Callable[[bool], None]  # told before every backward pass whether it is t
 
 
 class Pipeline:
-    def __init__(self, stage: Stage, index: int, group: Any, like: Tensor, last: Last) -> None:
-        """`like` is what a stage gives to the next, on this rank."""
+    def __init__(self, stage: Stage, index: int, group: Any, like: Tensor, team: int, last: Last) -> None:
+        """`like` is of the kind that a stage gives to the next. This rank is one of so many of a team."""
         self.stage, self.index, self.count = stage, index, dist.get_world_size(group)
-        self.group, self.like, self.last = group, like, last
-        self.schedules: dict[int, tuple[_Numbered, Schedule1F1B]] = {}
+        self.group, self.like, self.team, self.last = group, like, team, last
+        self.schedules: dict[tuple[int, int], tuple[_Numbered, Schedule1F1B]] = {}
         self.weigh: Callable[[Tensor], Tensor] = lambda nll: nll
 
     def learn(self, micros: list[Micro], weigh: Callable[[Tensor], Tensor]) -> None:
@@ -28,18 +28,18 @@ class Pipeline:
         schedule has at least as many micro-batches as stages: from those that are added, nothing is learned."""
         silent = replace(micros[0], pick=micros[0].pick[:0], targets=micros[0].targets[:0])
         micros = [*micros, *[silent] * (self.count - len(micros))]
-        numbered, schedule = self._schedule(len(micros))
+        numbered, schedule = self._schedule(len(micros), len(micros[0].tokens))
         numbered.micros, self.weigh = micros, weigh
         numbers = torch.arange(len(micros))
         given = (numbers,) if self.stage.first else ()
         schedule.step(*given, target=numbers if self.stage.last else None, number=numbers)
         numbered.micros = []
 
-    def _schedule(self, micros: int) -> "tuple[_Numbered, Schedule1F1B]":
-        """A schedule is made for a number of micro-batches; conversations have another one in every step."""
-        if micros not in self.schedules:
+    def _schedule(self, micros: int, tokens: int) -> "tuple[_Numbered, Schedule1F1B]":
+        """A schedule is made for so many micro-batches of one size; conversations have others in every step."""
+        if (micros, tokens) not in self.schedules:
             numbered = _Numbered(self.stage)
-            number, stream, loss = torch.zeros(1, dtype=torch.int64), self.like.clone(), self.like.new_zeros(1)
+            number, stream, loss = torch.zeros(1, dtype=torch.int64), self._stream(tokens), self.like.new_zeros(1)
             stage = _Told(
                 numbered,
                 self.index,
@@ -51,14 +51,18 @@ class Pipeline:
             )
             stage.last = self.last
             schedule = Schedule1F1B(stage, micros, lambda out, number: self.weigh(out.sum()), scale_grads=False)
-            self.schedules[micros] = numbered, schedule
-        return self.schedules[micros]
+            self.schedules[micros, tokens] = numbered, schedule
+        return self.schedules[micros, tokens]
+
+    def _stream(self, tokens: int) -> Tensor:
+        """Room for what one stage gives to the next of a micro-batch."""
+        return self.like.new_empty(tokens // self.team, self.like.shape[1])
 
     def loss(self, micro: Micro) -> Tensor:
         """The summed cross-entropy of one micro-batch, known to all stages."""
         x = None
         if not self.stage.first:
-            x = torch.empty_like(self.like)
+            x = self._stream(len(micro.tokens))
             dist.recv(x, group=self.group, group_src=self.index - 1)
         out = self.stage(x, micro)
         if not self.stage.last:

@@ -5,6 +5,7 @@ has a part of the tokens of the residual stream, and inside attention and FFN a 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,23 @@ from steelyard.engines.train import Micro
 from steelyard.models.llama import Block, LlamaShape, rotary
 from steelyard.models.parallel import TRAINING
 
+
+class Columns(ColwiseParallel):
+    """Waits for the tokens of other ranks at once. Selective recomputation keeps the product and gathers its factor again
+    for the backward pass; where that was left on its way until then, ranks over gloo crashed now and then (torch 2.13)."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: tuple[DTensor], device_mesh: DeviceMesh
+    ) -> DTensor:
+        return inputs[0].redistribute(placements=desired_input_layouts)
+
+
 # How a module divided so takes its input and gives its output. Tokens are dimension 0.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "table": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
     "tokens": lambda: SequenceParallel(sequence_dim=0),
-    "columns": lambda: ColwiseParallel(input_layouts=Shard(0)),
+    "columns": lambda: Columns(input_layouts=Shard(0)),
     "sum": lambda: RowwiseParallel(output_layouts=Shard(0)),
     "logits": lambda: ColwiseParallel(use_local_output=False),
 }

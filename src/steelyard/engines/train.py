@@ -22,6 +22,7 @@ from steelyard.models.attention import Layout, steady_layout
 from steelyard.question import Train
 
 SOON = 32  # steps
+LATE = 2  # steps
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def rate(train: Train, step: int) -> float:
 
 
 class Watch:
-    """Losses as they become known, without waiting for the device; the first that is not finite or too high is kept."""
+    """Losses a few steps late, so that nothing waits for the device; the first that is not finite or too high is kept. Late by
+    a fixed number of steps: every rank sees the same and stops at the same."""
 
     def __init__(self, bound: float | None) -> None:
         self.bound = bound
@@ -131,7 +133,7 @@ class Watch:
 
     def seen(self, wait: bool = False) -> bool:
         """Whether a loss was found that ends the run."""
-        while self._open and (wait or self._open[0][2].query()):
+        while self._open and (wait or len(self._open) > LATE):
             step, host, event = self._open.pop(0)
             event.synchronize()
             self._look(step, float(host))
