@@ -294,7 +294,7 @@ def test_a_run_of_training() -> None:
     padded = ["/"] * 6 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
     assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
     assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "5.000e-7"] in rows
-    assert ["1", "cuda:1", "TP0 PP1 DP0", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "5.000e-7"] in rows
+    assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "5.000e-7"] in rows
 
 
 @pytest.mark.parametrize("lang", report.LANGS)
