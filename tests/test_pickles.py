@@ -131,7 +131,8 @@ def test_a_megatron_checkpoint(protocol, tmp_path):
     args = found["args"]
     assert (args.name, args.state["num_layers"], args.state["dtype"]) == ("argparse.Namespace", 24, torch.bfloat16)
     kind = args.state["kind"]
-    assert (kind.name, kind.args) == (f"{__name__}.ModelType", (1,))
+    # Python 3.11.0 to 3.11.3 pickle an enum by its name, through getattr; others by its value.
+    assert (kind.name, kind.args) == (f"{__name__}.ModelType", (1,)) or kind.name.endswith(".getattr")
     assert (found["iteration"], found["checkpoint_version"]) == (100, 3.0)
     for name, table in whole["model"].items():
         assert type(found["model"][name]) is dict
@@ -323,7 +324,7 @@ def test_nothing_is_called(name, tmp_path, monkeypatch):
         repr(found)
     assert not (tmp_path / MARKER).exists()
     assert "antigravity" not in sys.modules
-    assert set(sys.modules) == modules
+    assert {one for one in sys.modules if not one.startswith("encodings.")} <= modules  # codecs load when first used
     assert tables() == before
 
 

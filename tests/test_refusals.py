@@ -98,7 +98,7 @@ def test_a_missing_folder_of_weights(tmp_path):
 def mmlu(data_dir, tmp_path):
     """The real data, unpacked, to be damaged."""
     with tarfile.open(data_dir / "mmlu" / "mmlu_data.tar.gz") as tar:
-        tar.extractall(tmp_path / "mmlu", filter="data")
+        tar.extractall(tmp_path / "mmlu")
     return tmp_path / "mmlu"
 
 

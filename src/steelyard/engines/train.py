@@ -166,20 +166,25 @@ class Loop:
             return
         self.trainer.prepare(part)
         with part("compile_train" if self.job.case.tune.compile else "warmup_train"):
-            for step in self._sizes():
-                self.trainer.warm(self._to_device(self._batch(step)[0]))
+            for keys in self._sizes():
+                self.trainer.warm(self._to_device(self._pack(keys)))
             self.job.device.synchronize()
         self.ready = True
 
-    def _sizes(self) -> list[int]:
-        """The first step of every size of micro-batch that comes soon: a compiler meets them here, not in a pass."""
-        found: dict[int, int] = {}
+    def _sizes(self) -> list[list[Key]]:
+        """A micro-batch of every size that comes soon: a compiler meets them here, not in a pass."""
+        found: dict[int, list[Key]] = {}
         for step in range(min(self.steps, SOON)):
-            found.setdefault(len(self._groups(self.job.texts.batch(step))[0]), step)
+            first = self._groups(self.job.texts.batch(step))[0]
+            found.setdefault(len(first), first)
         return list(found.values())
 
+    def _held_out(self) -> list[list[Key]]:
+        """Held-out rows in micro-batches of the size of the first step's, which is known to a compiler."""
+        return self._groups(self.job.texts.held_out(), len(self._groups(self.job.texts.batch(0))[0]))
+
     def total(self, name: str) -> int:
-        return self.steps if name == "train" else len(self._groups(self.job.texts.held_out())) + 1
+        return self.steps if name == "train" else len(self._held_out()) + 1
 
     def work(self, name: str) -> Iterator[Phase | Work]:
         return self._training() if name == "train" else self._evaluation(name)
@@ -206,7 +211,7 @@ class Loop:
         nll = torch.zeros((), dtype=torch.float64, device=self.device)
         count = 0
         with torch.no_grad():
-            for keys in self._groups(self.job.texts.held_out()):
+            for keys in self._held_out():
                 yield Phase("data")
                 pack = self._pack(keys)
                 micro = self._to_device(pack)
@@ -225,12 +230,12 @@ class Loop:
         """This replica's micro-batches of a step."""
         return [self._pack(group) for group in self._groups(self.job.texts.batch(step))]
 
-    def _groups(self, keys: list[Key]) -> list[list[Key]]:
+    def _groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
         """Keys dealt to replicas in turn: the fewest micro-batches of at most the asked size, all of one size, and as many on
-        each replica. What is missing at the end is None."""
+        each replica; or micro-batches of a given size. What is missing at the end is None."""
         part, parts = self.job.place.dp, self.job.plan.dp
-        count = -(-len(keys) // (parts * self.micro))
-        size = -(-len(keys) // (parts * count))
+        count = -(-len(keys) // (parts * (size or self.micro)))
+        size = size or -(-len(keys) // (parts * count))
         full = [*keys, *[None] * (size * count * parts - len(keys))]
         own = full[part::parts]
         return [own[i : i + size] for i in range(0, size * count, size)]

@@ -110,13 +110,13 @@ class TransformersTrainer(TorchTrainer):
         self.masked = self.batches = 0
 
     def loss(self, micro: Micro) -> Tensor:
-        tokens = micro.tokens.view(self.tune.micro_batch, -1)
+        tokens = micro.tokens.view(-1, micro.rows.max_q)
         hidden = self.hf.model(input_ids=tokens, use_cache=False, **self._segments(micro)).last_hidden_state
         return self.head(self.hf.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
 
     def _segments(self, micro: Micro) -> dict[str, Any]:
         """What keeps the segments of a row apart."""
-        positions = micro.positions.view(self.tune.micro_batch, -1)
+        positions = micro.positions.view(-1, micro.rows.max_q)
         if self.kernel != "sdpa":
             rows = micro.rows
             borders = {"cu_seq_lens_q": rows.cu_q, "cu_seq_lens_k": rows.cu_k}
