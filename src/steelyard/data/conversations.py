@@ -19,6 +19,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
+from steelyard.data.strict import no_constant, without_repeats
 from steelyard.errors import RequestError
 from steelyard.question import MadeConversations
 
@@ -97,18 +98,7 @@ def _bounded(file: BufferedIOBase, path: Path) -> bytes:
     return b"".join(parts)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a key stands twice")
-    return out
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=without_repeats, parse_constant=no_constant)
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 

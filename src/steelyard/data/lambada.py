@@ -10,10 +10,10 @@ import random
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from steelyard.case import canonical
 from steelyard.data.mmlu import chosen
+from steelyard.data.strict import no_constant, without_repeats
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
 from steelyard.question import LambadaData, MadePassages
@@ -97,7 +97,7 @@ def _passage(line: bytes, where: str) -> str:
     if len(line) > MAX_LINE_BYTES:
         raise RequestError(f"{where} has {len(line)} bytes; allowed: at most {MAX_LINE_BYTES}")
     try:
-        found = json.loads(line.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+        found = json.loads(line.decode("utf-8"), object_pairs_hook=without_repeats, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
         raise RequestError(f'{where} is not JSON in UTF-8: {reason}; a line is {{"text": "…"}}') from error
@@ -110,17 +110,6 @@ def _passage(line: bytes, where: str) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can write half of a character, which no tokenizer reads
         raise RequestError(f"{where} has the text {_shown(text)}; a text is whole characters")
     return text
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a key stands twice")
-    return out
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
 
 
 def _shown(text: str) -> str:
