@@ -23,7 +23,9 @@ from steelyard.question import (
     CorpusData,
     Division,
     Frozen,
+    GlmModel,
     LambadaData,
+    MadeCloze,
     MadeConversations,
     MadePassages,
     MadeQuestions,
@@ -31,6 +33,7 @@ from steelyard.question import (
     MmluData,
     Model,
     Question,
+    RecordData,
     Train,
 )
 
@@ -74,6 +77,13 @@ class Falling(Frozen):
     target: float | None = Field(None, gt=0)
 
 
+class Target(Frozen):
+    """Quality at which training stops, and which a valid result must have."""
+
+    metric: Literal["acc"]
+    reach: float = Field(gt=0, le=1)
+
+
 class Tune(Frozen):
     """What may be changed without changing the question."""
 
@@ -96,6 +106,7 @@ class Tune(Frozen):
     )
     pad_to: int = Field(16, ge=1, description="padded lengths are multiples of this")
     order: int = Field(0, description="seed of the order in which prompts are packed")
+    checkpoint_every: int | None = Field(None, ge=1, description="training: steps between two checkpoints; None: none is kept")
     warmup: int = Field(2, ge=0, description="batches run before a pass, outside it")
     env: dict[str, str] = Field({}, description="environment of the workers; only names in ENV")
 
@@ -130,7 +141,7 @@ class Case(Frozen):
     divisions: list[Division] = Field(["closed"])
     question: Question
     tune: Tune = Tune()
-    gate: Gate | Falling | None = None
+    gate: Gate | Falling | Target | None = None
     devices: list[int] = Field([1], description="numbers of devices on which `run smoke` shows the case")
     max_interval: float | None = Field(None, gt=0, description="widest 95 % interval of the headline rate, as a share of it")
     reference: list[Reference] = Field(default_factory=list)
@@ -154,6 +165,8 @@ def key_of(question: dict[str, Any], fingerprint: str) -> str:
     asked = {**question, "data": {**question["data"], "fingerprint": fingerprint}}
     if asked.get("train") is None:  # scoring has none, and had keys before there was training
         asked.pop("train", None)
+    elif asked["train"].get("evaluate_every") is None:  # likewise
+        asked["train"] = {name: value for name, value in asked["train"].items() if name != "evaluate_every"}
     return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
 
 
@@ -320,18 +333,22 @@ def settable() -> list[str]:
     for prefix, model in (
         ("question", Question),
         ("question.model", Model),
+        ("question.model", GlmModel),
         ("question.data", MmluData),
         ("question.data", LambadaData),
         ("question.data.made", MadeQuestions),
         ("question.data", CorpusData),
         ("question.data", ConversationData),
+        ("question.data", RecordData),
         ("question.data.made", MadePassages),
         ("question.data.made", MadeText),
         ("question.data.made", MadeConversations),
+        ("question.data.made", MadeCloze),
         ("question.train", Train),
         ("tune", Tune),
         ("gate", Gate),
         ("gate", Falling),
+        ("gate", Target),
     ):
         out += [f"{prefix}.{name}" for name in model.model_fields if name not in ("kind", "task", "family")]
     return sorted(set(out))

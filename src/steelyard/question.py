@@ -39,6 +39,39 @@ class Model(Frozen):
         return self
 
 
+class GlmModel(Frozen):
+    """Dimensions of a GLM (Du et al. 2021): pre-LN, biases everywhere, one table for input and output, and two tables of
+    positions with one row more than there are positions."""
+
+    family: Literal["glm"]
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    vocab: int = Field(ge=1)
+    positions: int = Field(ge=1)
+    norm_eps: float = 1e-5
+    dropout: float = Field(0.1, ge=0, lt=1, description="on embeddings, attention and outputs")
+    nominal_parameters: float | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def tied(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} must be a multiple of heads {self.heads}")
+        return self
+
+
+AnyModel = Annotated[Model | GlmModel, Field(discriminator="family")]
+
+
 class MadeQuestions(Frozen):
     """Questions that the package makes itself, from a seed."""
 
@@ -106,8 +139,26 @@ class ConversationData(Frozen):
     made: MadeConversations | None = None
 
 
-Data = Annotated[MmluData | LambadaData | CorpusData | ConversationData, Field(discriminator="kind")]
-KINDS = ("mmlu", "lambada", "openwebtext", "alpaca")
+class MadeCloze(Frozen):
+    """Passages with a word to be found again, which the package makes itself, from a seed."""
+
+    queries: int = Field(ge=2)
+    held_out: int = Field(ge=1, description="queries of the evaluation, beside those of training")
+    entities: int = Field(4, ge=2, description="candidates of a query")
+    seed: int = 0
+
+
+class RecordData(Frozen):
+    """Queries with a placeholder, to be filled with one of the entities of a passage."""
+
+    kind: Literal["record"]
+    wrong: int = Field(9, ge=1, description="wrong candidates of a training example, at most")
+    fingerprint: str | None = None
+    made: MadeCloze | None = None
+
+
+Data = Annotated[MmluData | LambadaData | CorpusData | ConversationData | RecordData, Field(discriminator="kind")]
+KINDS = ("mmlu", "lambada", "openwebtext", "alpaca", "record")
 
 
 class Train(Frozen):
@@ -127,14 +178,15 @@ class Train(Frozen):
     weight_decay: float = Field(ge=0, description="on matrices, not on norms and biases")
     clip: float = Field(gt=0, description="highest norm of all gradients")
     bound: float | None = Field(None, gt=0, description="a loss beyond it ends the run")
+    evaluate_every: int | None = Field(None, ge=1, description="samples between two evaluations; None: around the steps only")
 
 
 class Question(Frozen):
     """What is asked. Everything here, and nothing else, goes into the key."""
 
     kind: Literal["score", "train"]
-    task: Literal["mmlu", "lambada", "openwebtext", "alpaca"]
-    model: Model
+    task: Literal["mmlu", "lambada", "openwebtext", "alpaca", "record"]
+    model: AnyModel
     data: Data
     precision: Precision
     division: Division = "closed"
@@ -145,6 +197,8 @@ class Question(Frozen):
     def _one_task(self) -> Self:
         if self.data.kind != self.task:
             raise ValueError(f"task {self.task!r} has data of kind {self.task!r}, not {self.data.kind!r}")
+        if (self.task == "record") != (self.model.family == "glm"):
+            raise ValueError(f"task {self.task!r} is not one for a model of family {self.model.family!r}")
         if (self.kind == "train") != (self.train is not None):
             raise ValueError("a question of kind 'train' has a table train, and no other has")
         if self.train is not None and self.train.length > self.model.positions:

@@ -94,8 +94,12 @@ def _check(to: str, tp: int) -> None:
 
 def _model(name: str | None) -> "Model | None":
     from steelyard.case import resolve
+    from steelyard.question import Model
 
-    return None if name is None else resolve(name).case.question.model
+    model = None if name is None else resolve(name).case.question.model
+    if model is not None and not isinstance(model, Model):
+        raise RequestError(f"--case {name}: its model is of family {model.family}; the layouts known here are those of a Llama")
+    return model
 
 
 def _ready(folder: Path) -> None:

@@ -24,7 +24,7 @@ from steelyard.engines.score import DTYPES, compile_wanted, our_model, reader, s
 from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
 from steelyard.models import weights
-from steelyard.question import Model
+from steelyard.question import GlmModel, Model
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
     "sdpa": None,  # whatever scaled_dot_product_attention prefers
@@ -140,7 +140,9 @@ class TransformersScore:
         return {"attention": self.attention, "batches": len(self.bins), "weights": self.weights}
 
 
-def config(model: Model) -> LlamaConfig:
+def config(model: Model | GlmModel) -> LlamaConfig:
+    if not isinstance(model, Model):
+        raise TypeError(f"a model of family {model.family!r} is no Llama")
     return LlamaConfig(
         vocab_size=model.vocab,
         hidden_size=model.hidden,

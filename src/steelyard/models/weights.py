@@ -16,14 +16,16 @@ from steelyard.models import huggingface, layouts, megatron, parallel
 from steelyard.models.layouts import Checkpoint, Progress
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.parallel import Share
-from steelyard.question import Model
+from steelyard.question import GlmModel, Model
 
 __all__ = ["Progress", "build", "copy_to_hf", "fill_random", "load", "load_hf", "open_folder", "parameters", "shape_of"]
 WHOLE = Share()
 
 
-def shape_of(model: Model) -> LlamaShape:
-    """The shape of a case's model."""
+def shape_of(model: Model | GlmModel) -> LlamaShape:
+    """The shape of a case's Llama."""
+    if not isinstance(model, Model):
+        raise TypeError(f"a model of family {model.family!r} is no Llama")
     dims = model.model_dump(exclude={"family", "nominal_parameters"})
     return LlamaShape(**dims, head_dim=model.hidden // model.heads)
 
