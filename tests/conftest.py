@@ -32,6 +32,21 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     one.clean()
 
 
+@pytest.fixture
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of the size that the parameter says."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "none", str(folder)]
+    try:
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a file system is not allowed here")
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
 @pytest.fixture(scope="session")
 def faulty_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return faulty_engine(tmp_path_factory.mktemp("faulty"))

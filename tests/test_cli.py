@@ -22,7 +22,8 @@ from steelyard.accelerators import Accelerator, Found
 from steelyard.cli import app
 from steelyard.errors import RequestError
 from steelyard.progress import clock, line
-from steelyard.run import Progress, Request
+from steelyard.request import Request
+from steelyard.run import Progress
 
 VERBS = ("list", "show", "run", "report", "verify", "schema")
 

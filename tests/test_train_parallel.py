@@ -20,7 +20,7 @@ from steelyard.engines.stage import spans
 from steelyard.engines.train import Loop, packed
 from steelyard.engines.transformers_score import config
 from steelyard.models import huggingface, parallel, weights
-from train_ranks import build, train, whole_weights
+from train_ranks import KEEP_EVERY, build, train, whole_weights
 
 EXACT = 1e-8
 HUGE = 2.0**24  # the first steps of fp16 overflow with it, and are not taken
@@ -69,6 +69,26 @@ ROUNDED = plans("""
 """)
 LOADED = plans("PP2DP4 3 - none 2 -")
 
+# Runs that keep a checkpoint, and runs that go on from it under another plan.
+KEPT = ("TP2PP2DP2 2 - none      2 -", "DP8       3 - none      4 -", "PP2DP4    0 - none      2 fp16")
+RESUMED = {
+    "DP8       0 - none      1 -": KEPT[0],
+    "TP4DP2    3 - none      1 -": KEPT[0],
+    "PP4DP2    2 - none      1 -": KEPT[1],
+    "TP2PP2DP2 2 - none      1 fp16": KEPT[2],
+}
+
+
+def spelled(line: str) -> str:
+    return " ".join(line.split())
+
+
+def keeping(folder: Path) -> list[dict]:
+    """All plans, those of KEPT with a place for their checkpoints, and the ones that go on from there."""
+    kept = {spelled(line): str(folder / f"kept-{i}") for i, line in enumerate(KEPT)}
+    begun = [one | ({"keep": kept[one["name"]]} if one["name"] in kept else {}) for one in [*PLANS, *ROUNDED]]
+    return [*begun, *[plans(new)[0] | {"resume": kept[spelled(old)]} for new, old in RESUMED.items()]]
+
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What eight processes left of all plans."""
     folder = tmp_path_factory.mktemp("ranks")
     LlamaForCausalLM(config(build({"settings": {}}, 0, 1).job.case.question.model)).save_pretrained(folder / "hf")
-    asked = [*PLANS, *ROUNDED, *[one | {"weights": str(folder / "hf")} for one in LOADED]]
+    asked = [*keeping(folder), *[one | {"weights": str(folder / "hf")} for one in LOADED]]
     (folder / "asked.json").write_text(json.dumps(asked))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--max-restarts=0"]
     command += [str(Path(__file__).parent / "train_ranks.py"), str(folder / "asked.json"), str(folder)]
@@ -103,7 +123,7 @@ def of_ranks(folder: Path, name: str) -> list[dict]:
 
 
 def gathered(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    number = [one["name"] for one in [*PLANS, *ROUNDED, *LOADED]].index(name)
+    number = [one["name"] for one in json.loads((folder / "asked.json").read_text())].index(name)
     out: dict[str, torch.Tensor] = {}
     for path in folder.glob(f"weights-{number}-*.pt"):
         found = torch.load(path)
@@ -155,6 +175,21 @@ def test_rounded_precisions_stay_near_one_process(folder, name, monkeypatch):
         assert skipped == [not np.isfinite(norm) for norm in expected["norms"]]
         assert any(skipped) == name.endswith("fp16")
         assert not all(skipped)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("new", "old"), RESUMED.items(), ids=map(spelled, RESUMED))
+def test_another_plan_goes_on_from_a_checkpoint(folder, alone, new, old):
+    """Weights, moments, counters and scale: whatever was lost or mixed up, the next losses would tell."""
+    ranks = of_ranks(folder, spelled(new))
+    expected = of_ranks(folder, spelled(old))[0]["losses"] if "fp16" in new else alone[0]["losses"]
+    near = 0.02 if "fp16" in new else EXACT
+    for rank in ranks:
+        assert len(rank["losses"]) == 10 - KEEP_EVERY
+        assert furthest(rank["curve"], expected) <= near
+    if "fp16" not in new:
+        found = gathered(folder, spelled(new))
+        assert max(float((found[key] - alone[1][key]).abs().max()) for key in alone[1]) <= EXACT
 
 
 @pytest.mark.full

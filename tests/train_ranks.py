@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from steelyard import case, engines, plan
+from steelyard import case, checkpoints, engines, plan
 from steelyard.accelerators.cpu import Device
 from steelyard.engines import optimizer, score
 from steelyard.engines.torch_train import TorchTrain
@@ -32,6 +32,9 @@ SETTINGS = [
 ]
 
 
+KEEP_EVERY = 6  # of ten steps: one checkpoint a run
+
+
 def build(one: dict, rank: int, world: int) -> TorchTrain:
     settings = [*SETTINGS, *[f"{key}={value}" for key, value in one["settings"].items()]]
     resolved = case.resolve("llama1-7b-openwebtext", "smoke", one.get("precision"), settings=settings).case
@@ -49,6 +52,8 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
             place=plan.place(layout, rank),
             team=None,
             steps=None,
+            keep=engines.Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
+            resume=Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None,
         )
     )
 
@@ -56,12 +61,13 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
 def train(engine: TorchTrain) -> dict:
     """Losses and norms of every step, and the held-out loss before and after."""
     out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
-    for name in ("before", "train", "after"):
+    for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
         engine.prepare(name, lambda part: nullcontext())
         works = [item for item in engine.work(name) if isinstance(item, Work)]
         out[name] = engine.outputs(name)
         if name == "train":
             out["losses"] = [float(work.values["loss"]) for work in works]
+            out["curve"] = [float(loss) for loss in engine.curve]
             out["norms"] = [float(work.values["grad_norm"]) for work in works]
     states = [one[key] for one in engine.trainer.adam.inner.state.values() for key in ("exp_avg", "exp_avg_sq")]
     out["states"] = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in states)

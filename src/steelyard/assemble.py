@@ -9,6 +9,7 @@ from steelyard import metrics, record, validity
 from steelyard.case import Resolved
 from steelyard.measure import Clock, now
 from steelyard.record import Case, Engine, Failure, Plan, Quality, Reason, Record, Sample, Scope, Window
+from steelyard.resume import Resume
 from steelyard.tasks import TASKS, Task
 
 
@@ -25,6 +26,8 @@ class Facts:
     telemetry: list[dict[str, Any]]
     plan: Plan
     scope: Scope
+    resume: Resume | None = None
+    checkpoints: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ def assemble(resolved: Resolved, engine: str, facts: Facts, outcome: Outcome, cl
         ranks=[_rank(rank) for rank in ranks],
         samples=[Sample.model_validate(sample) for rank in ranks for sample in rank["samples"]],
         telemetry=facts.telemetry,
-        outputs=_outputs(TASKS[resolved.case.question.task], ranks, first),
+        outputs=_outputs(TASKS[resolved.case.question.task], ranks, first, facts.resume),
         checks=[],
         quality=Quality(metric="acc", value=None, gate=None, evaluated=False, note="the run failed"),
         metrics={},
+        restarts=[facts.resume.restart()] if facts.resume else [],
         failure=_failure(outcome),
+        checkpoints=facts.checkpoints,
     )
     return finish(draft.model_copy(update={"budget": _budget(facts, first, clock())}), outcome.code, outcome.text)
 
@@ -111,8 +116,10 @@ def _rank(rank: dict[str, Any]) -> dict[str, Any]:
     return {key: rank.get(key) for key in keys}
 
 
-def _outputs(task: Task, ranks: list[dict[str, Any]], first: dict[str, Any]) -> dict[str, Any]:
+def _outputs(task: Task, ranks: list[dict[str, Any]], first: dict[str, Any], resume: Resume | None) -> dict[str, Any]:
     out: dict[str, Any] = first.get("common", {})
+    if out and resume is not None and resume.before is not None:
+        out = {**out, "passes": {**out["passes"], "before": resume.before}}
     if out:
         for name in first["outputs"]:
             tables = [rank["outputs"][name] for rank in ranks if name in rank["outputs"]]

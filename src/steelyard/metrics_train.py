@@ -49,9 +49,11 @@ def p_core(record: Record) -> Known:
 
 
 def values(record: Record, name: str) -> list[float | None]:
-    """A value of every step, from the lowest rank: it is the same on all. None is a number that is not finite."""
+    """A value of every step, from the lowest rank: it is the same on all. None is a number that is not finite. Losses are
+    also those of the run that this one goes on from."""
     ranks = working(record, PASS)
-    return [step.values[name] for step in ranks[min(ranks)] if name in step.values] if ranks else []
+    earlier = record.restarts[-1]["losses"] if record.restarts and name == "loss" and ranks else []
+    return [*earlier] + [step.values[name] for step in ranks[min(ranks)] if name in step.values] if ranks else []
 
 
 def _mean(chosen: list[float | None]) -> Known:

@@ -154,6 +154,7 @@ class Record(Part):
     metrics: dict[str, Value]
     restarts: list[dict[str, Any]] = []
     failure: Failure | None = None
+    checkpoints: str | None = Field(None, description="folder, from where the record lies; left out where there is none")
     hashes: dict[str, str] = {}
 
 
@@ -173,12 +174,14 @@ def _hashes(table: dict[str, Any]) -> dict[str, str]:
 
 def seal(record: Record) -> Record:
     """The record with its hashes."""
-    table = record.model_dump(mode="json", by_alias=True)
-    return record.model_copy(update={"hashes": _hashes(table)})
+    return record.model_copy(update={"hashes": _hashes(to_table(record))})
 
 
 def to_table(record: Record) -> dict[str, Any]:
-    return record.model_dump(mode="json", by_alias=True)
+    table = record.model_dump(mode="json", by_alias=True)
+    if record.checkpoints is None:  # records are older than this field, and their bytes stay as they are
+        del table["checkpoints"]
+    return table
 
 
 def file_name(record: Record) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -10,28 +11,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from steelyard import accelerators, assemble, engines, environment, launch, plan, record
+from steelyard import accelerators, assemble, environment, launch, plan, record
 from steelyard.assemble import Outcome
-from steelyard.case import Resolved
 from steelyard.errors import RequestError
 from steelyard.measure import now, sleep, today
-from steelyard.record import Plan, Record, Scope
+from steelyard.record import Plan, Record
+from steelyard.request import Request, check, going_on, passes_of, scope, site
 
-# By kind of question: the passes there are, and those of a run that names none.
-PASSES = {"score": ("val", "infer", "bare"), "train": ("before", "train", "after")}
-DEFAULT_PASSES = {"score": ("val", "infer"), "train": ("before", "train", "after")}
 POLL_S = 0.05
 GRACE_S = 5.0
 TAIL_BYTES = 4000
 MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
 PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
-TOKENS = "_ids.npy"  # token files are also named by what they have in common
 MEMORY = "SIGKILL is also what the kernel sends when memory runs out"
 SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
 WORKER_ENV = {
@@ -40,27 +36,6 @@ WORKER_ENV = {
     "PYTHONSAFEPATH": "1",  # python -m would import whatever lies in the current folder
     "TOKENIZERS_PARALLELISM": "true",
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run as it was asked for."""
-
-    resolved: Resolved
-    engine: str = "torch"
-    accelerator: str | None = None
-    nodes: int = 1
-    devices: int = 1
-    passes: tuple[str, ...] | None = None
-    sample: int | None = None
-    steps: int | None = None
-    weights: Path | None = None
-    data: Path | None = None
-    tokenizer: Path | None = None
-    site: Path | None = None
-    out: Path = Path("records")
-    hang_s: float = 1800.0
-    limit_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +56,18 @@ def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path
     origin_s, created = now(), today()
     check(request)
     accelerator, layout, found = _placed(request)
-    site = _site(request.site)
+    stated, earlier = site(request.site), going_on(request)
+    kept = _kept(request, created)
     with ExitStack() as undisturbed, _temporary() as name:
         folder = Path(name)
         spec = folder / "spec.json"
         command = launch.LAUNCHERS[layout.launcher](str(spec), layout)
         record.writable(request.out)
         surroundings = environment.parent_side(accelerator, found)
-        spec.write_text(json.dumps(_spec(request, accelerator.name, layout, folder, origin_s)))
+        asked = _spec(request, accelerator.name, layout, folder, origin_s)
+        asked["resume"] = str(earlier.path) if earlier else None
+        asked["checkpoints"] = str(request.out.resolve() / kept) if kept else None
+        spec.write_text(json.dumps(asked))
         sampler = accelerator.telemetry(found, os.getpid(), origin_s)
         sampler.start()
         spawned_s = now()
@@ -104,13 +83,24 @@ def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path
             ended_s=ended_s,
             created=created,
             environment=surroundings,
-            site=site,
+            site=stated,
             telemetry=series,
             plan=layout,
-            scope=_scope(request),
+            scope=scope(request),
+            resume=earlier,
+            checkpoints=kept if kept and (request.out / kept).is_dir() else None,
         )
         made = assemble.assemble(request.resolved, request.engine, facts, outcome)
         return made, record.write(made, request.out)
+
+
+def _kept(request: Request, created: str) -> str | None:
+    """Where this run's checkpoints go, beside its record."""
+    case = request.resolved.case
+    if case.question.kind != "train" or case.tune.checkpoint_every is None:
+        return None
+    stamp = re.sub(r"[^0-9T]", "", created.partition(".")[0])
+    return f"checkpoints/{stamp}-{case.name}-{secrets.token_hex(4)}"
 
 
 def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[accelerators.Found]]:
@@ -152,86 +142,13 @@ def _ignoring_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def check(request: Request) -> None:
-    """What is wrong with a request and can be known without starting anything."""
-    if find_spec("torch") is None:
-        raise RequestError("torch is not installed, and runs need it; pip install 'steelyard[torch]', then run again")
-    if request.engine not in engines.names():
-        raise RequestError(f"no engine {request.engine!r}; known: {', '.join(engines.names())}")
-    case = request.resolved.case
-    if request.engine not in case.engines and request.engine in engines.ENGINES:
-        raise RequestError(f"engine {request.engine!r} does not run {case.name}; allowed: {', '.join(case.engines)}")
-    allowed = [one for one in case.divisions if one in engines.DIVISIONS.get(request.engine, case.divisions)]
-    if case.question.division not in allowed:
-        raise RequestError(
-            f"{case.name} has no division {case.question.division!r} with engine {request.engine}; "
-            f"allowed: {', '.join(allowed)}"
-        )
-    layout = plan.make(case, request.nodes, request.devices, request.sample)
-    if not plan.able(request.engine, layout):
-        raise RequestError(
-            f"engine {request.engine} holds a whole model on each device; asked: TP{layout.tp}PP{layout.pp}DP{layout.dp}; "
-            "allowed: --parallel DP"
-        )
-    _check_passes(case.question.kind, passes_of(request))
-    for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
-        if path is not None and not path.exists() and not path.with_name(f"{path.name}{TOKENS}").exists():
-            raise RequestError(f"{option} {str(path)!r} does not exist")
-    if case.size == "full" and request.data is None:
-        raise RequestError(f"{case.name} at size full needs its data: name their folder with --data, or try --size smoke")
-    for option, number in (("--sample", request.sample), ("--steps", request.steps)):
-        if number is not None and number < 1:
-            raise RequestError(f"{option} {number}: must be at least 1")
-    for option, seconds in (("--hang-after", request.hang_s), ("--time-limit", request.limit_s)):
-        if seconds is not None and not seconds > 0:
-            raise RequestError(f"{option} {seconds:g}: must be more than 0 seconds")
-
-
-def passes_of(request: Request) -> tuple[str, ...]:
-    return DEFAULT_PASSES[request.resolved.case.question.kind] if request.passes is None else request.passes
-
-
-def _check_passes(kind: str, passes: tuple[str, ...]) -> None:
-    for name in passes:
-        if name not in PASSES[kind]:
-            raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(PASSES[kind])}")
-    if not passes or len(set(passes)) != len(passes):
-        raise RequestError(f"--passes: name each pass once, such as {','.join(DEFAULT_PASSES[kind])}")
-    if "bare" in passes and "infer" not in passes:
-        raise RequestError("--passes: bare is there to be compared with infer; name both, such as infer,bare")
-    if kind == "train" and ("train" not in passes or passes != tuple(one for one in PASSES[kind] if one in passes)):
-        raise RequestError("--passes: training has before, train and after, in this order; train cannot be left out")
-
-
-def _scope(request: Request) -> Scope:
-    window = request.sample is not None or request.steps is not None
-    return Scope(kind="window" if window else "full", sample=request.sample, steps=request.steps)
-
-
-def _site(path: Path | None) -> dict[str, str]:
-    """What the operator states about the machine: a small TOML file of strings."""
-    if path is None:
-        return {}
-    import tomllib
-
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RequestError(f"--site {str(path)!r} cannot be read: {error}") from error
-    allowed = ("machine", "network", "note")
-    for key, value in table.items():
-        if key not in allowed or not isinstance(value, str):
-            raise RequestError(f"--site {str(path)!r}: {key!r} is not a known string; allowed: {', '.join(allowed)}")
-    return table
-
-
 def _spec(request: Request, accelerator: str, layout: Plan, folder: Path, origin_s: float) -> dict[str, Any]:
     def absolute(path: Path | None) -> str | None:
         return None if path is None else str(path.resolve())
 
     return {
         "case": request.resolved.case.model_dump(mode="json"),
-        "scope": _scope(request).model_dump(mode="json"),
+        "scope": scope(request).model_dump(mode="json"),
         "passes": list(passes_of(request)),
         "engine": request.engine,
         "plan": layout.model_dump(mode="json"),

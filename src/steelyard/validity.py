@@ -143,6 +143,7 @@ def _covered_steps(record: Record) -> list[Finding]:
     if not ranks and record.failure is not None:
         return []
     wanted = record.case.question["train"]["steps"] if record.scope.steps is None else record.scope.steps
+    wanted -= record.restarts[-1]["step"] if record.restarts else 0
     taken = passes.working(record, "train")
     counts = {rank: len(taken.get(rank, [])) for rank in sorted(ranks | {0})}
     worst = max(counts, key=lambda rank: abs(counts[rank] - wanted))
@@ -275,6 +276,10 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     limits = [key for key in limits if key == "max_interval" or key.startswith("gate.")]
     if limits:
         out.append((None, None, f"other limits than the case's: {', '.join(limits)} changed on the command line"))
+    for one in record.restarts:
+        of = f"record {one['record'][:8]}" if one["record"] else "a folder of checkpoints"
+        text = f"goes on from {of}, after step {one['step']} of {one['plan']}: times and rates are those of the steps since"
+        out.append((None, None, text))
     if record.case.division == "open" and record.scope.sample is not None and passes.kind(record) == "score":
         out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))
     return out

@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 
-from steelyard import accelerators, engines, plan
+from steelyard import accelerators, checkpoints, engines, plan
 from steelyard.case import Case
+from steelyard.checkpoints import Run
 from steelyard.errors import RequestError
 from steelyard.measure import Budget, Trace, bare, mean_time_s, measure, now, sleep
 from steelyard.record import Plan
@@ -99,10 +100,11 @@ class Worker:
         with self.budget.part("data"):
             self.tell("data", 0, 0)
             prepared = self.task.prepare(self.case.question, self._sources(), self.spec["scope"]["sample"])
+            keep = self._keep_checkpoints(prepared.facts["fingerprint"])
             self.common = prepared.common
             self.out |= {"data": prepared.facts} | ({"common": prepared.common} if self.rank == 0 else {})
         with self.budget.part("engine"):
-            engine = make_engine(self._job(prepared.texts, team))
+            engine = make_engine(self._job(prepared.texts, team, keep))
         for name in self.spec["passes"]:
             self.tell(f"prepare {name}", 0, 0)
             engine.prepare(name, self.budget.part)
@@ -130,7 +132,23 @@ class Worker:
         )
         return Sources(data, tokenizer, weights, self.case.tune.pack)
 
-    def _job(self, texts: Any, team: Any) -> engines.Job:
+    def _keep_checkpoints(self, fingerprint: str) -> engines.Keep | None:
+        """Where checkpoints go; the data, known only now, must be those of the checkpoint that is gone on from."""
+        key, resume, folder = self.case.key(fingerprint), self.spec["resume"], self.spec["checkpoints"]
+        if resume and checkpoints.read(Path(resume).parent / checkpoints.RUN, Run).key != key:
+            raise RequestError(
+                "--resume: the data or their tokens are others than those the checkpoint was trained on; give the same"
+            )
+        if not folder or self.case.tune.checkpoint_every is None:
+            return None
+        if self.rank == 0:
+            asked, sample = self.case.question.model_dump(mode="json"), self.spec["scope"]["sample"]
+            run = Run(name=self.case.name, question=asked, key=key, sample=sample, engine=self.spec["engine"])
+            Path(folder).mkdir(parents=True)
+            checkpoints.write(Path(folder) / checkpoints.RUN, run)
+        return engines.Keep(Path(folder), self.case.tune.checkpoint_every)
+
+    def _job(self, texts: Any, team: Any, keep: engines.Keep | None) -> engines.Job:
         return engines.Job(
             case=self.case,
             texts=texts,
@@ -143,6 +161,8 @@ class Worker:
             team=team,
             steps=self.spec["scope"]["steps"],
             loading=lambda done, total: self.tell("weights", done, total),
+            keep=keep,
+            resume=Path(self.spec["resume"]) if self.spec["resume"] else None,
         )
 
     def _calibrate(self) -> float:

@@ -11,7 +11,7 @@ from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
     from steelyard.case import Case, Resolved
-    from steelyard.run import Request
+    from steelyard.request import Request
 
 
 def run(
@@ -52,6 +52,18 @@ def run(
         Path | None,
         typer.Option(help="tokenizer.json, tokenizer.model, or vocab.json with merges.txt; default: beside weights or data."),
     ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(help="Training: keep a checkpoint every so many steps, under checkpoints/ in the folder of the records."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RECORD",
+            help="Training: go on from the last whole checkpoint of a run, named by its record (or its checkpoint folder); "
+            "another --parallel or number of devices is fine.",
+        ),
+    ] = None,
     settings: Settings = None,
     site: Annotated[Path | None, typer.Option(help="TOML with machine and network, which cannot be detected.")] = None,
     repeat: Annotated[int, typer.Option(help="Run so many times, in fresh processes.")] = 1,
@@ -67,12 +79,16 @@ def run(
       steelyard run smoke
       steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/
       steelyard run llama2-7b-mmlu --data mmlu/ --weights random --tokenizer tokenizer.model --sample 1404
+      steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel TP2DP4 --checkpoint-every 50
+      steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel PP2DP4 --resume records/2026….json
       steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
     """
-    from steelyard.run import Request
+    from steelyard.request import Request
 
     if parallel is not None:
         settings = [*(settings or []), f"tune.parallel={parallel}"]
+    if checkpoint_every is not None:
+        settings = [*(settings or []), f"tune.checkpoint_every={checkpoint_every}"]
     requests = [
         Request(
             resolved=resolved,
@@ -83,6 +99,7 @@ def run(
             passes=None if passes is None else tuple(name.strip() for name in passes.split(",") if name.strip()),
             sample=sample,
             steps=steps,
+            resume=resume,
             weights=None if weights == "random" else Path(weights),
             data=data,
             tokenizer=tokenizer,
@@ -155,7 +172,8 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
 
     from steelyard import record, report
     from steelyard.progress import Display
-    from steelyard.run import check, run_case
+    from steelyard.request import check
+    from steelyard.run import run_case
 
     for request in requests:  # all of them before the first is run
         check(request)

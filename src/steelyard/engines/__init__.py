@@ -34,6 +34,14 @@ Part = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Checkpoints: after every so many steps, into a folder."""
+
+    folder: Path
+    every: int
+
+
+@dataclass(frozen=True)
 class Job:
     """What an engine is given: the resolved case, its share of the work, and the device."""
 
@@ -48,6 +56,8 @@ class Job:
     team: Any  # engines.team's: the ranks that hold one model together
     steps: int | None  # at most so many batches a pass
     loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
+    keep: Keep | None = None  # training: where to write checkpoints
+    resume: Path | None = None  # training: the checkpoint to go on from
 
 
 class Engine(Protocol):

@@ -158,6 +158,9 @@ class LaidTrainer(TorchTrainer):
                 dist.all_reduce(value, group=self.groups[dim])
         return value
 
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.stage.named_parameters()]
+
     def total(self, number: int) -> Tensor:
         return self._sum(super().total(number), *REPLICAS)
 

@@ -16,6 +16,7 @@ from steelyard.question import Train
 
 FIRST_SCALE = 65536.0
 GROWTH_STEPS = 1000
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adam:
@@ -80,6 +81,36 @@ class Adam:
     def hand_over(self) -> None:
         """What is kept, to the model."""
         torch._foreach_copy_(self.own, self.kept)
+
+    def state(self, names: list[str]) -> dict[str, Tensor]:
+        """All that is kept, by the names of the model's parameters; to be saved, or to be filled."""
+        out: dict[str, Tensor] = {}
+        for name, kept in zip(names, self.kept, strict=True):
+            states = self.inner.state[kept]
+            if not states:  # as the first step would make them
+                moments = {key: torch.zeros_like(kept.detach()) for key in MOMENTS}
+                states.update(step=torch.zeros((), device=kept.device), **moments)
+            out |= {f"weights.{name}": kept.detach()} | {f"{key}.{name}": states[key] for key in MOMENTS}
+        return out
+
+    def numbers(self) -> dict[str, float]:
+        """What is kept beside tensors, and the same on every rank."""
+        out = {"updates": float(self.inner.state[self.kept[0]]["step"])}
+        if self.scaler.is_enabled():
+            scaler = self.scaler.state_dict()
+            out |= {"scale": float(scaler["scale"]), "growth": float(scaler["_growth_tracker"])}
+        return out
+
+    def restore(self, numbers: dict[str, float]) -> None:
+        """Go on from tensors that `state` named, and that were filled since."""
+        for states in self.inner.state.values():
+            states["step"].fill_(numbers["updates"])
+        if self.scaler.is_enabled():
+            scaler = self.scaler.state_dict()
+            self.scaler.load_state_dict({**scaler, "scale": numbers["scale"], "_growth_tracker": int(numbers["growth"])})
+        if self.apart:
+            with torch.no_grad():
+                self.hand_over()
 
     def norm(self, grads: list[Tensor]) -> Tensor:
         """Of all gradients together."""

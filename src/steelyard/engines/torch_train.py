@@ -74,7 +74,7 @@ class TorchTrainer:
             weights.fill_random(model, question.seed)
             self.weights = {"source": "random", "seed": question.seed}
         else:
-            self.weights = weights.load_hf(model, self.job.weights, self.job.loading)
+            self.weights = weights.load(model, self.job.weights, shape, progress=self.job.loading)
         kept = [p.detach() for p in model.parameters()]
         model.to(DTYPES[_compute_dtype(question.precision)]).requires_grad_(True).train()
         return model, kept if kept[0].dtype != model.embed.weight.dtype else None
@@ -99,6 +99,18 @@ class TorchTrainer:
 
     def update(self, lr: float) -> Tensor:
         return self.adam.step(lr)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.adam.state(self._names())
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.model.named_parameters()]
+
+    def numbers(self) -> dict[str, float]:
+        return self.adam.numbers()
+
+    def restore(self, numbers: dict[str, float]) -> None:
+        self.adam.restore(numbers)
 
     def total(self, number: int) -> Tensor:
         return torch.tensor(float(number), device=self.device)

@@ -8,14 +8,17 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from steelyard import checkpoints
+from steelyard.checkpoints import State
 from steelyard.data.rows import IGNORED, Key, Row
-from steelyard.engines import Job, Part
+from steelyard.engines import Job, Part, storage
 from steelyard.engines.score import send
 from steelyard.measure import Phase, Work
 from steelyard.models.attention import Layout, steady_layout
@@ -63,6 +66,15 @@ class Trainer(Protocol):
 
     def update(self, lr: float) -> Tensor:
         """Clip, step, forget the gradients. Returns their norm before clipping."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
+
+    def numbers(self) -> dict[str, float]:
+        """The same of what is no tensor, and the same on all ranks."""
+
+    def restore(self, numbers: dict[str, float]) -> None:
+        """Go on from what `state` was filled with, and these numbers."""
 
     def total(self, number: int) -> Tensor:
         """A count of this rank, summed over all replicas, on the device."""
@@ -158,6 +170,8 @@ class Loop:
         self.device: torch.device = job.device.torch_device
         self.watch = Watch(self.train.bound)
         self.losses: dict[str, tuple[Tensor, int]] = {}
+        self.begin = 0  # steps that an earlier run has taken
+        self.curve: list[Tensor | float | None] = []  # the loss of every step
         self.ready = False
         self.executor = ThreadPoolExecutor(1, "rows")
 
@@ -169,7 +183,24 @@ class Loop:
             for keys in self._sizes():
                 self.trainer.warm(self._to_device(self._pack(keys)))
             self.job.device.synchronize()
+        if self.job.resume is not None:
+            with part("resume"):
+                self._resume(self.job.resume)
         self.ready = True
+
+    def _resume(self, path: Path) -> None:
+        state = checkpoints.read(path / checkpoints.STATE, State)
+        storage.load(path, self.trainer.state())
+        self.trainer.restore(state.numbers)
+        self.begin, self.curve = state.step, [*state.losses]
+
+    def _save(self, step: int, folder: Path) -> None:
+        """Everything after so many steps, as it is once the device has finished them."""
+        losses = [_float(loss) for loss in self.curve]
+        self.curve = [*losses]
+        tensors = self.trainer.state()
+        numbers = self.trainer.numbers()
+        storage.save(folder, State(step=step, losses=losses, numbers=numbers, plan=self.job.plan), tensors, self.job.rank)
 
     def _sizes(self) -> list[list[Key]]:
         """A micro-batch of every size that comes soon: a compiler meets them here, not in a pass."""
@@ -184,14 +215,14 @@ class Loop:
         return self._groups(self.job.texts.held_out(), len(self._groups(self.job.texts.batch(0))[0]))
 
     def total(self, name: str) -> int:
-        return self.steps if name == "train" else len(self._held_out()) + 1
+        return self.steps - self.begin if name == "train" else len(self._held_out()) + 1
 
     def work(self, name: str) -> Iterator[Phase | Work]:
         return self._training() if name == "train" else self._evaluation(name)
 
     def _training(self) -> Iterator[Phase | Work]:
-        coming = self._prefetch(0)
-        for step in range(self.steps):
+        coming = self._prefetch(self.begin)
+        for step in range(self.begin, self.steps):
             yield Phase("data")
             packs = coming.result()
             coming = self._prefetch(step + 1)
@@ -202,6 +233,10 @@ class Loop:
             lr = rate(self.train, step)
             norm = self.trainer.update(lr)
             self.watch.add(step, loss)
+            self.curve.append(loss)
+            if self.job.keep is not None and (step + 1) % self.job.keep.every == 0:
+                yield Phase("checkpoint")
+                self._save(step + 1, self.job.keep.folder)
             yield Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr})
             if self.watch.seen():
                 return
@@ -259,6 +294,12 @@ class Loop:
     def details(self) -> dict[str, Any]:
         micros = len(self._groups(self.job.texts.batch(0)))
         return {**self.trainer.details(), "micro_batches": micros}
+
+
+def _float(loss: Tensor | float | None) -> float | None:
+    """JSON has no number for what is not finite."""
+    value = math.nan if loss is None else float(loss)
+    return value if math.isfinite(value) else None
 
 
 def _summed(packs: list[Packed]) -> dict[str, int]:

@@ -99,6 +99,9 @@ class TransformersTrainer(TorchTrainer):
         model.model.rotary_emb = LlamaRotaryEmbedding(made).to(self.device)
         return model, kept if kept[0].dtype != model.lm_head.weight.dtype else None
 
+    def _names(self) -> list[str]:
+        return [name for name, parameter in self.hf.named_parameters() if parameter.requires_grad]
+
     def warm(self, micro: Micro) -> None:
         """With a mask and without, which are graphs of their own: a border is cut into rows that may have none."""
         if self.kernel == "sdpa" and isinstance(micro, RowsMicro):
