@@ -176,7 +176,10 @@ def test_unknown_keys_are_refused_in_one_line(old: str, new: str, key: str, tmp_
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-TAG = "Input tag 'gsm8k' found using 'kind' does not match any of the expected tags: 'mmlu', 'lambada', 'openwebtext', 'alpaca'"
+TAG = "Input tag '{}' found using '{}' does not match any of the expected tags: {}"
+KIND = TAG.format("gsm8k", "kind", "'mmlu', 'lambada', 'openwebtext', 'alpaca', 'record'")
+SHOWN_MODEL = "{'family': 'bert', 'layers': 1, 'hidden': 8, 'heads': 2, 'kv_heads': 1, 'ffn': 12, 'vocab': 32, 'positions': 64}"
+FAMILY = TAG.format("bert", "family", "'llama', 'glm'")
 INTEGER = "Input should be a valid integer"
 
 
@@ -197,8 +200,8 @@ INTEGER = "Input should be a valid integer"
         ("layers = 1", "layers = 0", "question.model.layers: Input should be greater than or equal to 1 (it is 0)"),
         ("layers = 1\n", "", "question.model.layers: Field required"),
         ("context = 64", "context = [64]", f"question.data.context: {INTEGER} (it is [64])"),
-        ('kind = "mmlu"', 'kind = "gsm8k"', f"question.data: {TAG} (it is {{'kind': 'gsm8k', 'context': 64}})"),
-        ('family = "llama"', 'family = "glm"', "question.model.family: Input should be 'llama' (it is 'glm')"),
+        ('kind = "mmlu"', 'kind = "gsm8k"', f"question.data: {KIND} (it is {{'kind': 'gsm8k', 'context': 64}})"),
+        ('family = "llama"', 'family = "bert"', f"question.model: {FAMILY} (it is {SHOWN_MODEL})"),
         (
             "positions = 64",
             "positions = 64\nnorm_eps = nan",
@@ -398,8 +401,15 @@ def test_a_setting_does_not_stay_for_the_next_case() -> None:
 
 
 # Keys of other data, gates and kinds than this case has.
-OTHER_KIND = {f"question.data.{key}" for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations")}
-OTHER_KIND |= {"gate.below", *(key for key in case.settable() if key.startswith("question.train"))}
+OTHER_KIND = {
+    f"question.data.{key}" for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations", "wrong")
+}
+OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
+OTHER_KIND |= {
+    "question.data.made.queries",
+    "question.data.made.entities",
+    *(key for key in case.settable() if key.startswith("question.train")),
+}
 
 
 def test_every_settable_key_can_be_set(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from steelyard.errors import RequestError
 from steelyard.precision import PRESETS
 from steelyard.question import (
+    FAMILIES,
     KINDS,
     ConversationData,
     CorpusData,
@@ -293,8 +294,9 @@ def _validate(table: dict[str, Any], path: str) -> Case:
 
 
 def _unnamed(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A place in a case without the name of the kind of data, which the file does not nest."""
-    return place[:2] + place[3:] if place[:2] == ("question", "data") and place[2:3] in {(kind,) for kind in KINDS} else place
+    """A place in a case without the name of the kind of data or of the family of models, which the file does not nest."""
+    named = {("question", "data"): KINDS, ("question", "model"): FAMILIES}.get((place + (0, 0))[:2], ())
+    return place[:2] + place[3:] if place[2:3] and place[2] in named else place
 
 
 def _shown(value: Any) -> str:

@@ -69,6 +69,7 @@ class GlmModel(Frozen):
         return self
 
 
+FAMILIES = ("llama", "glm")
 AnyModel = Annotated[Model | GlmModel, Field(discriminator="family")]
 
 
