@@ -186,11 +186,11 @@ def test_search_order(data_dir: Path, tmp_path: Path) -> None:
 
 def test_nothing_found(tmp_path: Path) -> None:
     advice = (
-        "put tokenizer.json, tokenizer.model, or vocab.json with merges.txt beside the weights or the data, "
+        "put tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt beside the weights or the data, "
         "or name it with --tokenizer"
     )
     assert refusal() == f"no tokenizer found (looked in: nowhere); {advice}"
-    other = tmp_path / "vocab.txt"
+    other = tmp_path / "notes.md"
     other.write_text("x")
     assert refusal(tmp_path, other) == f"no tokenizer found (looked in: {tmp_path}, {other}); {advice}"
 

@@ -1,19 +1,21 @@
 """Tokenizers, from `tokenizer.json`, from a SentencePiece `tokenizer.model`, from byte-level BPE's `vocab.json` with
-`merges.txt`, or made by the package for its own data."""
+`merges.txt`, from BERT's `vocab.txt`, or made by the package for its own data."""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from steelyard.errors import RequestError
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
+
+Kind = TypeVar("Kind")
 
 
 class Tokenizer(Protocol):
@@ -33,6 +35,19 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids with whatever begins a sequence for this tokenizer."""
+
+
+class WordPieces(Tokenizer, Protocol):
+    """A tokenizer that adds nothing to a text, and says which pieces begin, fill and mask one."""
+
+    @property
+    def cls(self) -> int: ...
+
+    @property
+    def pad(self) -> int: ...
+
+    @property
+    def mask(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -139,6 +154,42 @@ class BytePairTokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [self._begin + encoding.ids for encoding in self._inner.encode_batch(texts)]
+
+
+class WordPieceTokenizer:
+    """BERT's uncased word pieces: `vocab.txt`, one a line, whose number (from 0) is the piece's id.
+
+    A text is its words and nothing around them, and "[MASK]" in one is three pieces: the special ones are ids to put."""
+
+    def __init__(self, path: Path) -> None:
+        tokenizers = _need("tokenizers")
+        pieces = _lines(path)
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        for i, piece in enumerate(pieces):
+            if not piece or piece != piece.strip() or ids[piece] != i:
+                raise RequestError(
+                    f"{path}: line {i + 1} is {shown(piece)}; allowed: one piece a line, with no space around it, "
+                    "that stands nowhere else"
+                )
+        for name in _SPECIAL:
+            if name not in ids:
+                raise RequestError(
+                    f"{path}: no piece {name}; BERT's vocab.txt has {', '.join(_SPECIAL)}; name that with --tokenizer"
+                )
+        self._inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(ids))
+        self._inner.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+        self._inner.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        self.source = path.name
+        self.vocab = len(pieces)
+        self.sha256 = _pieces_sha256(pieces)
+        self.end: int | None = None  # BERT's ends a text with [SEP], GLM with [PAD]; the file does not say
+        self.pad, self.cls, self.mask = ids["[PAD]"], ids["[CLS]"], ids["[MASK]"]
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._inner.encode_batch(texts, add_special_tokens=False)]
+
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
 
 
 def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
@@ -253,33 +304,43 @@ FILES: dict[str, Callable[[Path], Tokenizer]] = {
     "tokenizer.json": JsonTokenizer,
     "tokenizer.model": SentencePieceTokenizer,
     "vocab.json": BytePairTokenizer,
+    "vocab.txt": WordPieceTokenizer,
 }
+_PIECES: dict[str, Callable[[Path], WordPieces]] = {"vocab.txt": WordPieceTokenizer}
 
 
 def load(places: list[Path]) -> Tokenizer:
     """The first tokenizer found: each place is a file, or a folder that holds one (or a `tokenizer/` folder with one)."""
+    return _first(places, FILES, "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt")
+
+
+def load_pieces(places: list[Path]) -> WordPieces:
+    """The first word pieces found: those of `vocab.txt`, also where another form of the same tokenizer lies beside it."""
+    return _first(places, _PIECES, "BERT's vocab.txt")
+
+
+def _first(places: list[Path], files: Mapping[str, Callable[[Path], Kind]], wanted: str) -> Kind:
     for place in places:
-        for path, kind in _candidates(place):
+        for path, kind in _candidates(place, files):
             if path.is_file():
                 if path.stat().st_size > MAX_TOKENIZER_BYTES:
                     raise RequestError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}")
                 return kind(path)
     looked = ", ".join(str(place) for place in places) or "nowhere"
     raise RequestError(
-        f"no tokenizer found (looked in: {looked}); put tokenizer.json, tokenizer.model, or vocab.json with merges.txt "
-        "beside the weights or the data, or name it with --tokenizer"
+        f"no tokenizer found (looked in: {looked}); put {wanted} beside the weights or the data, or name it with --tokenizer"
     )
 
 
-def _candidates(place: Path) -> Iterator[tuple[Path, Callable[[Path], Tokenizer]]]:
+def _candidates(place: Path, files: Mapping[str, Callable[[Path], Kind]]) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
     """A file is what its name says, and under another name what its suffix says."""
     if place.is_file():
-        named = [name for name in FILES if name == place.name] or [n for n in FILES if place.name.endswith(Path(n).suffix)]
+        named = [name for name in files if name == place.name] or [n for n in files if place.name.endswith(Path(n).suffix)]
         for name in named[:1]:
-            yield place, FILES[name]
+            yield place, files[name]
         return
     for folder in (place, place / "tokenizer"):
-        for name, kind in FILES.items():
+        for name, kind in files.items():
             yield folder / name, kind
 
 

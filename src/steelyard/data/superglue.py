@@ -1,0 +1,162 @@
+"""ReCoRD (SuperGLUE): passages of news, and queries with a placeholder that one of the passage's entities fills.
+
+A line holds a passage with the places of its entities (first and last character, both counted) and its queries. Texts are
+written as GLM's own processor writes them (`tasks/superglue/dataset.py` of THUDM/GLM): straight quotes for curly ones, "-"
+for the en dash, and a highlight as a "- " item.
+
+The texts of entities are what stands at their places; of an answer, what its `text` says. Its places are not looked at, nor
+is it required that it is one of the entities: GLM's processor does not either. In the 187 rows that could be had of the real
+set every answer is an entity.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+from steelyard.data.strict import no_constant, without_repeats
+from steelyard.errors import RequestError
+
+PLACEHOLDER = "@placeholder"
+MAX_FILE_BYTES = 1 << 30  # unpacked; val.jsonl has 15 MB, and train.jsonl holds ten times as many queries
+MAX_LINE_BYTES = 1 << 20
+
+_SUFFIXES = (".jsonl", ".jsonl.gz")
+_LINE = (
+    'a line is {"passage": {"text": "…", "entities": [{"start": 0, "end": 4}]}, '
+    '"qas": [{"query": "… @placeholder …", "answers": [{"text": "…"}]}]}'
+)
+# What GLM's processor puts for each; every one is a single character, so that places in a text stay what they are.
+_PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-"})
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query. Texts are plain (see `plain`)."""
+
+    passage: str
+    query: str  # with one placeholder
+    entities: tuple[str, ...]  # each once, sorted
+    answers: tuple[str, ...]  # each once, in the order of the file
+    name: str  # the line of the file and the number of the query in it, both counted from 1
+
+
+def find(folder: Path) -> tuple[Path, Path]:
+    """The files of training and of evaluation in a folder."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise RequestError(
+            f"data {str(folder)!r} {what}; give the folder that holds ReCoRD's train.jsonl and val.jsonl with --data"
+        )
+    return _one(folder, "train"), _one(folder, "val")
+
+
+def _one(folder: Path, stem: str) -> Path:
+    for suffix in _SUFFIXES:
+        if (path := folder / f"{stem}{suffix}").is_file():
+            return path
+    raise RequestError(f"{folder}: no {stem}.jsonl (.gz) in it; give a folder with train.jsonl and val.jsonl with --data")
+
+
+def read(path: Path) -> list[Query]:
+    """All queries of a file, perhaps gzipped, in the order of their lines."""
+    out = [query for number, line in _lines(path) for query in _queries(line, number, f"{path}: line {number}")]
+    if not out:
+        raise RequestError(f"{path}: no queries; {_LINE}")
+    return out
+
+
+def plain(text: str) -> str:
+    """A text with straight quotes, and hyphens for en dashes."""
+    return text.translate(_PLAIN)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbers and contents of the lines, one at a time: a whole set is larger than its queries need to be in memory."""
+    size = 0
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            with gzip.open(raw) if packed else raw as file:
+                number = 0
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    size += len(line)
+                    if size > MAX_FILE_BYTES:
+                        raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes, which a file of ReCoRD has at most")
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from error
+
+
+def _queries(line: bytes, number: int, where: str) -> Iterator[Query]:
+    found = _json(line, where)
+    passage = found.get("passage") if isinstance(found, dict) else None
+    if not isinstance(passage, dict) or not isinstance(found.get("qas"), list):
+        raise RequestError(f"{where} is {shown(found)}; {_LINE}")
+    text = plain(_text(passage.get("text"), "the passage's text", where))
+    entities = _entities(passage.get("entities"), text, where)
+    written = text.replace("@highlight\n", "- ")
+    for i, one in enumerate(found["qas"], 1):
+        if not isinstance(one, dict):
+            raise RequestError(f"{where}: query {i} is {shown(one)}; {_LINE}")
+        query = plain(_text(one.get("query"), f"query {i}", where))
+        if (count := query.count(PLACEHOLDER)) != 1:
+            raise RequestError(f"{where}: query {i} has {count} {PLACEHOLDER} in {shown(query)}; allowed: one")
+        yield Query(written, query, entities, _answers(one.get("answers"), f"query {i}", where), f"{number}-{i}")
+
+
+def _json(line: bytes, where: str) -> Any:
+    if len(line) > MAX_LINE_BYTES:
+        raise RequestError(f"{where} has more than {MAX_LINE_BYTES} bytes, which a line has at most; {_LINE}")
+    try:
+        return json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=without_repeats, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
+        raise RequestError(f"{where} is not JSON in UTF-8: {reason}; {_LINE}") from error
+
+
+def _entities(found: Any, text: str, where: str) -> tuple[str, ...]:
+    if not isinstance(found, list):
+        raise RequestError(f"{where}: the passage's entities are {shown(found)}; {_LINE}")
+    if not found:
+        raise RequestError(f"{where}: the passage has no entities, and its queries no candidates; allowed: one and more")
+    out = set()
+    for i, one in enumerate(found, 1):
+        start, end = (one.get("start"), one.get("end")) if isinstance(one, dict) else (None, None)
+        if type(start) is not int or type(end) is not int:
+            raise RequestError(f'{where}: entity {i} is {shown(one)}; an entity is {{"start": 0, "end": 4}}, two integers')
+        if not 0 <= start <= end < len(text):
+            raise RequestError(
+                f"{where}: entity {i} is from {start} to {end}; allowed: 0 to {len(text) - 1}, the last character of the "
+                "passage, and no end before its start"
+            )
+        out.add(text[start : end + 1])
+    return tuple(sorted(out))
+
+
+def _answers(found: Any, name: str, where: str) -> tuple[str, ...]:
+    if found is not None and not isinstance(found, list):
+        raise RequestError(f"{where}: the answers of {name} are {shown(found)}; {_LINE}")
+    if not found:
+        raise RequestError(f"{where}: {name} has no answers; the sets of training and evaluation have some, the test set none")
+    out: dict[str, None] = {}
+    for i, one in enumerate(found, 1):
+        if not isinstance(one, dict):
+            raise RequestError(f"{where}: answer {i} of {name} is {shown(one)}; {_LINE}")
+        out[plain(_text(one.get("text"), f"the text of answer {i} of {name}", where))] = None
+    return tuple(out)
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise RequestError(f"{where}: {name} is {shown(value)}; {_LINE}")
+    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        # JSON can write half of a character, which no tokenizer reads.
+        raise RequestError(f"{where}: {name} is {shown(value)}; a text is whole characters")
+    return value
