@@ -295,8 +295,9 @@ def _validate(table: dict[str, Any], path: str) -> Case:
 
 def _unnamed(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """A place in a case without the name of the kind of data or of the family of models, which the file does not nest."""
-    named = {("question", "data"): KINDS, ("question", "model"): FAMILIES}.get((place + (0, 0))[:2], ())
-    return place[:2] + place[3:] if place[2:3] and place[2] in named else place
+    names = {"data": KINDS, "model": FAMILIES}
+    nested = len(place) > 2 and place[0] == "question" and place[2] in names.get(str(place[1]), ())
+    return place[:2] + place[3:] if nested else place
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from steelyard.record import Record
 
 GIB = 1 << 30
+IN_SAMPLES = ("record",)  # tasks whose rates are samples a second in every division
 
 
 @dataclass(frozen=True)
@@ -21,5 +22,6 @@ def absent(name: str) -> Known:
 
 
 def work_name(record: Record) -> str:
-    """What is counted as work: tokens where all are computed, samples where sharing them is allowed."""
-    return "tokens" if record.case.division == "closed" else "samples"
+    """What is counted as work: tokens where all are computed, samples where sharing them is allowed, or where that is how
+    the published rows count."""
+    return "tokens" if record.case.division == "closed" and record.case.question["task"] not in IN_SAMPLES else "samples"

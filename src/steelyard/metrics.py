@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from steelyard import flops, metrics_train, passes, stats, telemetry
 from steelyard.known import GIB, Known, absent, work_name
 from steelyard.passes import Span, devices, headline, kind, samples, span, total, wall_s, windows
-from steelyard.question import Model
+from steelyard.question import AnyModel, GlmModel, Model
 from steelyard.record import Record, Sample, Value
 from steelyard.tasks import TASKS, Task
+
+MODEL: TypeAdapter[Model | GlmModel] = TypeAdapter(AnyModel)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def _flops(convention: str) -> Callable[[Record], Known]:
         found = span(record)
         if found is None or not found.counts.get("tokens"):
             return _missing(record)
-        model = Model.model_validate(record.case.question["model"])
+        model = MODEL.validate_python(record.case.question["model"])
         value = flops.work(model, found.counts, convention, kind(record))
         return Known(None, "the case states no nominal size") if value is None else Known(float(value), found.note)
 
@@ -265,11 +269,13 @@ def _per(unit: str) -> Callable[[Record], str]:
 
 
 def _work_unit(record: Record) -> str:
-    return "tokens/s" if record.case.division == "closed" else f"{_task(record).noun}s/s"
+    return "tokens/s" if work_name(record) == "tokens" else f"{_task(record).noun}s/s"
 
 
 _MMLU = ("mmlu",)
 _LAMBADA = ("lambada",)
+_RECORD = ("record",)
+_CORPORA = ("openwebtext", "alpaca")
 _SCORE = ("score",)
 _TRAIN = ("train",)
 
@@ -305,6 +311,11 @@ METRICS = (
     Metric("energy_per_token", "J/token", "lower", _energy_per("tokens")),
     Metric("energy_per_sample", _per("J/{}"), "lower", _energy_per("samples")),
     Metric("acc", "", "higher", _quality("acc", None), kinds=_SCORE),
+    Metric("acc", "", "higher", _quality("acc", None), _RECORD),
+    Metric("acc_before", "", "", _quality("acc", "before"), _RECORD),
+    Metric("acc_se", "", "", _quality("se", None), _RECORD),
+    Metric("em", "", "higher", _quality("em", None), _RECORD),
+    Metric("f1", "", "higher", _quality("f1", None), _RECORD),
     Metric("acc_val", "", "higher", _quality("acc", "val"), kinds=_SCORE),
     Metric("acc_se", "", "", _quality("se", None), kinds=_SCORE),
     Metric("acc_macro", "", "higher", _quality("macro", None), _MMLU),
@@ -318,8 +329,8 @@ METRICS = (
     Metric("agreement", "", "higher", _agreement, kinds=_SCORE),
     Metric("loss", "nats", "lower", metrics_train.loss, kinds=_TRAIN),
     Metric("loss_first", "nats", "", metrics_train.loss_first, kinds=_TRAIN),
-    Metric("loss_before", "nats", "", metrics_train.held_out("before"), kinds=_TRAIN),
-    Metric("loss_after", "nats", "lower", metrics_train.held_out("after"), kinds=_TRAIN),
+    Metric("loss_before", "nats", "", metrics_train.held_out("before"), _CORPORA),
+    Metric("loss_after", "nats", "lower", metrics_train.held_out("after"), _CORPORA),
     Metric("grad_norm", "", "", metrics_train.grad_norm, kinds=_TRAIN),
     Metric("padded_share", "", "lower", _padded),
     Metric("harness_overhead", "", "lower", _overhead, kinds=_SCORE),

@@ -102,6 +102,8 @@ def grad_norm(record: Record) -> Known:
 def mem_predicted(record: Record) -> Known:
     """What the fullest rank must hold, from shapes alone."""
     question = record.case.question
+    if question["model"]["family"] != "llama":
+        return Known(None, f"what a model of family {question['model']['family']} holds is not predicted")
     model, precision = Model.model_validate(question["model"]), Precision.model_validate(question["precision"])
     tune, train = Tune.model_validate(record.tune), Train.model_validate(question["train"])
     try:

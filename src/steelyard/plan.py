@@ -16,7 +16,7 @@ GIB = 1 << 30
 DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
 FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
 PIPELINE = {"score": False, "train": True}
-WHOLE = ("transformers",)  # engines that hold a whole model on each device
+WHOLE = ("transformers", "reference")  # engines that hold a whole model on each device
 ROWS = ("openwebtext",)  # tasks whose global batch is a number of rows; of conversations, many go into one row
 
 

@@ -11,9 +11,10 @@ from steelyard.errors import RequestError
 from steelyard.record import Scope
 from steelyard.resume import Resume
 
-# By kind of question: the passes there are, and those of a run that names none.
+# By kind of question: the passes there are, and those of a run that names none, by task where that is special. What stops
+# at a target has just been evaluated when it ends.
 PASSES = {"score": ("val", "infer", "bare"), "train": ("before", "train", "after")}
-DEFAULT_PASSES = {"score": ("val", "infer"), "train": ("before", "train", "after")}
+DEFAULT_PASSES = {"score": ("val", "infer"), "train": ("before", "train", "after"), "record": ("before", "train")}
 TOKENS = "_ids.npy"  # token files are also named by what they have in common
 
 
@@ -80,7 +81,8 @@ def check(request: Request) -> None:
 def passes_of(request: Request) -> tuple[str, ...]:
     if request.passes is not None:
         return request.passes
-    every = DEFAULT_PASSES[request.resolved.case.question.kind]
+    question = request.resolved.case.question
+    every = DEFAULT_PASSES.get(question.task, DEFAULT_PASSES[question.kind])
     return every if request.resume is None else tuple(name for name in every if name != "before")
 
 

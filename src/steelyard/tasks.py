@@ -9,10 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.data import alpaca, lambada, lambada_score, mmlu, mmlu_score, tokenizer, tokens, train_score
+from steelyard.data import (
+    alpaca,
+    cloze,
+    cloze_made,
+    lambada,
+    lambada_score,
+    mmlu,
+    mmlu_score,
+    record_score,
+    superglue,
+    tokenizer,
+    tokens,
+    train_score,
+)
 from steelyard.data.rows import Rows
 from steelyard.errors import RequestError
-from steelyard.question import ConversationData, CorpusData, LambadaData, MmluData, Question
+from steelyard.question import ConversationData, CorpusData, LambadaData, MmluData, Question, RecordData
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class Sources:
 class Prepared:
     """Work for an engine, facts on the data for the record, and the part of the outputs that no pass changes."""
 
-    texts: mmlu.Prompts | lambada.Passages | Rows
+    texts: mmlu.Prompts | lambada.Passages | Rows | cloze.ClozeRows
     facts: dict[str, Any]
     common: dict[str, Any]
 
@@ -162,11 +175,49 @@ def _tokens(sources: Sources, vocab: int) -> tokenizer.Tokenizer:
     """The named tokenizer, or the one beside the weights or the data; made data come with their own."""
     if sources.data is None:
         return tokenizer.MadeTokenizer(vocab)
-    beside = sources.data if sources.data.is_dir() else sources.data.parent
-    places = [sources.tokenizer] if sources.tokenizer else [place for place in (sources.weights, beside) if place]
-    found = tokenizer.load(places)
+    found = tokenizer.load(_places(sources.data, sources))
     tokenizer.check_vocab(found, vocab)
     return found
+
+
+def _places(data: Path, sources: Sources) -> list[Path]:
+    """Where a tokenizer is looked for."""
+    beside = data if data.is_dir() else data.parent
+    return [sources.tokenizer] if sources.tokenizer else [place for place in (sources.weights, beside) if place]
+
+
+def _prepare_record(question: Question, sources: Sources, sample: int | None) -> Prepared:
+    data, train, model = question.data, question.train, question.model
+    if not isinstance(data, RecordData) or train is None:
+        raise TypeError(f"data of kind {data.kind!r} for task record")
+    if sources.data is not None:
+        words, label = tokenizer.load_pieces(_places(sources.data, sources)), sources.data.name
+        queries = [superglue.read(path) for path in superglue.find(sources.data)]
+    elif data.made is not None:
+        words, label = cloze_made.ClozeTokenizer(model.vocab - 2), "made"
+        queries = [*cloze_made.make(data.made)]
+    else:
+        raise RequestError("this size needs ReCoRD: name the folder of train.jsonl and val.jsonl with --data")
+    begins, ends = words.vocab, words.vocab + 1
+    if ends >= model.vocab:
+        raise RequestError(f"the tokenizer has {words.vocab} pieces and a GLM two more; the model has rows for {model.vocab}")
+    learned, cut = cloze.training(queries[0], words, train.length, data.wrong)
+    asked, cut_too = cloze.evaluation(queries[1], words, train.length)
+    rows = cloze.ClozeRows(learned, asked, question.division, _share(sample, train.batch), question.seed, begins, ends)
+    found = cloze.fingerprint(queries[0], queries[1], words)
+    sizes = [rows.size(i, held=False) for i in range(len(learned))]
+    facts = {
+        "source": label,
+        "rows": len(queries[0]),
+        "samples": len(learned),
+        "sample_tokens": sum(sizes) / len(sizes),
+        "rows_evaluated": len(asked),
+        "shortened": cut + cut_too,
+        "fingerprint": found,
+        "published": data.fingerprint is None or found == data.fingerprint,
+        "tokenizer": {"source": words.source, "vocab": words.vocab, "sha256": words.sha256},
+    }
+    return Prepared(rows, facts, record_score.outputs(asked))
 
 
 def _training(noun: str, prepare: Callable[[Question, Sources, int | None], Prepared]) -> Task:
@@ -205,4 +256,14 @@ TASKS = {
     ),
     "openwebtext": _training("row", _prepare_corpus),
     "alpaca": _training("sample", _prepare_alpaca),
+    "record": Task(
+        noun="sample",
+        prepare=_prepare_record,
+        check=record_score.check,
+        merge=record_score.merge,
+        score=record_score.score,
+        agreement=record_score.agreement,
+        breakdown=record_score.breakdown,
+        tally=record_score.tally,
+    ),
 }

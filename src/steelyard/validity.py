@@ -73,14 +73,16 @@ def _published(record: Record) -> bool:
     return bool(record.data.get("published"))
 
 
-FROM_TRAINED = ("alpaca",)  # tasks of training that begin with a trained model
+FROM_TRAINED = ("alpaca", "record")  # tasks of training that begin with a trained model
 _RANDOM, _OTHER_DATA = "the weights are random", "the data are not the published set"
 _UNGATED = {"score": "acc", "train": "loss_after"}
 _NEEDS: dict[str, Callable[[Record], list[tuple[bool, str]]]] = {"score": _needs_of_scoring, "train": _needs_of_training}
 
 
 def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
-    return _finite_losses(record) if passes.kind(record) == "train" else _finite_answers(record)
+    if passes.kind(record) != "train":
+        return [*_finite_answers(record), *_finite_values(record)]
+    return [*_finite_losses(record), *_finite_answers(record)]
 
 
 def _finite_answers(record: Record) -> list[Finding]:
@@ -88,6 +90,11 @@ def _finite_answers(record: Record) -> list[Finding]:
     for name, noun, tally in _tallies(record):
         text = f"{name}: {tally.not_finite} of {tally.items} {noun}s got logits that are not finite"
         out.append((Check(name=f"finite_{name}", ok=not tally.not_finite, detail=text), "nan", None))
+    return out
+
+
+def _finite_values(record: Record) -> list[Finding]:
+    out: list[Finding] = []
     for sample in record.samples:
         if any(value is None for value in sample.values.values()):
             text = f"{sample.pass_name}: step {sample.step} on rank {sample.rank} has a value that is not finite"
@@ -110,7 +117,7 @@ def _finite_losses(record: Record) -> list[Finding]:
         text = f"step {stopped['step']}: the loss is {stopped['value']}, beyond the bound {bound}; the run was ended"
         out.append((Check(name="loss_bound", ok=False, detail=text), "loss_bound", None))
     for name in ("before", "after"):
-        if found.get(name) is not None:
+        if "nll" in found.get(name, {}):
             finite = found[name]["nll"] is not None
             text = f"{name}: the loss of the held-out rows is {'' if finite else 'not '}finite"
             out.append((Check(name=f"finite_{name}", ok=finite, detail=text), "nan", None))
@@ -120,29 +127,41 @@ def _finite_losses(record: Record) -> list[Finding]:
 def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
     """Of every pass that answered: its name, what its items are called, and how many there are of which kind."""
     task = TASKS[record.case.question["task"]]
-    return [(name, task.noun, Tally(*task.tally(record.outputs, name))) for name in record.outputs.get("passes", {})]
+    found = [(name, Tally(*task.tally(record.outputs, name))) for name in record.outputs.get("passes", {})]
+    scored = passes.kind(record) == "score"
+    return [(name, task.noun, tally) for name, tally in found if scored or tally.items]
 
 
 def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:
-    return _covered_steps(record) if passes.kind(record) == "train" else _covered_items(record)
+    if passes.kind(record) != "train":
+        return _covered_items(record, record.scope.steps is not None)
+    return [*_covered_steps(record), *_covered_items(record, partly=False)]
 
 
-def _covered_items(record: Record) -> list[Finding]:
+def _covered_items(record: Record, partly: bool) -> list[Finding]:
     """Every item in scope is answered once. With --steps only some are, and none twice."""
     out: list[Finding] = []
     for name, noun, tally in _tallies(record):
-        ok = not tally.repeated and (not tally.missing or record.scope.steps is not None)
+        ok = not tally.repeated and (not tally.missing or partly)
         text = f"{name}: {tally.missing} {noun}s without an answer, {tally.repeated} answered more than once"
-        out.append((Check(name=f"covered_{name}", ok=ok, detail=text), "coverage", None))
+        out.append(
+            (
+                Check(name=f"covered_{name}_{noun}s" if name == "train" else f"covered_{name}", ok=ok, detail=text),
+                "coverage",
+                None,
+            )
+        )
     return out
 
 
 def _covered_steps(record: Record) -> list[Finding]:
-    """Every rank took every step in scope. A run that failed before has its own reason."""
+    """Every rank took every step in scope, or those until the target. A run that failed before has its own reason."""
     ranks = {window.rank for window in passes.windows(record, "train")}
     if not ranks and record.failure is not None:
         return []
     wanted = record.case.question["train"]["steps"] if record.scope.steps is None else record.scope.steps
+    stopped = record.outputs.get("passes", {}).get("train", {}).get("stopped") or {}
+    wanted = stopped["step"] if stopped.get("why") == "target" else wanted
     wanted -= record.restarts[-1]["step"] if record.restarts else 0
     taken = passes.working(record, "train")
     counts = {rank: len(taken.get(rank, [])) for rank in sorted(ranks | {0})}
@@ -244,6 +263,8 @@ def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
     found, gate = quality(record, values), record.case.gate
     if not found.evaluated or gate is None or found.value is None:
         return []
+    if "reach" in gate:
+        return _reaches(found.metric, found.value, gate["reach"])
     if "below" in gate:
         return _falls(found.metric, found.value, gate, values[gate["below"]].value)
     off = abs(found.value - gate["target"])
@@ -264,6 +285,13 @@ def _falls(metric: str, value: float, gate: dict[str, Any], start: float | None)
     asked = " and ".join(f"below {name}, {limit:.4f}" for name, limit in known)
     text = f"{metric} is {value:.4f}; the gate is {asked}"
     return [(Check(name="gate", ok=all(value < limit for _, limit in known), detail=text), "quality", None)]
+
+
+def _reaches(metric: str, value: float, target: float) -> list[Finding]:
+    text = f"{metric} is {value:.4f}; the target is {target}"
+    if value < target:
+        text = f"target not reached: {text}"
+    return [(Check(name="gate", ok=value >= target, detail=text), "target_not_reached", None)]
 
 
 def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:

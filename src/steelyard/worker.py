@@ -92,7 +92,7 @@ class Worker:
 
     def run(self) -> None:
         with self.budget.part("imports"):
-            make_engine = engines.load(self.spec["engine"], self.case.question.kind)
+            make_engine = engines.load(self.spec["engine"], self.case.question.kind, self.case.question.task)
             self.device = accelerators.load_device(self.spec["accelerator"], self.local_rank)
             self.device.set_precision(self.case.question.precision.matmul)
             self.out |= {"identity": self.device.identity(), "versions": self.device.versions(), "threads": _threads()}

@@ -37,7 +37,7 @@ def run(
         str | None,
         typer.Option(
             help="Scoring: val (eager), infer (compiled), bare (infer again with nothing measured inside); default: val,infer. "
-            "Training: before, train, after (loss on held-out rows around the steps); default: all."
+            "Training: before, train, after (held-out data around the steps); default: all, or until a target."
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps, or each pass after so many batches.")] = None,

@@ -18,9 +18,15 @@ from steelyard.measure import Phase, Work
 from steelyard.plan import Place
 from steelyard.record import Plan
 
-# By kind of question. Those of third parties are one class for all kinds, which refuses what it does not know.
+# By kind of question, or by task where that is another kind of work. Those of third parties are one class for all, which
+# refuses what it does not know.
 ENGINES = {
-    "torch": {"score": "steelyard.engines.torch_score:TorchScore", "train": "steelyard.engines.torch_train:TorchTrain"},
+    "torch": {
+        "score": "steelyard.engines.torch_score:TorchScore",
+        "train": "steelyard.engines.torch_train:TorchTrain",
+        "record": "steelyard.engines.cloze_train:TorchCloze",
+    },
+    "reference": {"record": "steelyard.engines.cloze_train:ReferenceCloze"},
     "transformers": {
         "score": "steelyard.engines.transformers_score:TransformersScore",
         "train": "steelyard.engines.transformers_train:TransformersTrain",
@@ -28,7 +34,7 @@ ENGINES = {
 }
 
 # What an engine cannot do, known without importing it; one that is not here says so itself.
-DIVISIONS = {"transformers": ("closed",)}
+DIVISIONS = {"transformers": ("closed",), "reference": ("closed",)}
 
 Part = Callable[[str], AbstractContextManager[None]]
 
@@ -81,9 +87,10 @@ def names() -> list[str]:
     return sorted({*ENGINES, *_others()})
 
 
-def load(name: str, kind: str) -> Callable[[Job], Engine]:
-    """What makes the engine of a name for a kind of question."""
-    where = ENGINES[name].get(kind) if name in ENGINES else _others().get(name)
+def load(name: str, kind: str, task: str = "") -> Callable[[Job], Engine]:
+    """What makes the engine of a name for a kind of question, or for its task where that has one of its own."""
+    rows = ENGINES.get(name, {})
+    where = rows.get(task, rows.get(kind)) if rows else _others().get(name)
     if where is None:
         raise RequestError(f"no engine {name!r} for kind {kind!r}; known: {', '.join(names())}")
     module, _, attribute = where.partition(":")

@@ -86,16 +86,9 @@ class LaidTrainer(TorchTrainer):
             stage.read = torch.compile(summed_loss, dynamic=True)
 
     def _shard(self, stage: Stage) -> None:
-        """Replicas divide what they hold. Weights are kept as they are, and gathered in the precision of the matmuls."""
-        kept = DTYPES[self.question.precision.weights]
-        policy = MixedPrecisionPolicy(self.compute, kept) if self.compute != kept else MixedPrecisionPolicy()
+        """Replicas divide what they hold."""
         mesh: DeviceMesh = self.mesh[REPLICAS] if self.degree < self.job.plan.dp else self.mesh["shards"]
-        for module in (*stage.layers.values(), stage):
-            fully_shard(module, mesh=mesh, reshard_after_forward=self.sharding == 3, mp_policy=policy)
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        shard([*stage.layers.values(), stage], mesh, self.sharding, self.compute, DTYPES[self.question.precision.weights])
 
     def _convert(self) -> list[Tensor] | None:
         """Without shards, weights kept in another precision stand beside the model's own."""
@@ -106,11 +99,7 @@ class LaidTrainer(TorchTrainer):
         return kept
 
     def _before_backward(self, last: bool) -> None:
-        if isinstance(self.stage, FSDPModule):
-            self.stage.set_is_last_backward(last)
-            self.stage.set_requires_gradient_sync(last or self.sharding > 1)
-            self.stage.set_requires_all_reduce(last)
-            self.stage.set_reshard_after_backward(last or self.sharding == 3)
+        before_backward(self.stage, self.sharding, last)
 
     def _split(self) -> AbstractContextManager[None]:
         """Where a team has the logits divided, the loss and its backward pass are computed so."""
@@ -163,6 +152,27 @@ class LaidTrainer(TorchTrainer):
 
     def total(self, number: int) -> Tensor:
         return self._sum(super().total(number), *REPLICAS)
+
+
+def shard(modules: list[nn.Module], mesh: DeviceMesh, sharding: int, compute: torch.dtype, kept: torch.dtype) -> None:
+    """Divide modules among replicas, each gathered on its own, a parent after its children. Weights are kept as they are, and
+    gathered in the precision of the matmuls."""
+    policy = MixedPrecisionPolicy(compute, kept) if compute != kept else MixedPrecisionPolicy()
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=sharding == 3, mp_policy=policy)
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def before_backward(module: nn.Module, sharding: int, last: bool) -> None:
+    """What is summed over replicas after a micro-batch, and what after the last one of a step alone."""
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(last)
+        module.set_requires_gradient_sync(last or sharding > 1)
+        module.set_requires_all_reduce(last)
+        module.set_reshard_after_backward(last or sharding == 3)
 
 
 def _streams(block: Callable[..., Streams]) -> Callable[..., tuple[Tensor, Tensor]]:

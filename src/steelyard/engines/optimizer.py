@@ -117,6 +117,25 @@ class Adam:
         return get_total_norm(grads, foreach=True)
 
 
+class Kept:
+    """What a trainer is asked for checkpoints; its optimiser keeps all there is."""
+
+    adam: Adam
+
+    def _names(self) -> list[str]:
+        """Of the parameters, in the order in which the optimiser has them."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        return self.adam.state(self._names())
+
+    def numbers(self) -> dict[str, float]:
+        return self.adam.numbers()
+
+    def restore(self, numbers: dict[str, float]) -> None:
+        self.adam.restore(numbers)
+
+
 def _adder(master: Tensor) -> Any:
     def add(parameter: Tensor) -> None:
         if parameter.grad is not None and master.grad is not None:

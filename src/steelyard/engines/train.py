@@ -26,6 +26,7 @@ from steelyard.question import Train
 
 SOON = 32  # steps
 LATE = 2  # steps
+COUNTS = ("tokens", "samples", "padded", "logits", "pairs", "square")
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,18 @@ class Micro:
 
 
 class Trainer(Protocol):
+    """What a micro-batch is, is between a trainer and its loop."""
+
     def prepare(self, part: Part) -> None:
         """Build, load, compile."""
 
-    def warm(self, micro: Micro) -> None:
+    def warm(self, micro: Any) -> None:
         """Run everything but the update once, so that nothing is compiled inside a pass. Weights and gradients stay."""
 
-    def loss(self, micro: Micro) -> Tensor:
+    def loss(self, micro: Any) -> Tensor:
         """The summed cross-entropy of a micro-batch, in nats."""
 
-    def learn(self, micros: list[Micro], targets: Tensor) -> Tensor:
+    def learn(self, micros: list[Any], targets: Tensor) -> Tensor:
         """Forward and backward of a step: gradients of Σ loss / targets. Returns that mean loss over all replicas."""
 
     def update(self, lr: float) -> Tensor:
@@ -172,6 +175,7 @@ class Loop:
         self.losses: dict[str, tuple[Tensor, int]] = {}
         self.begin = 0  # steps that an earlier run has taken
         self.curve: list[Tensor | float | None] = []  # the loss of every step
+        self.reached = False  # a target that ends training
         self.ready = False
         self.executor = ThreadPoolExecutor(1, "rows")
 
@@ -215,7 +219,13 @@ class Loop:
         return self._groups(self.job.texts.held_out(), len(self._groups(self.job.texts.batch(0))[0]))
 
     def total(self, name: str) -> int:
-        return self.steps - self.begin if name == "train" else len(self._held_out()) + 1
+        if name != "train":
+            return len(self._held_out()) + 1
+        return self.steps - self.begin + sum(self._aside(taken) for taken in range(self.begin + 1, self.steps + 1))
+
+    def _aside(self, taken: int) -> int:
+        """How many `Work` items `_between` yields."""
+        return int(self._keeps(taken))
 
     def work(self, name: str) -> Iterator[Phase | Work]:
         return self._training() if name == "train" else self._evaluation(name)
@@ -227,19 +237,37 @@ class Loop:
             packs = coming.result()
             coming = self._prefetch(step + 1)
             micros = [self._to_device(one) for one in packs]
-            targets = self.trainer.total(sum(len(one.pick) for one in packs))
+            targets = self.trainer.total(sum(map(self._targets, packs)))
             yield Phase("compute")
+            self._seed(step)
             loss = self.trainer.learn(micros, targets)
             lr = rate(self.train, step)
             norm = self.trainer.update(lr)
             self.watch.add(step, loss)
             self.curve.append(loss)
-            if self.job.keep is not None and (step + 1) % self.job.keep.every == 0:
-                yield Phase("checkpoint")
-                self._save(step + 1, self.job.keep.folder)
             yield Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr})
             if self.watch.seen():
                 return
+            yield from self._between(step + 1)
+            if self.reached:
+                return
+
+    def _between(self, taken: int) -> Iterator[Phase | Work]:
+        """What is done after so many steps that trains nothing."""
+        if self._keeps(taken) and self.job.keep is not None:
+            yield Phase("checkpoint")
+            self._save(taken, self.job.keep.folder)
+            yield Work({})
+
+    def _keeps(self, taken: int) -> bool:
+        return self.job.keep is not None and taken % self.job.keep.every == 0
+
+    def _targets(self, pack: Any) -> int:
+        """What the loss of a step is the mean over."""
+        return len(pack.pick)
+
+    def _seed(self, step: int) -> None:
+        """Random numbers of a step, the same for a run that goes on from another. Nothing here is dropped at random."""
 
     def _evaluation(self, name: str) -> Iterator[Phase | Work]:
         """The loss of held-out rows; the trainer's weights do not change."""
@@ -258,10 +286,10 @@ class Loop:
         self.losses[name] = (nll, count)
         yield Work({})
 
-    def _prefetch(self, step: int) -> "Future[list[Packed]]":
+    def _prefetch(self, step: int) -> "Future[list[Any]]":
         return self.executor.submit(self._batch, step if step < self.steps else self.steps - 1)
 
-    def _batch(self, step: int) -> list[Packed]:
+    def _batch(self, step: int) -> list[Any]:
         """This replica's micro-batches of a step."""
         return [self._pack(group) for group in self._groups(self.job.texts.batch(step))]
 
@@ -275,10 +303,10 @@ class Loop:
         own = full[part::parts]
         return [own[i : i + size] for i in range(0, size * count, size)]
 
-    def _pack(self, keys: list[Key]) -> Packed:
+    def _pack(self, keys: list[Key]) -> Any:
         return packed([empty_row(self.train.length) if key is None else self.job.texts.row(key) for key in keys])
 
-    def _to_device(self, pack: Packed) -> Micro:
+    def _to_device(self, pack: Any) -> Any:
         to = self.device
         rows = steady_layout(pack.lens, self.train.length, to)
         return Micro(send(pack.tokens, to), send(pack.positions, to), rows, send(pack.pick, to), send(pack.targets, to))
@@ -302,5 +330,6 @@ def _float(loss: Tensor | float | None) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _summed(packs: list[Packed]) -> dict[str, int]:
-    return {key: sum(pack.counts[key] for pack in packs) for key in packs[0].counts}
+def _summed(packs: list[Any]) -> dict[str, int]:
+    """The counts of a step; a replica may have nothing to do in one."""
+    return {key: sum(pack.counts[key] for pack in packs) for key in COUNTS}

@@ -29,6 +29,7 @@ from steelyard.engines.transformers_score import config
 from steelyard.errors import RequestError
 from steelyard.models import weights
 from steelyard.models.attention import KERNELS, Layout, attend
+from steelyard.question import Train
 
 PACKED = "steelyard_packed"  # the name of our kernels in the library
 
@@ -40,13 +41,20 @@ class RowsMicro(Micro):
 
 class TransformersTrain(Loop):
     def __init__(self, job: Job) -> None:
-        if job.plan.tp * job.plan.pp * job.plan.dp > 1:
-            raise RequestError("engine transformers trains on one device; allowed: --devices 1, or --engine torch")
-        super().__init__(job, TransformersTrainer(job))
+        super().__init__(job, _trainer(job))
 
-    def _to_device(self, pack: Packed) -> Micro:
+    def _to_device(self, pack: Packed) -> RowsMicro:
         alone = pack.positions[pack.pick] == pack.pick % self.train.length
         return RowsMicro(**vars(super()._to_device(pack)), alone=bool(alone.all()))
+
+
+def _trainer(job: Job) -> "TransformersTrainer":
+    """On one device, or divided by FSDP over many."""
+    if job.plan.dp == 1:
+        return TransformersTrainer(job)
+    from steelyard.engines.transformers_laid import LaidTransformers
+
+    return LaidTransformers(job)
 
 
 class TransformersTrainer(TorchTrainer):
@@ -67,8 +75,7 @@ class TransformersTrainer(TorchTrainer):
             raise ValueError("a question without training")
         with part("weights"):
             self.hf, kept = self._load()
-            learned = [p for p in self.hf.parameters() if p.requires_grad]
-            self.adam = Adam(learned, kept, self.question.train, self.question.precision)
+            self.adam = self._optimizer(kept, self.question.train)
             self.job.device.synchronize()
         if self.tune.recompute == "full":
             self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -76,6 +83,9 @@ class TransformersTrainer(TorchTrainer):
             for module in (*self.hf.model.layers, self.hf.model.norm):
                 module.forward = torch.compile(module.forward)  # inside of what recomputes a layer
         self.head: Callable[..., Tensor] = torch.compile(_head, dynamic=True) if self.tune.compile else _head
+
+    def _optimizer(self, kept: list[Tensor] | None, train: Train) -> Adam:
+        return Adam([p for p in self.hf.parameters() if p.requires_grad], kept, train, self.question.precision)
 
     def _load(self) -> tuple[Any, list[Tensor] | None]:
         """The model in the precision it is computed in, and what is learned of it in the one that is kept, where that is

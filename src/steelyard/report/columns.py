@@ -18,7 +18,7 @@ class Field:
     instead: tuple[str, ...] = ()
 
 
-_MFU = Field("mfu", ("mfu",), strong=True, instead=("mfu_nominal", "mfu_palm", "mfu_padded"))
+_MFU = Field("mfu", ("mfu",), strong=True, instead=("mfu_nominal", "mfu_palm", "mfu_padded", "mfu_one_sequence"))
 _MEM = Field("mem", ("mem", "mem_total"), title="column.mem")
 
 

@@ -186,9 +186,44 @@ METRICS = (
         "percent",
     ),
     _row(
+        "mfu_one_sequence",
+        (
+            "MFU, nominal, one sequence a sample",
+            "as some published rows count: a sample is one padded sequence, whatever it has",
+        ),
+        ("计算卡使用率（名义，每样本一条序列）", "部分公开值的口径：每个样本计一条填充后的序列，不论候选数"),
+        "percent",
+    ),
+    _row(
         "acc",
-        ("Accuracy", "answers (or last words) right by argmax over the whole vocabulary, from the same pass that was timed"),
-        ("准确率", "整个词表上的 argmax 答对（或最后一词预测正确）的比例，取自被计时的同一遍"),
+        (
+            "Accuracy",
+            "answers (or last words) right by argmax over the whole vocabulary, from the same pass that was timed; a cloze: "
+            "the candidate with the highest score is one of the answers, at the last evaluation",
+        ),
+        (
+            "准确率",
+            "整个词表上的 argmax 答对（或最后一词预测正确）的比例，取自被计时的同一遍；"
+            "完形填空：最后一次评估中得分最高的候选是答案之一",
+        ),
+        "percent",
+    ),
+    _row(
+        "acc_before",
+        ("Accuracy before training", "of the evaluation before the first step"),
+        ("训练前准确率", "第一步之前的评估"),
+        "percent",
+    ),
+    _row(
+        "em",
+        ("Exact match", "the chosen candidate's text is that of an answer, compared as ReCoRD's own evaluation does"),
+        ("精确匹配", "所选候选的文本与某个答案一致，按 ReCoRD 官方评测的比较方式"),
+        "percent",
+    ),
+    _row(
+        "f1",
+        ("F1", "of the words of the chosen candidate and the nearest answer, as ReCoRD's own evaluation has it"),
+        ("F1", "所选候选与最接近答案的词重合度，按 ReCoRD 官方评测"),
         "percent",
     ),
     _row(

@@ -107,6 +107,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "instead.mfu_nominal": ("nominal", "名义"),
     "instead.mfu_palm": ("PaLM", "PaLM"),
     "instead.mfu_padded": ("nominal, padding counted", "名义，计填充"),
+    "instead.mfu_one_sequence": ("nominal, one sequence a sample", "名义，每样本一条序列"),
     "instead.tokens_per_device_s_padded": ("padding counted", "计填充"),
     # details of a run
     "run": ("Run {0}", "运行 {0}"),

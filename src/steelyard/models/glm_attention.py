@@ -1,0 +1,219 @@
+"""Attention of a cloze: context tokens see all of their context, span tokens their context, their own past and themselves.
+
+Tokens are packed: all contexts end to end, then all spans, those that see one context beside each other. A kernel is a row of
+KERNELS: it takes QKV [T, 3, H, D], a `ClozeLayout` and the share of attention probabilities to drop; it gives [T, H, D].
+
+Kernel "flash" is three calls without a copy between them: contexts on contexts, spans on contexts, spans on themselves. The
+latter two are halves of one softmax, so they are merged by their log-sum-exp. Their backward calls are given the merged
+output and the merged log-sum-exp, from which the kernel computes the whole softmax's probabilities and row sums again: the
+gradients are exact. Dropped probabilities do not change that: a normaliser does not know of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Borders of rows laid end to end, and the longest of them."""
+
+    cu: Tensor  # int32 [rows + 1], on the device
+    longest: int
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The same tokens as one row a context, its spans behind it: for kernels that know no packing."""
+
+    gather: Tensor  # int64 [contexts · width]: which token stands there; the first one where none does
+    back: Tensor  # int64 [T]: where in these rows each token stands
+    mask: Tensor  # bool [contexts, 1, width, width]: whether a query (of the third dimension) sees a key
+    width: int
+
+
+@dataclass(frozen=True)
+class ClozeLayout:
+    lengths: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of contexts, of spans; spans of each context
+    contexts: Rows
+    groups: Rows  # all spans of a context together, counted from the first span token
+    spans: Rows
+    context_tokens: int
+    device: torch.device
+
+    @cached_property
+    def padded(self) -> Padded:
+        """Made for the kernels that need it, once a micro-batch."""
+        gather, back, seen = _padded(*self.lengths)
+        width = gather.shape[1]
+        return Padded(_send(gather.flatten(), self.device), _send(back, self.device), _send(seen, self.device)[:, None], width)
+
+
+def layout(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], device: torch.device) -> ClozeLayout:
+    """Of contexts and spans with these lengths; `groups` says how many of the spans see each context, one after the other."""
+    if len(groups) != len(contexts) or sum(groups) != len(spans) or min(*groups, *contexts, *spans) < 1:
+        raise ValueError("every context has a length and a number of spans, every span a length, all above 0")
+    ends = torch.tensor(groups).cumsum(0).tolist()
+    together = [sum(spans[end - count : end]) for end, count in zip(ends, groups, strict=True)]
+    outer, middle, inner = (Rows(_cumulative(lens, device), max(lens)) for lens in (contexts, together, spans))
+    lengths = tuple(contexts), tuple(spans), tuple(groups)
+    return ClozeLayout(lengths, outer, middle, inner, sum(contexts), device)
+
+
+def _cumulative(lens: Sequence[int], device: torch.device) -> Tensor:
+    ends = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    ends[1:] = torch.tensor(lens, dtype=torch.int32).cumsum(0)
+    return _send(ends, device)
+
+
+def _send(host: Tensor, device: torch.device) -> Tensor:
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather [contexts, width], back [T] and mask [contexts, width, width]."""
+    parts, first, at = [], 0, sum(contexts)
+    for length, count in zip(contexts, groups, strict=True):
+        own = spans[first : first + count]
+        parts.append((length, own, at))
+        first, at = first + count, at + sum(own)
+    width = max(length + sum(own) for length, own, _ in parts)
+    gather = torch.zeros(len(contexts), width, dtype=torch.int64)
+    back = torch.empty(at, dtype=torch.int64)
+    seen = torch.zeros(len(contexts), width, width, dtype=torch.bool)
+    seen[:, :, 0] = True  # a softmax over nothing would be NaN where there is no token
+    start = 0
+    for i, (length, own, begin) in enumerate(parts):
+        size = length + sum(own)
+        tokens = torch.cat((torch.arange(start, start + length), torch.arange(begin, begin + sum(own))))
+        gather[i, :size] = tokens
+        back[tokens] = torch.arange(i * width, i * width + size)
+        seen[i, :size, :length] = True
+        place = length
+        for span in own:
+            seen[i, place : place + span, place : place + span] = torch.ones(span, span, dtype=torch.bool).tril()
+            place += span
+        start += length
+    return gather, back, seen
+
+
+def _by_padding(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: "Merge") -> Tensor:
+    """Through SDPA with a mask: for a CPU and for fp32, and the plain meaning of every other kernel."""
+    at = rows.padded
+    wide = qkv.index_select(0, at.gather).unflatten(0, (-1, at.width))  # type: ignore[no-untyped-call]
+    q, k, v = wide.permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=at.mask, dropout_p=dropout)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, at.back)
+
+
+Half = tuple[Tensor, Tensor, Any]  # out [Tq, H, D], log-sum-exp [H, Tq], and what the backward call needs to drop the same
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Attention of packed rows, and its backward: flash attention's calls, or what stands in for them in tests.
+
+    `forward(q, k, v, queries, keys, dropout, causal)` leaves query rows beyond the last border as they are;
+    `backward(grad, q, k, v, out, lse, state, queries, keys, dropout, causal)` gives the gradients of q, k and v."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Rows, Rows, float, bool], Half]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, dropout: float, causal: bool) -> Half:
+    borders = queries.cu, keys.cu, queries.longest, keys.longest
+    out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *borders, dropout, causal, False)
+    return out, lse, (rng, unused)
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    state: Any,
+    queries: Rows,
+    keys: Rows,
+    dropout: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    borders = queries.cu, keys.cu, queries.longest, keys.longest
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *borders, dropout, causal, *state
+    )
+    return grads
+
+
+FLASH = Blocks(_flash_forward, _flash_backward)
+
+
+def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs of two halves of a softmax as that of the whole, and its log-sum-exp."""
+    lse = torch.logaddexp(one_lse, other_lse)
+    share, rest = ((half - lse).exp().t()[:, :, None] for half in (one_lse, other_lse))
+    return (one * share + other * rest).to(one.dtype), lse
+
+
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Merged(torch.autograd.Function):
+    """Contexts on themselves, spans on contexts and on themselves. The first call is given all queries and the borders of the
+    contexts alone: so its output has room for the spans', and nothing is copied together."""
+
+    @staticmethod
+    def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: float, blocks: Blocks, merged: Merge) -> Tensor:
+        n = rows.context_tokens
+        q, k, v = qkv.unbind(1)
+        out, lse, state = blocks.forward(q, k[:n], v[:n], rows.contexts, rows.contexts, dropout, False)
+        far, far_lse, far_state = blocks.forward(q[n:], k[:n], v[:n], rows.groups, rows.contexts, dropout, False)
+        own, own_lse, own_state = blocks.forward(q[n:], k[n:], v[n:], rows.spans, rows.spans, dropout, True)
+        whole, whole_lse = merged(far, far_lse, own, own_lse)
+        out[n:] = whole
+        context.save_for_backward(qkv, out, lse, whole_lse)
+        context.states = state, far_state, own_state
+        context.asked = rows, dropout, blocks
+        return out
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        qkv, out, lse, whole_lse = context.saved_tensors
+        rows, dropout, blocks = context.asked
+        n = rows.context_tokens
+        q, k, v = qkv.unbind(1)
+        grad = grads[0].contiguous()
+        state, far_state, own_state = context.states
+        dq, dk, dv = blocks.backward(grad, q, k[:n], v[:n], out, lse, state, rows.contexts, rows.contexts, dropout, False)
+        spans = grad[n:], q[n:]
+        whole = out[n:], whole_lse
+        far_q, far_k, far_v = blocks.backward(
+            *spans, k[:n], v[:n], *whole, far_state, rows.groups, rows.contexts, dropout, False
+        )
+        own_q, own_k, own_v = blocks.backward(*spans, k[n:], v[n:], *whole, own_state, rows.spans, rows.spans, dropout, True)
+        total = torch.empty_like(qkv)
+        total[:n, 0] = dq[:n]
+        torch.add(far_q, own_q, out=total[n:, 0])
+        for i, (near, far, own) in enumerate(((dk, far_k, own_k), (dv, far_v, own_v)), start=1):
+            torch.add(near, far, out=total[:n, i])
+            total[n:, i] = own
+        return total, None, None, None, None
+
+
+def _by_flash(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: Merge) -> Tensor:
+    out: Tensor = Merged.apply(qkv, rows, dropout, FLASH, merged)  # type: ignore[no-untyped-call]
+    return out
+
+
+KERNELS: dict[str, Callable[[Tensor, ClozeLayout, float, Merge], Tensor]] = {"padded": _by_padding, "flash": _by_flash}
+
+
+def attend(qkv: Tensor, rows: ClozeLayout, kernel: str, dropout: float, merged: Merge = merge) -> Tensor:
+    """Attention by the named kernel: [T, H, D]. `merged` may be a compiled `merge`, for the kernel that has halves."""
+    return KERNELS[kernel](qkv, rows, dropout, merged)
