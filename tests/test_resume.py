@@ -28,7 +28,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(record: dict[str, Any]) -> list[float]:
-    own = [s["values"]["loss"] for s in record["samples"] if s["pass"] == "train" and s["rank"] == 0]
+    own = [s["values"]["loss"] for s in record["samples"] if s["pass"] == "train" and s["rank"] == 0 and s["counts"]]
     return [*(record["restarts"][0]["losses"] if record["restarts"] else []), *own]
 
 
@@ -125,7 +125,7 @@ def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Call
     }
     for name in ("loss", "loss_first", "loss_before", "loss_after"):
         assert again["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
-    assert len([s for s in again["samples"] if s["pass"] == "train"]) == STEPS - EVERY
+    assert len([s for s in again["samples"] if s["pass"] == "train" and s["counts"]]) == STEPS - EVERY
     assert "goes on from record" in " ".join(again["notes"])
     assert shell("verify", next((shell.folder / "again").glob("*.json"))).code == 0
 
@@ -156,8 +156,9 @@ def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["run.json", "step-00000006", "step-00000009"]
     state = checkpoints.read(folder / "step-00000006" / checkpoints.STATE, checkpoints.State)
     assert state.losses == losses(record)[:6]
-    saved = [s["phases"].get("checkpoint") for s in record["samples"] if s["pass"] == "train"]
-    assert [i for i, time_s in enumerate(saved) if time_s] == [2, 5, 8]
+    passed = [s for s in record["samples"] if s["pass"] == "train"]
+    assert [i for i, s in enumerate(passed) if not s["counts"]] == [3, 7, 11]  # a sample of their own
+    assert all(tuple(s["phases"]) == ("checkpoint",) for s in passed if not s["counts"])
     assert record["metrics"]["p_train"]["value"] > record["metrics"]["p_whole"]["value"]
 
 
