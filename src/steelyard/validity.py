@@ -125,11 +125,11 @@ def _finite_losses(record: Record) -> list[Finding]:
 
 
 def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
-    """Of every pass that answered: its name, what its items are called, and how many there are of which kind."""
-    task = TASKS[record.case.question["task"]]
-    found = [(name, Tally(*task.tally(record.outputs, name))) for name in record.outputs.get("passes", {})]
-    scored = passes.kind(record) == "score"
-    return [(name, task.noun, tally) for name, tally in found if scored or tally.items]
+    """Of every pass that answered: its name, what its items are called, and how many there are of which kind. In training,
+    one that was evaluated."""
+    task, found = TASKS[record.case.question["task"]], record.outputs.get("passes", {})
+    names = [name for name in found if passes.kind(record) == "score" or found[name].get("evaluations")]
+    return [(name, task.noun, Tally(*task.tally(record.outputs, name))) for name in names]
 
 
 def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:

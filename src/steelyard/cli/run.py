@@ -129,8 +129,8 @@ def _resolve(
     division: str | None,
     settings: list[str] | None,
 ) -> "list[tuple[Resolved, bool]]":
-    """What to run, and whether it was asked for as `smoke`: every case at that size, in every division that it and the
-    engine have."""
+    """What to run, and whether it was asked for as `smoke`: every case that the engine runs at that size, in every
+    division that both have."""
     from steelyard import case, engines
 
     out: list[tuple[Resolved, bool]] = []
@@ -141,7 +141,10 @@ def _resolve(
         if size not in (None, "smoke"):
             raise RequestError(f"run smoke --size {size}: smoke is a size; name a case to run it at size {size}")
         for known in case.names():
-            every = case.resolve(known, "smoke", precision, division, settings).case.divisions
+            found = case.resolve(known, "smoke", precision, division, settings).case
+            if engine in engines.ENGINES and engine not in found.engines:
+                continue
+            every = found.divisions
             able = [one for one in every if one in engines.DIVISIONS.get(engine, every)]
             for one in [division] if division else able:
                 out.append((case.resolve(known, "smoke", precision, one, settings), True))
