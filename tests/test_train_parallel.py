@@ -17,7 +17,8 @@ from steelyard.data.rows import Row
 from steelyard.engines import optimizer, score
 from steelyard.engines.shards import split
 from steelyard.engines.stage import spans
-from steelyard.engines.train import Loop, packed
+from steelyard.engines.torch_train import TorchTrain
+from steelyard.engines.train import packed
 from steelyard.engines.transformers_score import config
 from steelyard.models import huggingface, parallel, weights
 from train_ranks import KEEP_EVERY, build, train, whole_weights
@@ -218,8 +219,8 @@ def test_a_rank_holds_its_share(folder, alone):
 
 def test_a_planted_bug_shows(alone, monkeypatch):
     """All rows of a micro-batch are its first."""
-    good = Loop._pack
-    monkeypatch.setattr(Loop, "_pack", lambda self, keys: good(self, [keys[0]] * len(keys)))
+    good = TorchTrain._pack
+    monkeypatch.setattr(TorchTrain, "_pack", lambda self, keys: good(self, [keys[0]] * len(keys)))
     found = train(build({"settings": {"tune.micro_batch": 4}}, 0, 1))
     assert furthest(found["losses"], alone[0]["losses"]) > 1e-4
 

@@ -20,7 +20,7 @@ from steelyard.engines import Job, Part
 from steelyard.engines.glm_fused import FusedGlm
 from steelyard.engines.optimizer import Adam, Kept
 from steelyard.engines.score import DTYPES, send
-from steelyard.engines.torch_train import _compute_dtype
+from steelyard.engines.torch_train import compute_dtype
 from steelyard.errors import RequestError
 from steelyard.models import glm, glm_checkpoint
 from steelyard.models.glm_attention import KERNELS, ClozeLayout, layout
@@ -90,7 +90,7 @@ class GlmTrainer(Kept):
         asked, dim = self.tune.attention, self.shape.hidden // self.shape.heads
         fits = dim % 8 == 0 and dim <= 256  # flash attention's own limits
         if asked == "auto":
-            flash = self.job.device.attention(_compute_dtype(self.question.precision), False) == "flash"
+            flash = self.job.device.attention(compute_dtype(self.question.precision), False) == "flash"
             return "flash" if flash and fits else "padded"
         if asked not in KERNELS:
             raise RequestError(f"tune.attention={asked!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
@@ -128,7 +128,7 @@ class GlmTrainer(Kept):
         else:
             self.weights = glm_checkpoint.load(model, self.job.weights, self.job.loading)
         kept = [p.detach() for p in model.parameters()]
-        model.to(DTYPES[_compute_dtype(question.precision)]).requires_grad_(True)
+        model.to(DTYPES[compute_dtype(question.precision)]).requires_grad_(True)
         return model, kept if kept[0].dtype != model.word_embeddings.weight.dtype else None
 
     def _lay_gradients(self) -> list[Tensor]:

@@ -24,7 +24,7 @@ from steelyard.engines.pipeline import Pipeline
 from steelyard.engines.score import DTYPES
 from steelyard.engines.shards import fill, local
 from steelyard.engines.stage import Stage, divide, summed_loss
-from steelyard.engines.torch_train import TorchTrainer, _compute_dtype, _recomputed
+from steelyard.engines.torch_train import TorchTrainer, _recomputed, compute_dtype
 from steelyard.engines.train import Micro
 from steelyard.models import weights
 from steelyard.models.llama import Block, Streams
@@ -43,7 +43,7 @@ class LaidTrainer(TorchTrainer):
         sizes = (plan.dp // self.degree, self.degree, plan.pp, plan.tp)
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=(*REPLICAS, "stages", "team"))
         self.groups = {name: self.mesh[name].get_group() for name in (*REPLICAS, "stages", "team")}
-        self.compute = DTYPES[_compute_dtype(self.question.precision)]
+        self.compute = DTYPES[compute_dtype(self.question.precision)]
 
     def prepare(self, part: Part) -> None:
         train, precision = self.question.train, self.question.precision

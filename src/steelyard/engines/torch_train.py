@@ -5,6 +5,7 @@ them is ever there.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from steelyard.engines import Job, Part
+from steelyard.data.rows import Key, Row
+from steelyard.engines import Job, Part, kernels
 from steelyard.engines.fused import FusedBlock, Pieces
-from steelyard.engines.optimizer import Adam
+from steelyard.engines.optimizer import Adam, Kept
 from steelyard.engines.score import DTYPES
-from steelyard.engines.train import Loop, Micro
+from steelyard.engines.train import Loop, Micro, empty_row, packed
 from steelyard.errors import RequestError
-from steelyard.models import weights
+from steelyard.models import packed_attention, weights
 from steelyard.models.attention import KERNELS
 from steelyard.models.llama import Llama, Streams
 
@@ -31,12 +33,23 @@ KEPT_OPS = {
 }
 
 
+GRAIN = 128  # tokens: matmul kernels work in tiles
+
+
 class TorchTrain(Loop):
     def __init__(self, job: Job) -> None:
         super().__init__(job, _trainer(job))
 
+    def _pack(self, keys: list[Key]) -> Any:
+        """Rows laid end to end need no padding, unless it was asked for, or code or other devices are made for one size."""
+        tune = self.job.case.tune
+        any_size = _alone(self.job) and (kernels.serve(self.device) or not tune.compile)
+        if not tune.pack or not any_size:
+            return super()._pack(keys)
+        return packed(without_padding([self.job.texts.row(key) for key in keys if key is not None]))
 
-class TorchTrainer:
+
+class TorchTrainer(Kept):
     def __init__(self, job: Job) -> None:
         self.job = job
         self.question = job.case.question
@@ -48,7 +61,11 @@ class TorchTrainer:
     def _choose_kernel(self) -> str:
         kernel = self.tune.attention
         if kernel == "auto":
-            kernel = self.job.device.attention(_compute_dtype(self.question.precision), False)
+            dtype = compute_dtype(self.question.precision)
+            kernel = self.job.device.attention(dtype, False)
+            dim = self.question.model.hidden // self.question.model.heads
+            if kernel == "flash" and _alone(self.job) and packed_attention.serves(self.device, DTYPES[dtype], dim):
+                kernel = "packed"
         if kernel not in KERNELS:
             raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
         return str(kernel)
@@ -63,7 +80,7 @@ class TorchTrainer:
         pieces = Pieces(self.tune.compile)
         fused = [FusedBlock(b, self.adam.gradient, pieces) for b in self.model.layers]  # type: ignore[arg-type]
         self.blocks = [_recomputed(one, self.tune.recompute) for one in fused]
-        self.head: Callable[..., Tensor] = torch.compile(_head, dynamic=True) if self.tune.compile else _head
+        self.losses: Callable[..., Tensor] = torch.compile(_losses, dynamic=True) if self.tune.compile else _losses
 
     def _build(self) -> tuple[Llama, list[Tensor] | None]:
         """The model in the precision it is computed in, and its weights in the one they are kept in, where that is another."""
@@ -76,7 +93,7 @@ class TorchTrainer:
         else:
             self.weights = weights.load(model, self.job.weights, shape, progress=self.job.loading)
         kept = [p.detach() for p in model.parameters()]
-        model.to(DTYPES[_compute_dtype(question.precision)]).requires_grad_(True).train()
+        model.to(DTYPES[compute_dtype(question.precision)]).requires_grad_(True).train()
         return model, kept if kept[0].dtype != model.embed.weight.dtype else None
 
     def warm(self, micro: Micro) -> None:
@@ -87,7 +104,7 @@ class TorchTrainer:
 
     def loss(self, micro: Micro) -> Tensor:
         hidden = self.model.hidden(micro.tokens, micro.positions, micro.rows, self.kernel, blocks=self.blocks)
-        return self.head(self.model, hidden[micro.pick], micro.targets)
+        return self.losses(self.model.logits(hidden[micro.pick]), micro.targets).sum()
 
     def learn(self, micros: list[Micro], targets: Tensor) -> Tensor:
         losses = []
@@ -100,20 +117,11 @@ class TorchTrainer:
     def update(self, lr: float) -> Tensor:
         return self.adam.step(lr)
 
-    def state(self) -> dict[str, Tensor]:
-        return self.adam.state(self._names())
-
     def _names(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters()]
 
-    def numbers(self) -> dict[str, float]:
-        return self.adam.numbers()
-
-    def restore(self, numbers: dict[str, float]) -> None:
-        self.adam.restore(numbers)
-
     def total(self, number: int) -> Tensor:
-        return torch.tensor(float(number), device=self.device)
+        return torch.full((), float(number), device=self.device)  # a copy from the host would wait for the device
 
     def details(self) -> dict[str, Any]:
         return {"attention": self.kernel, "weights": self.weights}
@@ -121,21 +129,36 @@ class TorchTrainer:
 
 def _trainer(job: Job) -> TorchTrainer:
     """On one device, or laid over many."""
-    if job.plan.tp * job.plan.pp * job.plan.dp == 1:
+    if _alone(job):
         return TorchTrainer(job)
     from steelyard.engines.laid import LaidTrainer
 
     return LaidTrainer(job)
 
 
-def _compute_dtype(precision: Any) -> str:
+def _alone(job: Job) -> bool:
+    return job.plan.tp * job.plan.pp * job.plan.dp == 1
+
+
+def without_padding(rows: list[Row]) -> list[Row]:
+    """The same rows without what fills them up, and less than GRAIN tokens that fill up all of them together."""
+    short = [row if row.real == len(row.tokens) else _cut(row) for row in rows]
+    left = -sum(row.real for row in rows) % GRAIN
+    return [*short, empty_row(left)] if left else short
+
+
+def _cut(row: Row) -> Row:
+    return replace(row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1])
+
+
+def compute_dtype(precision: Any) -> str:
     return {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}[precision.matmul]
 
 
-def _head(model: Llama, hidden: Tensor, targets: Tensor) -> Tensor:
-    logits = model.logits(hidden)
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """One for each target: a compiler has several ways to reduce over them, and takes another whenever they become few."""
     wide = logits.float() if logits.dtype.itemsize < torch.float32.itemsize else logits
-    return F.cross_entropy(wide, targets, reduction="sum")
+    return F.cross_entropy(wide, targets, reduction="none")
 
 
 def _recomputed(block: Callable[..., Streams], how: str) -> Callable[..., Streams]:

@@ -11,7 +11,7 @@ from steelyard.engines import Job
 from steelyard.engines.laid import LaidAdam, before_backward, shard
 from steelyard.engines.optimizer import Adam
 from steelyard.engines.score import DTYPES
-from steelyard.engines.torch_train import _compute_dtype
+from steelyard.engines.torch_train import compute_dtype
 from steelyard.engines.train import Micro
 from steelyard.engines.transformers_train import TransformersTrainer
 from steelyard.errors import RequestError
@@ -27,7 +27,7 @@ class LaidTransformers(TransformersTrainer):
                 "engine transformers divides what it holds among all its devices; add --set tune.sharding=3 (or 1 or 2), "
                 "without tune.sharding_degree"
             )
-        self.compute = DTYPES[_compute_dtype(self.question.precision)]
+        self.compute = DTYPES[compute_dtype(self.question.precision)]
 
     def _load(self) -> tuple[Any, None]:
         """Every rank makes or reads the whole, and keeps its part. What is kept in another precision is so in the parts, and

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from steelyard.engines import Job, Part
 from steelyard.engines.optimizer import Adam
 from steelyard.engines.score import DTYPES, our_model
-from steelyard.engines.torch_train import TorchTrainer, _compute_dtype
+from steelyard.engines.torch_train import TorchTrainer, compute_dtype
 from steelyard.engines.train import Loop, Micro, Packed
 from steelyard.engines.transformers_score import config
 from steelyard.errors import RequestError
@@ -104,7 +104,7 @@ class TransformersTrainer(TorchTrainer):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.endswith("o_proj.bias"))  # a Llama of ours has none: it stays zero
         kept = [p.detach() for p in model.parameters() if p.requires_grad]
-        model.to(DTYPES[_compute_dtype(precision)])
+        model.to(DTYPES[compute_dtype(precision)])
         # A computed buffer, in no checkpoint: `to_empty` left it without values, and it is fp32 in every precision.
         model.model.rotary_emb = LlamaRotaryEmbedding(made).to(self.device)
         return model, kept if kept[0].dtype != model.lm_head.weight.dtype else None

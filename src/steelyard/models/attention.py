@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from steelyard.errors import RequestError
+from steelyard.models import packed_attention
+
 SEGMENTS = 64  # a steady layout has a multiple of so many rows
 
 
@@ -98,7 +101,20 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: i
     return out
 
 
-KERNELS: dict[str, Kernel] = {"rows": _rows, "flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
+def _packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    """Our own, for rows without a shared prefix."""
+    if cu_q is not cu_k:
+        raise RequestError("tune.attention='packed' knows no shared prefixes; allowed there: auto, flash, efficient, rows")
+    return packed_attention.attend(q, k, v, cu_q)
+
+
+KERNELS: dict[str, Kernel] = {
+    "rows": _rows,
+    "flash": _flash,
+    "efficient": _efficient,
+    "cudnn": _cudnn,
+    "packed": _packed,
+}
 
 
 @torch.library.custom_op("steelyard::packed_attention", mutates_args=())

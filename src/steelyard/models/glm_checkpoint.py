@@ -147,7 +147,7 @@ def _stored(path: Path, module: dict[Any, Any]) -> Iterator[tuple[str, Stored]]:
 
 
 def _read_safetensors(folder: Path) -> Found:
-    shards = huggingface._shards(folder)
+    shards = huggingface.shards_in(folder)
     every = {name: stored for shard in shards for name, stored in shard.tensors.items()}
     if every and all(name.startswith(PREFIX) for name in every):
         every = {name.removeprefix(PREFIX): stored for name, stored in every.items()}

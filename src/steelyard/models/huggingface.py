@@ -224,7 +224,7 @@ def present(folder: Path) -> bool:
 
 def read(folder: Path) -> HuggingFace:
     """A folder, its config and every header read."""
-    return HuggingFace(folder, _read_json(folder / CONFIG_NAME), _shards(folder))
+    return HuggingFace(folder, _read_json(folder / CONFIG_NAME), shards_in(folder))
 
 
 def _tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -269,7 +269,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _shards(folder: Path) -> list[Shard]:
+def shards_in(folder: Path) -> list[Shard]:
     """The folder's safetensors files in order of name, each header read and checked."""
     if (folder / SINGLE_NAME).is_file():
         return [_inspect(folder / SINGLE_NAME)]
