@@ -1,6 +1,7 @@
 """A GLM for training on one device: gradients of weights and biases are added to where they are kept, as in engines/fused.py.
 
-Biases are added by the matmul itself; what is between matmuls (a dropout, an addition and a norm) is one compiled piece. The
+Biases are added by the matmul itself; what is between matmuls (a dropout, an addition and a norm) is one compiled piece, or a
+kernel of glm_kernels.py that also sums up the gradient of the bias before it. The
 logits are in the precision of the matmuls and are read as fp32 inside the kernel, or a few rows at a time where nothing is
 compiled: no fp32 copy of all of them is ever there.
 """
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from steelyard.engines import glm_kernels, glm_span_kernels, kernels
 from steelyard.engines.fused import add_product
 from steelyard.models.glm import Block, Glm, Layer, Streams, split
-from steelyard.models.glm_attention import ClozeLayout, attend, merge
+from steelyard.models.glm_attention import FLASH, ClozeLayout, Joint, attend, merge
 
 ROWS = 512  # of logits read at once where nothing is compiled
 ALIGNED = 8  # numbers of 16 bit that a matmul loads at once; GLM's tables of positions have 513 rows
@@ -26,10 +28,11 @@ Tables = tuple[Tensor, Tensor]  # of positions and of block positions
 
 
 class Linear(torch.autograd.Function):
-    """x times a weight and a bias added, whose gradients are added to `kept` and to `kept_bias`, and nowhere else."""
+    """x times a weight and a bias added, whose gradients are added to `kept` and to `kept_bias`, and nowhere else; the bias's
+    not at all if there is no place: then whoever makes the gradient that comes here adds it."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, kept_bias: Tensor) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, kept_bias: Tensor | None) -> Tensor:
         context.save_for_backward(x, weight)
         context.kept = kept, kept_bias
         return torch.addmm(bias, x, weight.t())
@@ -39,8 +42,81 @@ class Linear(torch.autograd.Function):
         x, weight = context.saved_tensors
         kept, kept_bias = context.kept
         add_product(kept, grads[0], x)
-        kept_bias.add_(grads[0].sum(0, dtype=kept_bias.dtype))
+        if kept_bias is not None:
+            kept_bias.add_(grads[0].sum(0, dtype=kept_bias.dtype))
         return grads[0] @ weight, None, None, None, None
+
+
+class Joined(torch.autograd.Function):
+    """The residual stream and its norm, by a kernel. Gradients of the norm's weight and bias, and of the bias that was added
+    to delta, if there was one, are added to `kept`."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: Tensor, delta: Tensor, norm: nn.LayerNorm, kept: tuple[Tensor, Tensor, Tensor | None], dropout: float
+    ) -> Streams:
+        seed = glm_kernels.draw(dropout)
+        out, normed, stats = glm_kernels.joined(x, delta, norm.weight, norm.bias, norm.eps, dropout, seed)
+        context.save_for_backward(out, stats, norm.weight)
+        context.set_materialize_grads(False)  # of the last stream only the norm is read
+        context.asked = kept, dropout, seed
+        return out, normed
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        more, grad = grads
+        if grad is None:
+            raise ValueError("a norm that nothing was made from")
+        kept, dropout, seed = context.asked
+        stays = context.needs_input_grad[0]
+        back, change = glm_kernels.joined_backward(context.saved_tensors, more, grad, kept, dropout, seed, stays)
+        return back, change, None, None, None
+
+
+class Seen(torch.autograd.Function):
+    """Attention of tokens in the order of `Joint`: one call of flash attention, all queries on contexts, and a kernel for spans
+    on themselves. How the halves of the spans' softmax are one in the backward pass, models/glm_attention.py says. The
+    gradient of the bias that was added to qkv is added to `kept`."""
+
+    @staticmethod
+    def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: float, kept: Tensor) -> Tensor:
+        joint = rows.joint
+        near = glm_span_kernels.of_contexts(qkv, joint)
+        q, k, v = qkv[:, 0], near[:, 0], near[:, 1]
+        out, lse, state = FLASH.forward(q, k, v, joint.rows, rows.contexts, dropout, False)
+        out = out.contiguous()
+        seed = glm_kernels.draw(dropout)
+        glm_span_kernels.own(qkv, out, lse, joint, dropout, seed)
+        context.save_for_backward(qkv, near, out, lse)
+        context.asked = rows, dropout, kept, state, seed
+        return out
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        qkv, near, out, lse = context.saved_tensors
+        rows, dropout, kept, state, seed = context.asked
+        grad, borders = grads[0].contiguous(), (rows.joint.rows, rows.contexts)
+        dq, dk, dv = FLASH.backward(grad, qkv[:, 0], *near.unbind(1), out, lse, state, *borders, dropout, False)
+        dq = dq.contiguous()  # as the kernels read it, and one of them adds to it
+        total = torch.empty_like(qkv)
+        glm_span_kernels.own_backward(grad, qkv, out, lse, dq, total, rows.joint, dropout, seed)
+        glm_span_kernels.lay((dq, dk, dv), total, rows.joint, kept)
+        return total, None, None, None
+
+
+class Gelu(torch.autograd.Function):
+    """The gradient of the bias that was added to x is added to `kept`."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, kept: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        context.kept = kept
+        return F.gelu(x, approximate="tanh")
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = context.saved_tensors
+        return glm_kernels.gelu_backward(x, grads[0], context.kept), None
 
 
 class Embedded(torch.autograd.Function):
@@ -153,9 +229,43 @@ class FusedLayer:
         return x, self._linear(wide, block.mlp.dense_4h_to_h)
 
     def _linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        weight, bias = layer.weight, layer.bias
-        out: Tensor = Linear.apply(x, weight, bias, self.kept(weight), self.kept(bias))  # type: ignore[no-untyped-call]
-        return out
+        return linear(x, layer, self.kept, self.kept(layer.bias))
+
+
+class KernelLayer:
+    """The same by kernels, which have the gradients of all biases. `before` is the bias that delta was made with, if any.
+    Kernel "flash" has its tokens in the order of `Joint`."""
+
+    def __init__(self, block: Block, kept: Kept, before: Tensor | None) -> None:
+        self.block, self.kept, self.before = block, kept, before
+
+    def __call__(self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> Streams:
+        block, kept = self.block, self.kept
+        attention, mlp = block.attention, block.mlp
+        x, normed = join(x, delta, block.input_layernorm, dropout, kept, self.before)
+        bias = attention.query_key_value.bias
+        if kernel == "flash":
+            qkv = split(linear(normed, attention.query_key_value, kept, None), block.heads)
+            seen: Tensor = Seen.apply(qkv, rows, dropout, kept(bias))  # type: ignore[no-untyped-call]
+        else:
+            qkv = split(linear(normed, attention.query_key_value, kept, kept(bias)), block.heads)
+            seen = attend(qkv, rows, kernel, dropout)
+        delta = linear(seen.flatten(1), attention.dense, kept, None)
+        x, normed = join(x, delta, block.post_attention_layernorm, dropout, kept, attention.dense.bias)
+        narrow = linear(normed, mlp.dense_h_to_4h, kept, None)
+        wide: Tensor = Gelu.apply(narrow, kept(mlp.dense_h_to_4h.bias))  # type: ignore[no-untyped-call]
+        return x, linear(wide, mlp.dense_4h_to_h, kept, None)
+
+
+def linear(x: Tensor, layer: nn.Linear, kept: Kept, kept_bias: Tensor | None) -> Tensor:
+    out: Tensor = Linear.apply(x, layer.weight, layer.bias, kept(layer.weight), kept_bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+def join(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float, kept: Kept, before: Tensor | None) -> Streams:
+    places = kept(norm.weight), kept(norm.bias), None if before is None else kept(before)
+    out: Streams = Joined.apply(x, delta, norm, places, dropout)  # type: ignore[no-untyped-call]
+    return out
 
 
 class FusedGlm:
@@ -165,20 +275,38 @@ class FusedGlm:
         shape = model.shape
         self.model, self.kept = model, kept
         self.pieces = Pieces(compiled, shape.norm_eps, shape.dropout)
-        fused = [FusedLayer(block, kept, self.pieces) for block in model.transformer.layers]  # type: ignore[arg-type]
-        self.layers: list[Layer] = [recomputed(layer) for layer in fused] if recompute else list(fused)
+        self.kernels = compiled and kernels.serve(model.word_embeddings.weight.device)
+        blocks: list[Block] = list(model.transformer.layers)  # type: ignore[arg-type]
+        self.last = blocks[-1].mlp.dense_4h_to_h.bias
+        self.layers: list[Layer] = [FusedLayer(block, kept, self.pieces) for block in blocks]
+        if self.kernels:
+            biases = [None, *(block.mlp.dense_4h_to_h.bias for block in blocks)]
+            self.layers = [KernelLayer(block, kept, before) for block, before in zip(blocks, biases, strict=False)]
+        if recompute:
+            self.layers = [recomputed(layer) for layer in self.layers]
 
     def __call__(self, ids: Ids, targets: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> Tensor:
         """Of tokens with their positions and block positions: [S], in fp32 or wider."""
         below, table = self.model.transformer, self.model.word_embeddings.weight
         tables = below.position_embeddings.weight, below.block_position_embeddings.weight
         kept = tuple(self.kept(one) for one in (table, *tables))
+        joint = rows.joint if self.kernels and kernel == "flash" else None
+        if joint is not None:
+            tokens, positions, blocks = (row.index_select(0, joint.order) for row in ids)
+            ids = tokens, positions, blocks
         embedded: Tensor = Embedded.apply(tables, ids, kept, table)  # type: ignore[no-untyped-call]
         x, delta = self.model.streams(embedded, rows, kernel, dropout, self.layers)
-        n = rows.context_tokens
-        _, normed = self.pieces.join(x[n:], delta[n:], below.final_layernorm, dropout)
+        x, delta = (_of_spans(one, rows, joint) for one in (x, delta))
+        if self.kernels:
+            normed = join(x, delta, below.final_layernorm, dropout, self.kept, self.last)[1]
+        else:
+            normed = self.pieces.join(x, delta, below.final_layernorm, dropout)[1]
         out: Tensor = Said.apply(normed, table, targets, self.kept(table), self.pieces)  # type: ignore[no-untyped-call]
         return out
+
+
+def _of_spans(x: Tensor, rows: ClozeLayout, joint: Joint | None) -> Tensor:
+    return x[rows.context_tokens :] if joint is None else x.index_select(0, joint.spans)
 
 
 def recomputed(layer: Layer) -> Layer:

@@ -38,6 +38,21 @@ class Padded:
 
 
 @dataclass(frozen=True)
+class Joint:
+    """The same tokens in another order, every context with its spans behind it: a context and its spans are then one row of
+    queries on the context's keys."""
+
+    order: Tensor  # int64 [T]: which token stands there
+    rows: Rows  # contexts, each with its spans
+    contexts: Tensor  # int32: where the contexts' tokens stand
+    place: Tensor  # int32 [T]: which of the contexts' tokens it is; -1 if it is a span's
+    spans: Tensor  # int64: where the spans' tokens stand
+    starts: Tensor  # int32: where each span begins
+    lengths: Tensor  # int32: of the spans
+    longest: int  # of the spans
+
+
+@dataclass(frozen=True)
 class ClozeLayout:
     lengths: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of contexts, of spans; spans of each context
     contexts: Rows
@@ -52,6 +67,11 @@ class ClozeLayout:
         gather, back, seen = _padded(*self.lengths)
         width = gather.shape[1]
         return Padded(_send(gather.flatten(), self.device), _send(back, self.device), _send(seen, self.device)[:, None], width)
+
+    @cached_property
+    def joint(self) -> Joint:
+        """Made for the kernels that need it, once a micro-batch."""
+        return _joint(*self.lengths, self.device)
 
 
 def layout(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], device: torch.device) -> ClozeLayout:
@@ -100,6 +120,33 @@ def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int]
             place += span
         start += length
     return gather, back, seen
+
+
+def _joint(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], device: torch.device) -> Joint:
+    outer, inner, count = (torch.tensor(lens) for lens in (contexts, spans, groups))
+    owner = torch.arange(len(outer)).repeat_interleave(count)
+    together = torch.zeros_like(outer).index_add_(0, owner, inner)
+    first = (outer + together).cumsum(0) - outer - together  # of each context, and behind it of its spans
+    behind = first + outer - (together.cumsum(0) - together)  # less how many tokens of other spans are before them
+    of_contexts = torch.arange(sum(contexts)) + (first - (outer.cumsum(0) - outer)).repeat_interleave(outer)
+    of_spans = torch.arange(sum(spans)) + behind.repeat_interleave(together)
+    back = torch.cat((of_contexts, of_spans))
+    order = torch.empty_like(back)
+    order[back] = torch.arange(len(back))
+    place = torch.full((len(back),), -1, dtype=torch.int32)
+    place[of_contexts] = torch.arange(len(of_contexts), dtype=torch.int32)
+    starts = (inner.cumsum(0) - inner + behind[owner]).int()
+    sizes = (outer + together).tolist()
+    return Joint(
+        order=_send(order, device),
+        rows=Rows(_cumulative(sizes, device), max(sizes)),
+        contexts=_send(of_contexts.int(), device),
+        place=_send(place, device),
+        spans=_send(of_spans, device),
+        starts=_send(starts, device),
+        lengths=_send(inner.int(), device),
+        longest=max(spans),
+    )
 
 
 def _by_padding(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: "Merge") -> Tensor:
