@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from steelyard import flops, memory
 from steelyard.case import Model, Tune
+from steelyard.engines import fused
 from steelyard.models import llama, parallel, weights
 from steelyard.models.attention import Layout, layout
 from steelyard.models.llama import Block, Llama, rotary
@@ -170,13 +171,16 @@ class _Norm(torch.autograd.Function):
         raise NotImplementedError
 
 
-def saved_bytes(model: Model, compiled: bool, monkeypatch: pytest.MonkeyPatch, tokens: int = 32) -> int:
+def saved_bytes(model: Model, compiled: bool, monkeypatch: pytest.MonkeyPatch, tokens: int = 32, lean: bool = False) -> int:
     """What torch keeps for the backward of a layer: storages, each once, without weights and rotary tables."""
     monkeypatch.setattr(llama, "attend", _attend)
+    monkeypatch.setattr(fused, "attend", _attend)
     shape = weights.shape_of(model)
     block = Block(shape).to(torch.bfloat16)
     run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
-    if not compiled:
+    if lean:
+        run = fused.FusedBlock(block, torch.zeros_like, fused.Pieces(False))
+    elif not compiled:
         monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight, self.eps))
     x, delta = (torch.randn(tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     cos, sin = rotary(torch.arange(tokens), shape, torch.bfloat16)
@@ -197,6 +201,17 @@ def saved_bytes(model: Model, compiled: bool, monkeypatch: pytest.MonkeyPatch, t
 def test_activations_are_what_torch_saves(changes, monkeypatch):
     model = SMALL.model_copy(update=changes)
     assert saved_bytes(model, False, monkeypatch) == 32 * memory.layer_bytes(model, 2, "none", compiled=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"ffn": 64}, {"hidden": 128, "heads": 8}])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("one_thread")
+def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, monkeypatch):
+    """Whether its pieces are compiled or not: they are functions of what they are given."""
+    model = SMALL.model_copy(update=changes)
+    found = saved_bytes(model, False, monkeypatch, lean=True)
+    assert found == 32 * memory.layer_bytes(model, 2, "none", compiled, lean=True)
+    assert found < saved_bytes(model, False, monkeypatch)
 
 
 @pytest.mark.usefixtures("one_thread")

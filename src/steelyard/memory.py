@@ -41,13 +41,15 @@ class Parts:
 @dataclass(frozen=True)
 class Saved:
     """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation it does. `fused` ones are
-    computed again by a compiler, without being asked."""
+    computed again by a compiler, without being asked; `plain` ones are kept by models/llama.py's own block, and not by that of
+    engines/fused.py."""
 
     name: str
     numbers: Callable[[Model], int]
     under: tuple[Recompute, ...] = ("none",)
     wide: bool = False
     fused: bool = False
+    plain: bool = False
 
 
 def _dim(model: Model) -> int:
@@ -62,7 +64,7 @@ SAVED = (
     Saved("scale of the attention's norm", lambda m: 1, wide=True),
     Saved("input of qkv", lambda m: m.hidden),
     Saved("output of qkv", lambda m: (m.heads + 2 * m.kv_heads) * _dim(m), _BOTH),
-    Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * _dim(m)),
+    Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * _dim(m), plain=True),
     Saved("output of attention", lambda m: m.hidden, _BOTH),
     Saved("log-sum-exp of attention", lambda m: m.heads, _BOTH, wide=True),
     Saved("output of out", lambda m: m.hidden, ("selective",)),
@@ -70,14 +72,14 @@ SAVED = (
     Saved("scale of the FFN's norm", lambda m: 1, wide=True),
     Saved("input of gate_up", lambda m: m.hidden),
     Saved("output of gate_up", lambda m: 2 * m.ffn, _BOTH),
-    Saved("SiLU of the gate", lambda m: m.ffn, fused=True),
-    Saved("input of down", lambda m: m.ffn),
+    Saved("SiLU of the gate", lambda m: m.ffn, fused=True, plain=True),
+    Saved("input of down", lambda m: m.ffn, plain=True),
 )
 
 
-def layer_bytes(model: Model, size: int, recompute: Recompute, compiled: bool) -> int:
-    """Bytes a token that one layer keeps, numbers being `size` bytes."""
-    kept = [part for part in SAVED if recompute in part.under and not (part.fused and compiled)]
+def layer_bytes(model: Model, size: int, recompute: Recompute, compiled: bool, lean: bool = False) -> int:
+    """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of engines/fused.py."""
+    kept = [part for part in SAVED if recompute in part.under and not (part.fused and compiled) and not (part.plain and lean)]
     return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
 
 
@@ -101,14 +103,14 @@ def stage_parameters(model: Model, plan: Plan, stage: int) -> int:
     return stage_layers(model.layers, plan.pp, stage) * layer + tables * table + last * model.hidden
 
 
-def predict(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train) -> list[Parts]:
+def predict(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False) -> list[Parts]:
     """What a device of each stage holds, first stage first."""
     if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
-    return [_stage(model, precision, tune, plan, train, stage) for stage in range(plan.pp)]
+    return [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
 
 
-def _stage(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int) -> Parts:
+def _stage(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> Parts:
     numbers = stage_parameters(model, plan, stage)
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     kept, size = BYTES[precision.weights], BYTES[precision.matmul]
@@ -124,17 +126,17 @@ def _stage(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Tr
         copies=held(size, 3) if mixed else 0,
         gradients=held(BYTES[precision.gradients or precision.weights], 2),
         states=held(2 * BYTES[precision.states or precision.weights], 1),
-        activations=tokens * _activations(model, size, tune, plan, train, stage) // plan.tp,
+        activations=tokens * _activations(model, size, tune, plan, train, stage, lean) // plan.tp,
         logits=tokens * _logits(model, size, plan, tune.compile) if stage == plan.pp - 1 else 0,
     )
 
 
-def _activations(model: Model, size: int, tune: Tune, plan: Plan, train: Train, stage: int) -> int:
+def _activations(model: Model, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> int:
     """Bytes a token of a micro-batch: of all that are under way at once in 1F1B, and of the one layer that is computed again.
     A team divides all of them, those between its matmuls by sequence."""
     batches = -(-train.batch // (plan.dp * tune.micro_batch))
-    kept = layer_bytes(model, size, tune.recompute, tune.compile)
-    again = layer_bytes(model, size, "none", tune.compile) - kept
+    kept = layer_bytes(model, size, tune.recompute, tune.compile, lean)
+    again = layer_bytes(model, size, "none", tune.compile, lean) - kept
     return kept * stage_layers(model.layers, plan.pp, stage) * min(plan.pp - stage, batches) + again
 
 

@@ -107,7 +107,8 @@ def mem_predicted(record: Record) -> Known:
     model, precision = Model.model_validate(question["model"]), Precision.model_validate(question["precision"])
     tune, train = Tune.model_validate(record.tune), Train.model_validate(question["train"])
     try:
-        stages = memory.predict(model, precision, tune, record.plan, train)
+        lean = record.engine.details.get("block") == "fused"  # older records do not say, and had the other one in mind
+        stages = memory.predict(model, precision, tune, record.plan, train, lean)
     except ValueError as error:
         return Known(None, str(error))
     fullest = max(stages, key=lambda stage: stage.total)

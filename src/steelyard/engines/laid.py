@@ -35,6 +35,8 @@ REPLICAS = ("copies", "shards")  # the replicas of a plan: copies of groups that
 
 
 class LaidTrainer(TorchTrainer):
+    block = "plain"
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         plan = job.plan

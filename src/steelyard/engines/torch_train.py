@@ -50,6 +50,8 @@ class TorchTrain(Loop):
 
 
 class TorchTrainer(Kept):
+    block = "fused"  # that of engines/fused.py, or "plain": the model's own
+
     def __init__(self, job: Job) -> None:
         self.job = job
         self.question = job.case.question
@@ -124,7 +126,7 @@ class TorchTrainer(Kept):
         return torch.full((), float(number), device=self.device)  # a copy from the host would wait for the device
 
     def details(self) -> dict[str, Any]:
-        return {"attention": self.kernel, "weights": self.weights}
+        return {"attention": self.kernel, "block": self.block, "weights": self.weights}
 
 
 def _trainer(job: Job) -> TorchTrainer:

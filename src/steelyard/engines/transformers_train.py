@@ -58,6 +58,8 @@ def _trainer(job: Job) -> "TransformersTrainer":
 
 
 class TransformersTrainer(TorchTrainer):
+    block = "plain"
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         if self.tune.recompute == "selective":
