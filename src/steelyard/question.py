@@ -154,6 +154,8 @@ class RecordData(Frozen):
 
     kind: Literal["record"]
     wrong: int = Field(9, ge=1, description="wrong candidates of a training example, at most")
+    queries: int | None = Field(None, ge=1, description="of the published set, to train on; another number is another set")
+    evaluated: int | None = Field(None, ge=1, description="of the published set, to evaluate")
     fingerprint: str | None = None
     made: MadeCloze | None = None
 

@@ -133,9 +133,14 @@ def _prepare_corpus(question: Question, sources: Sources, sample: int | None) ->
         "rows": len(corpus.ends),
         "tokens_in_all": len(corpus.ids),
         "fingerprint": found,
-        "published": data.fingerprint is None or found == data.fingerprint,
+        "published": _published(found, data.fingerprint),
     }
     return Prepared(rows, facts, train_score.outputs(len(rows.held_out())))
+
+
+def _published(found: str, known: str | None) -> bool | None:
+    """Whether these are the published data; None where nobody has told us what those are."""
+    return None if known is None else found == known
 
 
 def _share(sample: int | None, batch: int) -> int:
@@ -165,7 +170,7 @@ def _prepare_alpaca(question: Question, sources: Sources, sample: int | None) ->
         "shortened": shortened,
         **{f"sample_{key}": value for key, value in alpaca.totals(samples).items()},
         "fingerprint": found,
-        "published": data.fingerprint is None or found == data.fingerprint,
+        "published": _published(found, data.fingerprint),
         "tokenizer": {"source": words.source, "vocab": words.vocab, "sha256": words.sha256},
     }
     return Prepared(rows, facts, train_score.outputs(len(rows.held_out())))
@@ -205,6 +210,7 @@ def _prepare_record(question: Question, sources: Sources, sample: int | None) ->
     asked, cut_too = cloze.evaluation(queries[1], words, train.length)
     rows = cloze.ClozeRows(learned, asked, question.division, _share(sample, train.batch), question.seed, begins, ends)
     found = cloze.fingerprint(queries[0], queries[1], words)
+    counts = len(queries[0]), len(queries[1])
     sizes = [rows.size(i, held=False) for i in range(len(learned))]
     facts = {
         "source": label,
@@ -214,7 +220,7 @@ def _prepare_record(question: Question, sources: Sources, sample: int | None) ->
         "rows_evaluated": len(asked),
         "shortened": cut + cut_too,
         "fingerprint": found,
-        "published": data.fingerprint is None or found == data.fingerprint,
+        "published": _published(found, data.fingerprint) if counts == (data.queries, data.evaluated) else False,
         "tokenizer": {"source": words.source, "vocab": words.vocab, "sha256": words.sha256},
     }
     return Prepared(rows, facts, record_score.outputs(asked))

@@ -70,7 +70,8 @@ def _trained(record: Record) -> bool:
 
 
 def _published(record: Record) -> bool:
-    return bool(record.data.get("published"))
+    """Unless they are known to be others."""
+    return record.data.get("published", False) is not False
 
 
 FROM_TRAINED = ("alpaca", "record")  # tasks of training that begin with a trained model

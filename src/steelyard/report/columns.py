@@ -46,6 +46,7 @@ _SCORE = (
 _TRAIN = (
     Field("tool", title="column.tool.train"),
     Field("precision"),
+    Field("division", optional=True),
     Field("parallel"),
     Field("fix_hp"),
     _metric("e2e_time"),

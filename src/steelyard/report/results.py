@@ -49,8 +49,11 @@ def published(runs: list[Run]) -> list[Published]:
 
 
 def fields(runs: list[Run], references: list[Published]) -> list[Field]:
-    """The columns of this case; optional ones only where a row has them."""
-    present = {name for run in runs for name in run.record.metrics} | {name for row in references for name in row.values}
+    """The columns of this case; optional ones only where a row has something in them."""
+    known = {name for run in runs for name, value in run.record.metrics.items() if value.value is not None}
+    present = known | {name for row in references for name in row.values}
+    if any(run.record.case.division != "closed" for run in runs):
+        present.add("division")
     if any(devices(run.record) > 1 for run in runs):
         present |= {"parallel", "mem_stages"}
     return [f for f in layout(kind(runs[0].record)).fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]

@@ -29,6 +29,9 @@ _TABLE: dict[str, tuple[str, str]] = {
     "model.header_sha256": ("SHA-256 of the weights' headers and sizes", "权重文件头与大小的 SHA-256"),
     "model.seed": ("Seed", "随机种子"),
     "data.rows_in_scope": ("Rows in scope", "本次行数"),
+    "data.samples": ("Examples", "样本数"),
+    "data.sample_tokens": ("Tokens an example, mean", "平均每样本 token 数"),
+    "data.rows_evaluated": ("Queries evaluated", "评估问题数"),
     "data.published": ("The published set", "是否为公开数据集"),
     # 3 environment
     "environment": ("Hardware, software and set-up", "软硬件配置与运行信息"),
