@@ -402,7 +402,8 @@ def test_a_setting_does_not_stay_for_the_next_case() -> None:
 
 # Keys of other data, gates and kinds than this case has.
 OTHER_KIND = {
-    f"question.data.{key}" for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations", "wrong")
+    f"question.data.{key}"
+    for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations", "wrong", "queries", "evaluated")
 }
 OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
 OTHER_KIND |= {

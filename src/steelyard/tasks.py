@@ -216,7 +216,7 @@ def _prepare_record(question: Question, sources: Sources, sample: int | None) ->
         "source": label,
         "rows": len(queries[0]),
         "samples": len(learned),
-        "sample_tokens": sum(sizes) / len(sizes),
+        "sample_tokens": round(sum(sizes) / len(sizes), 1),
         "rows_evaluated": len(asked),
         "shortened": cut + cut_too,
         "fingerprint": found,
