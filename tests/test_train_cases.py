@@ -1,6 +1,8 @@
 """Training from the command line: losses that end a run, and weights that it begins with."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,28 @@ def test_transformers_over_two_devices_says_what_to_add(shell: Shell) -> None:
     done = shell(*RUN, "--devices", "2", "--engine", "transformers", "--out", shell.out)
     assert done.code == 2
     assert "add --set tune.sharding=3" in done.lines[-1]
+
+
+WHICH = """
+import sys, torch
+from steelyard import worker
+before = torch.are_deterministic_algorithms_enabled()
+worker._always_the_same()
+print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+"""
+
+
+def test_the_same_bits_where_asked(shell: Shell) -> None:
+    """On a CPU runs are alike anyway, so that torch was told is looked at on its own."""
+    told = subprocess.run([sys.executable, "-c", WHICH], env=shell.env(), capture_output=True, text=True, check=True)
+    assert told.stdout == "False True False\n"
+    losses = []
+    for name in ("one", "two"):
+        one = Shell(shell.folder / name)
+        one.folder.mkdir()
+        done = one(*RUN, "--steps", "5", "--set=tune.deterministic=true", "--out", one.out, OMP_NUM_THREADS="2")
+        assert done.code == 0, done.err
+        found = record(one)
+        losses.append([s["values"] for s in steps(found)])
+    assert losses[0] == losses[1]
+    assert found["tune"]["deterministic"] is True

@@ -108,6 +108,7 @@ class Tune(Frozen):
     pad_to: int = Field(16, ge=1, description="padded lengths are multiples of this")
     order: int = Field(0, description="seed of the order in which prompts are packed")
     checkpoint_every: int | None = Field(None, ge=1, description="training: steps between two checkpoints; None: none is kept")
+    deterministic: bool = Field(False, description="the same bits in every run, from slower kernels where there are others")
     warmup: int = Field(2, ge=0, description="batches run before a pass, outside it")
     env: dict[str, str] = Field({}, description="environment of the workers; only names in ENV")
 

@@ -173,7 +173,9 @@ def _workers(
 ) -> Outcome:
     """Start the processes and stay with them until none is left."""
     inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
-    env = {**inherited, **WORKER_ENV, **request.resolved.case.tune.env, MARK: str(folder)}
+    tune = request.resolved.case.tune
+    same = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if tune.deterministic else {}  # what cuBLAS asks for it
+    env = {**inherited, **WORKER_ENV, **same, **tune.env, MARK: str(folder)}
     log = folder / "stderr.log"
     with log.open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=env, start_new_session=True)

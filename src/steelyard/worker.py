@@ -95,6 +95,8 @@ class Worker:
             make_engine = engines.load(self.spec["engine"], self.case.question.kind, self.case.question.task)
             self.device = accelerators.load_device(self.spec["accelerator"], self.local_rank)
             self.device.set_precision(self.case.question.precision.matmul)
+            if self.case.tune.deterministic:
+                _always_the_same()
             self.out |= {"identity": self.device.identity(), "versions": self.device.versions(), "threads": _threads()}
         team = self._join()
         with self.budget.part("data"):
@@ -236,6 +238,15 @@ class Worker:
             import torch.distributed as dist
 
             dist.destroy_process_group()
+
+
+def _always_the_same() -> None:
+    """Torch's kernels in their deterministic variants; one that has none raises. Our own add in a fixed order."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    # Otherwise it costs a pass over memory; nothing here reads any of that.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _threads() -> int:
