@@ -124,6 +124,30 @@ def test_it_goes_on_with_the_same_losses_and_dropout(shell: Shell, reached: dict
             break
 
 
+def test_a_run_that_reached_its_target_has_nothing_left_to_do(shell: Shell) -> None:
+    ran(shell, *RUN, "--division", "open", "--checkpoint-every", "25")
+    [path] = shell.out.glob("*.json")
+    for source in (path, next((shell.out / "checkpoints").iterdir())):
+        done = shell(*RUN, "--division", "open", "--resume", source, "--out", shell.folder / "again")
+        assert (done.code, "reached" in done.lines[-1]) == (2, True)
+
+
+def test_a_target_that_is_met_before_the_first_step_is_looked_at_where_it_is_due(shell: Shell) -> None:
+    record = ran(shell, *RUN, "--division", "open", "--set=gate.reach=0.2")
+    assert record["metrics"]["acc_before"]["value"] > 0.2
+    found = record["outputs"]["passes"]["train"]
+    assert (found["stopped"], len(found["evaluations"])) == ({"step": 25, "why": "target"}, 1)
+    assert record["metrics"]["acc"]["value"] >= 0.2
+
+
+def test_a_device_without_a_sample_waits_for_the_others(shell: Shell) -> None:
+    record = ran(shell, *RUN, "--sample", "1", "--devices", "2", "--steps", "2", "--passes", "train")
+    assert record["status"] == "valid"
+    counts = [s["counts"]["samples"] for s in record["samples"] if s["pass"] == "train"]
+    assert sorted(counts) == [0, 0, 1, 1]
+    assert record["metrics"]["acc"]["note"] == "nothing was evaluated in the train pass"
+
+
 def test_the_published_way_gives_the_same_answers(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     record = ran(shell, *RUN, "--engine", "reference", "--steps", "2", "--set=question.model.dropout=0")
     beside = Shell(shell.folder / "beside")

@@ -11,9 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import LlamaForCausalLM
 
 from commands import SMOKE, Done, Shell, finish, wait_for
 from steelyard import checkpoints
+from steelyard.case import resolve
+from steelyard.engines.transformers_score import config
 
 CASE = "llama1-7b-openwebtext"
 EVERY, STEPS = 3, 10
@@ -119,8 +122,10 @@ def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Call
     assert losses(again) == losses(unbroken)
     assert again["restarts"][0] | {"losses": []} == {
         "record": died["id"],
+        "checkpoints": os.path.relpath(folder, shell.folder / "again"),
         "step": EVERY,
         "plan": "TP1PP1DP1",
+        "passed_over": [],
         "losses": [],
     }
     for name in ("loss", "loss_first", "loss_before", "loss_after"):
@@ -153,7 +158,7 @@ def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str
 def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
     record = records(kept)[0]
     folder = kept / record["checkpoints"]
-    assert sorted(path.name for path in folder.iterdir()) == ["run.json", "step-00000006", "step-00000009"]
+    assert sorted(path.name for path in folder.iterdir()) == ["before-0.json", "run.json", "step-00000006", "step-00000009"]
     state = checkpoints.read(folder / "step-00000006" / checkpoints.STATE, checkpoints.State)
     assert state.losses == losses(record)[:6]
     passed = [s for s in record["samples"] if s["pass"] == "train"]
@@ -169,7 +174,7 @@ def test_a_folder_is_enough(shell: Shell, copy: Path, unbroken: dict[str, Any]) 
     [again] = records(shell.out)
     assert losses(again) == losses(unbroken)
     assert again["restarts"][0]["record"] is None
-    assert again["metrics"]["loss_before"]["value"] is None
+    assert again["metrics"]["loss_before"] == unbroken["metrics"]["loss_before"]
 
 
 def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str, Any]) -> None:
@@ -179,6 +184,23 @@ def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str,
     assert done.code == 0, done.err
     [again] = records(shell.folder / "again")
     assert (again["restarts"][0]["step"], losses(again)) == (6, losses(unbroken))
+    assert again["restarts"][0]["passed_over"] == [checkpoints.name_of(9)]
+    assert f"passed over, because it is damaged: {checkpoints.name_of(9)}" in again["notes"][-1]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_from(
+    shell: Shell, copy: Path, unbroken: dict[str, Any]
+) -> None:
+    """Killed, and gone on from again; the page says where each began."""
+    process = shell.start(*RUN, *KEEP[:1], "50", "--out", shell.out, "--resume", record_of(copy))
+    assert wait_for(lambda: (shell.out / "checkpoints").is_dir())
+    next(one for one in shell.processes() if "steelyard.worker" in " ".join(one.cmdline())).kill()
+    assert finish(process).code == 1
+    done = resume(shell, shell.out)
+    assert done.code == 0, done.err
+    [again] = records(shell.folder / "again")
+    assert (again["restarts"][0]["step"], losses(again)) == (9, losses(unbroken))
+    assert "resumed after step 9" in shell("report", shell.folder / "again").out
 
 
 def _flip(path: Path) -> None:
@@ -197,6 +219,26 @@ def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path]
     return edit
 
 
+def _halves(stored: dict[str, Any], second: int) -> None:
+    """Two parts that begin at the same row, or one behind the other."""
+    chunk = stored["chunks"][0] | {"sizes": [1024, 192], "length": 1024 * 192 * 4}
+    stored["chunks"] = [chunk, chunk | {"offset": [second, 0]}]
+
+
+def _turn(stored: dict[str, Any]) -> None:
+    stored["size"] = stored["chunks"][0]["sizes"] = [192, 2048]
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def _first(table: dict[str, Any]) -> Any:
     return table["tensors"]["weights.embed.weight"]
 
@@ -208,8 +250,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: [path.rename(f"{path}.part") for path in folder.glob("step-*")],
         "holds no whole checkpoint",
     ),
-    "no run": (lambda folder: (folder / "run.json").unlink(), "run.json: cannot be read"),
-    "no folder": (lambda folder: shutil.rmtree(folder), "does not exist"),
+    "no run": (lambda folder: (folder / "run.json").unlink(), "no folder of checkpoints (no run.json in it)"),
+    "no folder": (lambda folder: shutil.rmtree(folder), "no folder of checkpoints"),
+    "a pipe": (lambda folder: [_pipe(path / "state.json") for path in folder.glob("step-*")], "not a file"),
+    "a device": (lambda folder: [_device(path / "tensors.json") for path in folder.glob("step-*")], "not a file"),
     "not JSON": (
         lambda folder: [(p / "state.json").write_text("{") for p in folder.glob("step-*")],
         "not a checkpoint's table",
@@ -217,16 +261,29 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep": (lambda folder: (folder / "run.json").write_text("[" * 100_000), "not a checkpoint's table"),
     "a path": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(file="../../x")), "not a checkpoint's table"),
     "beyond": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(at=10**12)), "lies beyond the end"),
-    "another size": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t).update(size=[7, 7])),
-        "the model has float32 of [2048, 192]",
-    ),
+    "another size": (_edit(checkpoints.TENSORS, lambda t: _turn(_first(t))), "the model has float32 of [2048, 192]"),
     "another type": (_edit(checkpoints.TENSORS, lambda t: _first(t).update(dtype="float64")), "is float64 of [2048, 192]"),
     "one missing": (
         _edit(checkpoints.TENSORS, lambda t: t["tensors"].pop("exp_avg.embed.weight")),
         "is missing; the model has",
     ),
     "a hole": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[1, 192])), "do not add up to it"),
+    "twice": (_edit(checkpoints.TENSORS, lambda t: _halves(_first(t), 0)), "do not add up to it"),
+    "before it": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[-5, 0])), "do not add up to it"),
+    "behind it": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[2**70, 0])),
+        "do not add up to it",
+    ),
+    "turned": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[192, 2048])), "do not add up to it"),
+    "less than none": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[-2048, -192])),
+        "do not add up to it",
+    ),
+    "flat": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[0], sizes=[393216])), "do not add up"),
+    "huge losses": (_edit(checkpoints.STATE, lambda t: t.update(losses=[1e308] * 9)), "not a checkpoint's table: losses"),
+    "no numbers": (_edit(checkpoints.STATE, lambda t: t.update(numbers={})), "not a checkpoint's table: numbers.updates"),
+    "fewer than no updates": (_edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=-7)), "numbers.updates"),
+    "too many updates": (_edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=1e300)), "numbers.updates"),
     "fewer losses": (_edit(checkpoints.STATE, lambda t: t["losses"].pop()), "losses of"),
     "no step": (_edit(checkpoints.STATE, lambda t: t.update(step=0)), "not a checkpoint's table: step"),
     "other data": (_edit(checkpoints.RUN, lambda t: t.update(key="0" * 16)), "the data or their tokens are others"),
@@ -254,11 +311,16 @@ def test_a_bad_checkpoint_gets_one_line(shell: Shell, copy: Path, bad: str) -> N
         (("--precision", "bf16"), "asked is llama1-7b-openwebtext with precision."),
         (("--sample", "2"), "was made without --sample"),
         (("--steps", "9"), "nothing is left to do"),
+        (("--weights", "WEIGHTS"), "the checkpoint began with other weights; give the same, or leave --weights out"),
         (("--passes", "before,train"), "leave before out"),
         (("--engine", "transformers"), "of engine torch, asked is transformers"),
     ],
 )
 def test_another_question_is_refused(shell: Shell, kept: Path, more: tuple[str, ...], said: str) -> None:
+    if "WEIGHTS" in more:
+        shape = resolve(CASE, "smoke", settings=[one.removeprefix("--set=") for one in WIDE]).case.question.model
+        LlamaForCausalLM(config(shape)).save_pretrained(shell.folder / "hf")
+        more = ("--weights", str(shell.folder / "hf"))
     done = resume(shell, kept, *more)
     assert (done.code, done.out) == (2, "")
     assert said in done.lines[-1]
@@ -273,6 +335,22 @@ def test_a_full_disk_leaves_a_record(shell: Shell, small_disk: Path) -> None:
     assert (record["status"], record["reasons"][0]["code"]) == ("failed", "raised")
     assert "the checkpoint after step 3 was not written: [Errno 28] No space left" in record["reasons"][0]["text"]
     assert not list(small_disk.glob("checkpoints/*/step-*"))
+
+
+def test_a_record_that_was_changed_is_refused(shell: Shell, copy: Path) -> None:
+    path = record_of(copy)
+    path.write_text(path.read_text().replace('"checkpoints":"checkpoints/', '"checkpoints":"../copy/checkpoints/'))
+    done = resume(shell, copy)
+    assert (done.code, "does not verify" in done.lines[-1]) == (2, True)
+
+
+def test_where_checkpoints_cannot_be_is_said_before_anything_runs(shell: Shell) -> None:
+    done = shell(*SMOKE, "--checkpoint-every", "5", "--out", shell.out)
+    assert (done.code, "scores, and keeps no checkpoints" in done.lines[-1]) == (2, True)
+    shell.out.mkdir()
+    (shell.out / "checkpoints").write_text("in the way")
+    done = shell(*RUN, *KEEP, "--out", shell.out)
+    assert (done.code, "a file, where the folder of checkpoints would be" in done.lines[-1]) == (2, True)
 
 
 def test_what_has_no_checkpoint_is_refused(shell: Shell, kept: Path, unbroken: dict[str, Any]) -> None:

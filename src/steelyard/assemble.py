@@ -2,7 +2,9 @@
 
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from steelyard import metrics, record, validity
@@ -28,6 +30,7 @@ class Facts:
     scope: Scope
     resume: Resume | None = None
     checkpoints: str | None = None
+    out: Path = Path()  # the folder of the record
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def assemble(resolved: Resolved, engine: str, facts: Facts, outcome: Outcome, cl
         checks=[],
         quality=Quality(metric="acc", value=None, gate=None, evaluated=False, note="the run failed"),
         metrics={},
-        restarts=[facts.resume.restart()] if facts.resume else [],
+        restarts=[facts.resume.restart(facts.out)] if facts.resume else [],
         failure=_failure(outcome),
         checkpoints=facts.checkpoints,
     )
@@ -118,8 +121,9 @@ def _rank(rank: dict[str, Any]) -> dict[str, Any]:
 
 def _outputs(task: Task, ranks: list[dict[str, Any]], first: dict[str, Any], resume: Resume | None) -> dict[str, Any]:
     out: dict[str, Any] = first.get("common", {})
-    if out and resume is not None and resume.before is not None:
-        out = {**out, "passes": {**out["passes"], "before": resume.before}}
+    if out and resume is not None and resume.before:
+        with suppress(TypeError, ValueError):  # a file that says something else says nothing
+            out = task.merge(out, "before", [task.check(table, out) for table in resume.before])
     if out:
         for name in first["outputs"]:
             tables = [rank["outputs"][name] for rank in ranks if name in rank["outputs"]]

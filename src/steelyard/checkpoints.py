@@ -1,6 +1,7 @@
 """Checkpoints of a training run: what lies in their folder, which of them is whole, and what may go on from it.
 
     FOLDER/run.json               the question that is being trained on
+    FOLDER/before-N.json          what replica N found on held-out data before the first step
     FOLDER/step-00000050/         everything after 50 steps: `state.json`, `tensors.json`, `rank-N.bin`
     FOLDER/step-00000100.part/    one that is being written, or was when its run died
 
@@ -12,8 +13,10 @@ import json
 import os
 import re
 import shutil
+from itertools import combinations
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -24,8 +27,10 @@ from steelyard.record import Plan
 
 KEPT = 2  # whole checkpoints of a run: should the last one turn out to be damaged, there is one before
 MAX_JSON_BYTES = 256 << 20
+MAX_PARTS = 4096  # of a tensor
 RUN, STATE, TENSORS = "run.json", "state.json", "tensors.json"
-STEP = re.compile(r"step-(\d{8})")
+BEFORE = "before-{}.json"
+STEP = re.compile(r"step-[0-9]{8}")
 PART = ".part"
 
 Read = TypeVar("Read", bound=Frozen)
@@ -41,13 +46,32 @@ class Run(Frozen):
     engine: str
 
 
-class State(Frozen):
-    """Where a run stood: `step` steps were taken, with these losses."""
+class Numbers(Frozen):
+    """What an optimiser keeps beside tensors: its updates, and of scaled losses the scale and how long it has held."""
 
-    step: int = Field(ge=1)
-    losses: list[float | None]
-    numbers: dict[str, float]
+    updates: float = Field(ge=0, le=2**53)
+    scale: float | None = Field(None, gt=0)
+    growth: float | None = Field(None, ge=0, le=2**53)
+
+
+Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+class State(Frozen):
+    """Where a run stood: `step` steps were taken, with these losses, from these weights. `reached` says that a target was."""
+
+    step: int = Field(ge=1, le=10**8)
+    losses: list[Loss | None]
+    numbers: Numbers
     plan: Plan
+    weights: dict[str, Any]
+    reached: bool = False
+
+
+class Before(Frozen):
+    """What one replica found on held-out data before the first step."""
+
+    table: dict[str, Any]
 
 
 class Chunk(Frozen):
@@ -84,18 +108,21 @@ def whole(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def last(folder: Path) -> tuple[Path, State]:
-    """The last checkpoint whose files are all there and as long as they were."""
-    if not folder.is_dir():
-        raise RequestError(f"checkpoint folder {str(folder)!r} does not exist; give the record of a run that has one")
-    wrong = ""
+def last(folder: Path) -> tuple[Path, State, list[str]]:
+    """The last checkpoint whose files are all there and as long as they were, and the names of those that were passed over."""
+    if not (folder / RUN).is_file():
+        raise RequestError(
+            f"--resume {str(folder)!r}: no folder of checkpoints (no {RUN} in it); give a record, or its folder in checkpoints/"
+        )
+    wrong: dict[str, str] = {}
     for path in whole(folder):
         try:
             check_files(path)
-            return path, read(path / STATE, State)
+            return path, read(path / STATE, State), list(wrong)
         except RequestError as error:
-            wrong = wrong or f" ({error})"
-    raise RequestError(f"{folder}: holds no whole checkpoint{wrong}; run again without --resume")
+            wrong[path.name] = str(error)
+    why = f" ({next(iter(wrong.values()))})" if wrong else ""
+    raise RequestError(f"{folder}: holds no whole checkpoint{why}; there is nothing to go on from")
 
 
 def check_files(path: Path) -> Tensors:
@@ -106,18 +133,42 @@ def check_files(path: Path) -> Tensors:
         if found != size:
             raise RequestError(f"{path / name}: {'missing' if found is None else f'{found} bytes'}; it was written with {size}")
     for name, stored in table.tensors.items():
-        for chunk in stored.chunks:
-            if chunk.at + chunk.length > table.files.get(chunk.file, -1):
-                raise RequestError(f"{path / TENSORS}: {name} lies beyond the end of {chunk.file}")
+        _check_boxes(path / TENSORS, name, stored)
+        if any(chunk.at + chunk.length > table.files.get(chunk.file, -1) for chunk in stored.chunks):
+            raise RequestError(f"{path / TENSORS}: {name} lies beyond the end of its file")
     return table
+
+
+def _check_boxes(table: Path, name: str, stored: Stored) -> None:
+    """That the parts of a tensor lie inside of it, and have every number of it once."""
+    boxes = [list(zip(chunk.offset, chunk.sizes, strict=False)) for chunk in stored.chunks]
+    shaped = all(len(chunk.offset) == len(chunk.sizes) == len(stored.size) for chunk in stored.chunks)
+    inside = shaped and all(_inside(box, stored.size) for box in boxes)
+    numbers = sum(prod(chunk.sizes) for chunk in stored.chunks)
+    if not inside or numbers != prod(stored.size) or len(boxes) > MAX_PARTS or _overlap(boxes):
+        raise RequestError(f"{table}: the parts of {name} do not add up to it")
+
+
+def _inside(box: list[tuple[int, int]], whole: list[int]) -> bool:
+    return all(begin >= 0 and size >= 0 and begin + size <= most for (begin, size), most in zip(box, whole, strict=True))
+
+
+def _overlap(boxes: list[list[tuple[int, int]]]) -> bool:
+    return any(
+        all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other, strict=True)) for one, other in combinations(boxes, 2)
+    )
 
 
 def read(path: Path, kind: type[Read]) -> Read:
     """A table of a checkpoint, or one line on why not."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path}: not a file; not one of a checkpoint's tables")
+        with path.open("rb") as file:
+            raw = file.read(MAX_JSON_BYTES + 1)
+        if len(raw) > MAX_JSON_BYTES:
             raise RequestError(f"{path}: larger than {MAX_JSON_BYTES} bytes; not one of a checkpoint's tables")
-        return kind.model_validate(json.loads(path.read_bytes()))
+        return kind.model_validate(json.loads(raw))
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:

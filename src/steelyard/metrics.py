@@ -239,6 +239,8 @@ def _quality(key: str, name: str | None) -> Callable[[Record], Known]:
     def formula(record: Record) -> Known:
         chosen = name or headline(record)
         value = _task(record).score(record.outputs, chosen).get(key) if chosen else None
+        if value is None and chosen and kind(record) == "train" and windows(record, chosen):
+            return Known(None, f"nothing was evaluated in the {chosen} pass")
         return absent(chosen or "infer") if value is None else Known(value)
 
     return formula

@@ -65,6 +65,12 @@ def check(request: Request) -> None:
     if request.resume is not None and "before" in passes_of(request):
         raise RequestError("--passes: the loss before the first step is that of the run which began; leave before out")
     going_on(request)
+    if case.tune.checkpoint_every is not None and case.question.train is None:
+        raise RequestError(f"tune.checkpoint_every: {case.name} scores, and keeps no checkpoints; leave it out")
+    if case.tune.checkpoint_every is not None and (request.out / "checkpoints").is_file():
+        raise RequestError(
+            f"{request.out / 'checkpoints'}: a file, where the folder of checkpoints would be; choose another --out"
+        )
     for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
         if path is not None and not path.exists() and not path.with_name(f"{path.name}{TOKENS}").exists():
             raise RequestError(f"{option} {str(path)!r} does not exist")

@@ -88,6 +88,7 @@ def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path
             plan=layout,
             scope=scope(request),
             resume=earlier,
+            out=request.out,
             checkpoints=kept if kept and (request.out / kept).is_dir() else None,
         )
         made = assemble.assemble(request.resolved, request.engine, facts, outcome)

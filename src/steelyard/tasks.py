@@ -206,7 +206,10 @@ def _prepare_record(question: Question, sources: Sources, sample: int | None) ->
     begins, ends = words.vocab, words.vocab + 1
     if ends >= model.vocab:
         raise RequestError(f"the tokenizer has {words.vocab} pieces and a GLM two more; the model has rows for {model.vocab}")
-    learned, cut = cloze.training(queries[0], words, train.length, data.wrong)
+    try:
+        learned, cut = cloze.training(queries[0], words, train.length, data.wrong)
+    except RequestError as error:
+        raise RequestError(f"of those to train on, {error}") from error
     asked, cut_too = cloze.evaluation(queries[1], words, train.length)
     rows = cloze.ClozeRows(learned, asked, question.division, _share(sample, train.batch), question.seed, begins, ends)
     found = cloze.fingerprint(queries[0], queries[1], words)

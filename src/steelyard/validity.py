@@ -50,7 +50,8 @@ def quality(record: Record, values: dict[str, Value]) -> Quality:
     unmet = [text for holds, text in needs if not holds]
     value = values[metric].value if metric in values else None
     evaluated = not unmet and value is not None
-    return Quality(metric=metric, value=value, gate=gate, evaluated=evaluated, note="; ".join(unmet) or None)
+    note = "; ".join(unmet) or (None if evaluated else UNKNOWN)
+    return Quality(metric=metric, value=value, gate=gate, evaluated=evaluated, note=note)
 
 
 def _needs_of_scoring(record: Record) -> list[tuple[bool, str]]:
@@ -74,6 +75,7 @@ def _published(record: Record) -> bool:
     return record.data.get("published", False) is not False
 
 
+UNKNOWN = "the value is unknown"
 FROM_TRAINED = ("alpaca", "record")  # tasks of training that begin with a trained model
 _RANDOM, _OTHER_DATA = "the weights are random", "the data are not the published set"
 _UNGATED = {"score": "acc", "train": "loss_after"}
@@ -262,6 +264,8 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
     found, gate = quality(record, values), record.case.gate
+    if found.note == UNKNOWN and record.failure is None:  # all that is asked of a run is there, but for its quality
+        return [(Check(name="gate", ok=False, detail=f"{found.metric} is unknown"), "quality", None)]
     if not found.evaluated or gate is None or found.value is None:
         return []
     if "reach" in gate:
@@ -308,6 +312,8 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     for one in record.restarts:
         of = f"record {one['record'][:8]}" if one["record"] else "a folder of checkpoints"
         text = f"goes on from {of}, after step {one['step']} of {one['plan']}: times and rates are those of the steps since"
+        if one["passed_over"]:
+            text += f"; passed over, because it is damaged: {', '.join(one['passed_over'])}"
         out.append((None, None, text))
     if record.case.division == "open" and record.scope.sample is not None and passes.kind(record) == "score":
         out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))

@@ -17,7 +17,7 @@ import psutil
 
 from steelyard import accelerators, checkpoints, engines, plan
 from steelyard.case import Case
-from steelyard.checkpoints import Run
+from steelyard.checkpoints import Before, Run
 from steelyard.errors import RequestError
 from steelyard.measure import Budget, Trace, bare, mean_time_s, measure, now, sleep
 from steelyard.record import Plan
@@ -191,6 +191,9 @@ class Worker:
         self._keep(name, trace)
         if name != "bare" and self.place.tp == self.place.pp == 0:  # a team and a pipeline have one answer
             self.out["outputs"][name] = self.task.check(engine.outputs(name), self.common)
+            if name == "before" and self.spec["checkpoints"]:
+                path = Path(self.spec["checkpoints"]) / checkpoints.BEFORE.format(self.place.dp)
+                checkpoints.write(path, Before(table=self.out["outputs"][name]))
         self.write("running", None)  # whoever is killed later leaves this much
 
     def _step(self, name: str, done: int, total: int) -> None:

@@ -19,7 +19,9 @@ def run(
         list[str], typer.Argument(metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.")
     ],
     size: Size = None,
-    engine: Annotated[str, typer.Option(help="torch (ours) or transformers (what users run today).")] = "torch",
+    engine: Annotated[
+        str, typer.Option(help="torch (ours), transformers (what users run today), or reference (GLM as published).")
+    ] = "torch",
     accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
     precision: Precision = None,
     division: Division = None,
@@ -45,12 +47,14 @@ def run(
         int | None, typer.Option(help="A seeded sample of so many questions or passages; in training, so many of each batch.")
     ] = None,
     weights: Annotated[
-        str, typer.Option(metavar="DIR|random", help="Hugging Face safetensors, Megatron shards, or random.")
+        str, typer.Option(metavar="DIR|random", help="Hugging Face safetensors, Megatron shards, GLM's own layout, or random.")
     ] = "random",
     data: Annotated[Path | None, typer.Option(help="Folder or file of the case's data (full size).")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="tokenizer.json, tokenizer.model, or vocab.json with merges.txt; default: beside weights or data."),
+        typer.Option(
+            help="tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt; default: beside weights or data."
+        ),
     ] = None,
     checkpoint_every: Annotated[
         int | None,

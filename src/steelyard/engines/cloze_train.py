@@ -69,7 +69,7 @@ class ClozeLoop(Loop):
         share = float(self.cloze.total(hits)) / max(1.0, float(self.cloze.total(len(choices))))
         found = {"step": taken, "samples": taken * self.batch, "choices": choices}
         self.evaluations.setdefault(name, []).append(found)
-        self.reached = self.reach is not None and share >= self.reach
+        self.reached = name == "train" and self.reach is not None and share >= self.reach
 
     def _evaluated(self) -> list[list[int]]:
         """This replica's questions, in batches of at most `tune.batch_tokens` tokens; as many on every replica, some of them

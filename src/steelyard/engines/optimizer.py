@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from steelyard.checkpoints import Numbers
+from steelyard.errors import RequestError
 from steelyard.precision import Precision
 from steelyard.question import Train
 
@@ -93,21 +95,23 @@ class Adam:
             out |= {f"weights.{name}": kept.detach()} | {f"{key}.{name}": states[key] for key in MOMENTS}
         return out
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Numbers:
         """What is kept beside tensors, and the same on every rank."""
-        out = {"updates": float(self.inner.state[self.kept[0]]["step"])}
-        if self.scaler.is_enabled():
-            scaler = self.scaler.state_dict()
-            out |= {"scale": float(scaler["scale"]), "growth": float(scaler["_growth_tracker"])}
-        return out
+        updates = float(self.inner.state[self.kept[0]]["step"])
+        if not self.scaler.is_enabled():
+            return Numbers(updates=updates)
+        scaler = self.scaler.state_dict()
+        return Numbers(updates=updates, scale=float(scaler["scale"]), growth=float(scaler["_growth_tracker"]))
 
-    def restore(self, numbers: dict[str, float]) -> None:
+    def restore(self, numbers: Numbers) -> None:
         """Go on from tensors that `state` named, and that were filled since."""
         for states in self.inner.state.values():
-            states["step"].fill_(numbers["updates"])
+            states["step"].fill_(numbers.updates)
         if self.scaler.is_enabled():
+            if numbers.scale is None or numbers.growth is None:
+                raise RequestError("the checkpoint does not say how losses were scaled, and this precision scales them")
             scaler = self.scaler.state_dict()
-            self.scaler.load_state_dict({**scaler, "scale": numbers["scale"], "_growth_tracker": int(numbers["growth"])})
+            self.scaler.load_state_dict({**scaler, "scale": numbers.scale, "_growth_tracker": int(numbers.growth)})
         if self.apart:
             with torch.no_grad():
                 self.hand_over()
@@ -121,6 +125,7 @@ class Kept:
     """What a trainer is asked for checkpoints; its optimiser keeps all there is."""
 
     adam: Adam
+    weights: dict[str, Any]  # where they came from, for the record
 
     def _names(self) -> list[str]:
         """Of the parameters, in the order in which the optimiser has them."""
@@ -129,10 +134,10 @@ class Kept:
     def state(self) -> dict[str, Tensor]:
         return self.adam.state(self._names())
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Numbers:
         return self.adam.numbers()
 
-    def restore(self, numbers: dict[str, float]) -> None:
+    def restore(self, numbers: Numbers) -> None:
         self.adam.restore(numbers)
 
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from steelyard import checkpoints
-from steelyard.checkpoints import State
+from steelyard.checkpoints import Numbers, State
 from steelyard.data.rows import IGNORED, Key, Row
 from steelyard.engines import Job, Part, storage
 from steelyard.engines.score import send
+from steelyard.errors import RequestError
 from steelyard.measure import Phase, Work
 from steelyard.models.attention import Layout, steady_layout
 from steelyard.question import Train
@@ -55,6 +56,8 @@ class Micro:
 class Trainer(Protocol):
     """What a micro-batch is, is between a trainer and its loop."""
 
+    weights: dict[str, Any]  # where they came from, for the record
+
     def prepare(self, part: Part) -> None:
         """Build, load, compile."""
 
@@ -73,10 +76,10 @@ class Trainer(Protocol):
     def state(self) -> dict[str, Tensor]:
         """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Numbers:
         """The same of what is no tensor, and the same on all ranks."""
 
-    def restore(self, numbers: dict[str, float]) -> None:
+    def restore(self, numbers: Numbers) -> None:
         """Go on from what `state` was filled with, and these numbers."""
 
     def total(self, number: int) -> Tensor:
@@ -194,6 +197,9 @@ class Loop:
 
     def _resume(self, path: Path) -> None:
         state = checkpoints.read(path / checkpoints.STATE, State)
+        if self.job.weights is not None and self.trainer.weights != state.weights:
+            raise RequestError("--resume: the checkpoint began with other weights; give the same, or leave --weights out")
+        self.trainer.weights = state.weights
         storage.load(path, self.trainer.state())
         self.trainer.restore(state.numbers)
         self.begin, self.curve = state.step, [*state.losses]
@@ -202,16 +208,23 @@ class Loop:
         """Everything after so many steps, as it is once the device has finished them."""
         losses = [_float(loss) for loss in self.curve]
         self.curve = [*losses]
-        tensors = self.trainer.state()
-        numbers = self.trainer.numbers()
-        storage.save(folder, State(step=step, losses=losses, numbers=numbers, plan=self.job.plan), tensors, self.job.rank)
+        tensors = self.trainer.state()  # makes what `numbers` reads
+        state = State(
+            step=step,
+            losses=losses,
+            numbers=self.trainer.numbers(),
+            plan=self.job.plan,
+            weights=self.trainer.weights,
+            reached=self.reached,
+        )
+        storage.save(folder, state, tensors, self.job.rank)
 
     def _sizes(self) -> list[list[Key]]:
         """A micro-batch of every size that comes soon: a compiler meets them here, not in a pass."""
         found: dict[int, list[Key]] = {}
         for step in range(min(self.steps, SOON)):
-            first = self._groups(self.job.texts.batch(step))[0]
-            found.setdefault(len(first), first)
+            for first in self._groups(self.job.texts.batch(step))[:1]:  # a replica may have nothing to do in a step
+                found.setdefault(len(first), first)
         return list(found.values())
 
     def _held_out(self) -> list[list[Key]]:

@@ -86,6 +86,10 @@ def open_folder(folder: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     _check_finished(folder)
+    if any(folder.glob("*/mp_rank_00_model_states.pt")):
+        raise RequestError(
+            f"{folder}: holds a GLM in its own layout; run glm-large-record reads it, and what is here is for Llamas"
+        )
     shards = megatron.find(folder)
     below = shards is not None and folder not in (shards, shards.parent)
     if shards is None and not huggingface.present(folder) and not (folder / huggingface.CONFIG_NAME).exists():

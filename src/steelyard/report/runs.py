@@ -74,11 +74,12 @@ def labels(runs: list[Run], say: Words) -> str:
 
 
 def scope(record: Record, say: Words) -> str:
-    """A window's size is echoed as the operator typed it."""
-    if record.scope.kind == "full":
-        return say("full")
+    """A window's size is echoed as the operator typed it. What goes on from another run says from where."""
     sizes = (("window.sample", record.scope.sample), ("window.steps", record.scope.steps))
-    return say("window", say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN)
+    named = say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN
+    said = say("full") if record.scope.kind == "full" else say("window", named)
+    begun = [say("resumed", str(one.get("step"))) for one in record.restarts]
+    return say("comma").join([said, *begun])
 
 
 def shown(name: str, value: Value | None) -> str:

@@ -100,6 +100,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "window": ("window: {0}", "窗口：{0}"),
     "window.sample": ("{0} samples", "{0} 个样本"),
     "window.steps": ("{0} steps", "{0} 步"),
+    "resumed": ("resumed after step {0}", "自第 {0} 步续训"),
     "mfu": ("MFU by convention", "各口径 MFU"),
     "mfu.run": ("run", "运行"),
     "mfu.mfu": ("causal, wall time", "因果，总时间"),
