@@ -96,10 +96,10 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
     files = {
         "one/alpaca_data.json": json.dumps(ELEMENTS).encode(),
         "two/x.json": b" \r\n" + json.dumps(ELEMENTS, indent=4, ensure_ascii=False).encode() + b"\n\n",
-        "three/x.json.gz": gzip.compress(json.dumps(ELEMENTS).encode()),
+        "three/x.json.gz": gzip.compress(json.dumps(ELEMENTS).encode(), mtime=0),
         "four/x.jsonl": LINES,
         "five/x.jsonl": LINES[:-1].replace(b"\n", b"\r\n"),
-        "six/x.jsonl.gz": gzip.compress(LINES[:40]) + gzip.compress(LINES[40:]),
+        "six/x.jsonl.gz": gzip.compress(LINES[:40], mtime=0) + gzip.compress(LINES[40:], mtime=0),
     }
     for name, content in files.items():
         path = tmp_path / name
@@ -110,7 +110,7 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         (path.parent / "more.json").mkdir()
         assert alpaca.read(path) == alpaca.read(path.parent) == (SAID, path.name), name
     other = tmp_path / "no suffix"
-    other.write_bytes(gzip.compress(LINES))
+    other.write_bytes(gzip.compress(LINES, mtime=0))
     assert alpaca.read(other) == (SAID, "no suffix")
 
 
@@ -194,7 +194,10 @@ GOOD = b'{"instruction": "a", "output": "b"}'
             'line 1: turn 1 is {\'from\': \'human\'}; a turn is {"from": "human", "value": "…"}',
         ),
         (b'{"conversations": ["a"]}', 'line 1: turn 1 is \'a\'; a turn is {"from": "human", "value": "…"}'),
-        (gzip.compress(LINES)[:-9], "cannot be read: Compressed file ended before the end-of-stream marker was reached"),
+        (
+            gzip.compress(LINES, mtime=0)[:-9],
+            "cannot be read: Compressed file ended before the end-of-stream marker was reached",
+        ),
         (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "cannot be read: Error -3 while decompressing data: invalid block type"),
     ],
 )
@@ -220,7 +223,7 @@ def test_a_long_value_is_shown_short(tmp_path: Path) -> None:
 def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, packed = tmp_path / "x.jsonl", tmp_path / "x.jsonl.gz"
     plain.write_bytes(LINES)
-    packed.write_bytes(gzip.compress(LINES))
+    packed.write_bytes(gzip.compress(LINES, mtime=0))
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES))
     monkeypatch.setattr(conversations, "MAX_PACKED_BYTES", packed.stat().st_size)
     assert alpaca.read(plain)[0] == alpaca.read(packed)[0] == SAID
@@ -234,7 +237,7 @@ def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_file_that_unpacks_without_end_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", 4 << 20)
     path = tmp_path / "x.json"
-    path.write_bytes(gzip.compress(b" " * (64 << 20), 1))
+    path.write_bytes(gzip.compress(b" " * (64 << 20), 1, mtime=0))
     assert refusal(path) == f"{path}: larger than 4194304 bytes; alpaca's data has 23 MB"
 
 

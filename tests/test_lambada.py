@@ -55,8 +55,8 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         "one/lambada_test.jsonl": LINES,
         "two/lambada_test_bak.jsonl": LINES[:-1],
         "three/data/lambada_test_bak.jsonl": LINES.replace(b"\n", b"\r\n"),
-        "four/lambada_test.jsonl.gz": gzip.compress(LINES),
-        "five/mine": gzip.compress(LINES),
+        "four/lambada_test.jsonl.gz": gzip.compress(LINES, mtime=0),
+        "five/mine": gzip.compress(LINES, mtime=0),
         "six/utf-8.jsonl": "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS).encode(),
         "seven/more.jsonl": "".join(json.dumps({"id": [1], "text": text, "x": None}) + "\n" for text in TEXTS).encode(),
     }
@@ -146,7 +146,10 @@ def test_a_line_nested_as_deep_as_can_be_read_is_still_shown(depth: int, tmp_pat
         (b"\n", 'line 1 is not JSON in UTF-8: Expecting value (column 1); a line is {"text": "…"}'),
         (LINES + b"\n", 'line 5 is not JSON in UTF-8: Expecting value (column 1); a line is {"text": "…"}'),
         (gzip.compress(b"", mtime=0), "no lines; LAMBADA's test set has 5153"),
-        (gzip.compress(LINES)[:-9], "cannot be read: Compressed file ended before the end-of-stream marker was reached"),
+        (
+            gzip.compress(LINES, mtime=0)[:-9],
+            "cannot be read: Compressed file ended before the end-of-stream marker was reached",
+        ),
         (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "cannot be read: Error -3 while decompressing data: invalid block type"),
         (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
     ],
@@ -185,7 +188,7 @@ def test_another_number_of_passages_is_another_set(tmp_path: Path) -> None:
 def test_a_huge_file_is_refused(packed: bool, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     if packed:
-        path.write_bytes(gzip.compress(b" " * ((64 << 20) + 1), 1))
+        path.write_bytes(gzip.compress(b" " * ((64 << 20) + 1), 1, mtime=0))
         assert path.stat().st_size < 1 << 20
     else:
         with path.open("wb") as file:
