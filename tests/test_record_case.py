@@ -71,6 +71,21 @@ def test_it_stops_where_the_target_is_reached_and_not_before(reached: dict[str, 
     assert {tuple(s["phases"]) for s in apart} == {("evaluate",)}
 
 
+def test_the_page_shows_the_way_to_the_target(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
+    path = shell.folder / "one.json"
+    path.write_text(json.dumps(reached["open"], separators=(",", ":"), ensure_ascii=False) + "\n")
+    done = shell("report", path)
+    assert done.code == 0, done.err
+    lines = [line.split() for line in done.out.splitlines()]
+    begin = next(i for i, line in enumerate(lines) if line == ["Evaluations"])
+    found = [line for line in lines[begin:] if len(line) == 3 and line[2].endswith("%")]
+    acc = f"{reached['open']['metrics']['acc']['value']:.1%}"
+    assert found[0][:2] == ["0", "0"]
+    assert found[1][:2] == ["25", "800"]
+    assert found[-1][2] == acc
+    assert done.out.count("nominal, one sequence a sample") == 4  # how the published MFU was counted
+
+
 def test_open_computes_less_of_the_same(reached: dict[str, dict[str, Any]]) -> None:
     tokens = {}
     for division, record in reached.items():

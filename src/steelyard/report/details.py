@@ -3,6 +3,7 @@
 from math import fsum
 
 from steelyard import metrics, passes, plan
+from steelyard.data import record_score
 from steelyard.known import GIB
 from steelyard.record import Record
 from steelyard.report import charts
@@ -25,6 +26,7 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("ranks", _ranks(record, say)),
         ("checks", _checks(record, say)),
         ("subjects", _subjects(record, say)),
+        ("evaluations", _evaluations(record, say)),
     )
     for key, blocks in sections:
         if blocks:
@@ -165,6 +167,18 @@ def _subjects(record: Record, say: Words) -> list[Block]:
     names = [name for name in record.outputs["subjects"] if any(name in one for one in found.values())]
     rows = tuple(Row((Cell(name), *(Cell(formed("percent", found[one].get(name))) for one in passes))) for name in names)
     return [Table(heads, rows)]
+
+
+def _evaluations(record: Record, say: Words) -> list[Block]:
+    """Accuracy on the way to a target, before the first step and after every so many samples."""
+    if record.case.question["task"] != "record":
+        return []
+    found = [one for name in ("before", "train", "after") for one in record_score.history(record.outputs, name)]
+    rows = [
+        Row((Cell(counted(one["step"])), Cell(counted(one["samples"])), Cell(formed("percent", one["acc"])))) for one in found
+    ]
+    heads = tuple(Column(say(f"evaluations.{key}"), align="right") for key in ("step", "samples", "acc"))
+    return [Table(heads, tuple(rows))] if rows else []
 
 
 def _checks(record: Record, say: Words) -> list[Block]:
