@@ -8,7 +8,7 @@ from steelyard.data.rows import IGNORED, Row
 from steelyard.engines.torch_train import GRAIN, without_padding
 from steelyard.engines.train import packed
 from steelyard.errors import RequestError
-from steelyard.models import packed_attention
+from steelyard.models import jit, packed_attention
 from steelyard.models.attention import KERNELS, attend, layout, steady_layout
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_it_is_refused_where_it_cannot_be():
         KERNELS["packed"](q[:4], q, q, rows.cu_q, rows.cu_k, rows.max_q, rows.max_k)
 
 
-@pytest.mark.skipif(not (torch.cuda.is_available() and packed_attention.HERE), reason="no device with Triton")
+@pytest.mark.skipif(not (torch.cuda.is_available() and jit.HERE), reason="no device with Triton")
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 4, 128), (4, 2, 64), (2, 1, 32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_outputs_and_gradients(heads, groups, dim, dtype):

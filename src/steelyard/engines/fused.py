@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.engines import kernels
+from steelyard.models import jit
 from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Streams, gated, rotate
 
@@ -155,7 +156,7 @@ def _or_kernel(written: Callable[..., Any]) -> Callable[..., Any]:
     kernel: Any = getattr(kernels, written.__name__)
 
     def run(x: Tensor, *arguments: Any) -> Any:
-        return (kernel if kernels.serve(x.device) else compiled)(x, *arguments)
+        return (kernel if jit.serve(x.device) else compiled)(x, *arguments)
 
     return run
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.engines import glm_kernels, glm_span_kernels, kernels
+from steelyard.engines import glm_kernels, glm_span_kernels
 from steelyard.engines.fused import add_product
+from steelyard.models import jit
 from steelyard.models.glm import Block, Glm, Layer, Streams, split
 from steelyard.models.glm_attention import FLASH, ClozeLayout, Joint, attend, merge
 
@@ -275,7 +276,7 @@ class FusedGlm:
         shape = model.shape
         self.model, self.kept = model, kept
         self.pieces = Pieces(compiled, shape.norm_eps, shape.dropout)
-        self.kernels = compiled and kernels.serve(model.word_embeddings.weight.device)
+        self.kernels = compiled and jit.serve(model.word_embeddings.weight.device)
         blocks: list[Block] = list(model.transformer.layers)  # type: ignore[arg-type]
         self.last = blocks[-1].mlp.dense_4h_to_h.bias
         self.layers: list[Layer] = [FusedLayer(block, kept, self.pieces) for block in blocks]

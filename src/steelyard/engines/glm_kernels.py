@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.engines.kernels import HERE, constexpr, tensor, tl, triton
+from steelyard.models.jit import HERE, constexpr, tensor, tl, triton
 
 PARTS = 792  # programs that sum columns: as many as a large device runs at once, six on each multiprocessor
 COLUMNS = 1024  # of a wide row, that one program reads

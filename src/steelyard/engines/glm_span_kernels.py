@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from steelyard.engines.glm_kernels import PARTS, settle, up, varied
-from steelyard.engines.kernels import constexpr, tensor, tl
 from steelyard.models.glm_attention import Joint
+from steelyard.models.jit import constexpr, tensor, tl
 
 BLOCK = 16  # tokens of a span at once: the least that a matrix unit takes
 

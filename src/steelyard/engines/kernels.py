@@ -5,30 +5,13 @@ the rotation then takes five times as long as its bytes, that of SwiGLU twice. T
 computed in fp32. The plain meaning of every function here is in fused.py under the same name.
 """
 
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
-HERE = find_spec("triton") is not None
-triton: Any = import_module("triton") if HERE else None
-tl: Any = import_module("triton.language") if HERE else None
-jit: Callable[[Any], Any] = triton.jit if HERE else lambda function: function
-if TYPE_CHECKING or not HERE:
-    tensor = Any
-    constexpr = Any
-else:  # the compiler looks these up
-    tensor, constexpr = tl.tensor, tl.constexpr
+from steelyard.models.jit import constexpr, jit, tensor, tl
 
 NUMBERS = 1024  # that a program reads at once of one operand
 PARTS = 528  # sums of a norm's weight gradient, one a program: a few for each multiprocessor of a large device
-
-
-def serve(device: torch.device) -> bool:
-    return HERE and device.type != "cpu"
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

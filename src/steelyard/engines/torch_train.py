@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from steelyard.data.rows import Key, Row
-from steelyard.engines import Job, Part, kernels
+from steelyard.engines import Job, Part
 from steelyard.engines.fused import FusedBlock, Pieces
 from steelyard.engines.optimizer import Adam, Kept
 from steelyard.engines.score import DTYPES
 from steelyard.engines.train import Loop, Micro, empty_row, packed
 from steelyard.errors import RequestError
-from steelyard.models import packed_attention, weights
+from steelyard.models import jit, packed_attention, weights
 from steelyard.models.attention import KERNELS
 from steelyard.models.llama import Llama, Streams
 
@@ -43,7 +43,7 @@ class TorchTrain(Loop):
     def _pack(self, keys: list[Key]) -> Any:
         """Rows laid end to end need no padding, unless it was asked for, or code or other devices are made for one size."""
         tune = self.job.case.tune
-        any_size = _alone(self.job) and (kernels.serve(self.device) or not tune.compile)
+        any_size = _alone(self.job) and (jit.serve(self.device) or not tune.compile)
         if not tune.pack or not any_size:
             return super()._pack(keys)
         return packed(without_padding([self.job.texts.row(key) for key in keys if key is not None]))

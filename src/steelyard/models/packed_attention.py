@@ -5,25 +5,13 @@ queries reads the keys from the first beginning in it on, whatever the number of
 [T, heads, D] and contiguous; D is a power of two. Exponents are to base 2.
 """
 
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steelyard.errors import RequestError
-
-HERE = find_spec("triton") is not None
-triton: Any = import_module("triton") if HERE else None
-tl: Any = import_module("triton.language") if HERE else None
-jit: Callable[[Any], Any] = triton.jit if HERE else lambda function: function
-if TYPE_CHECKING or not HERE:
-    tensor = Any
-    constexpr = Any
-else:  # the compiler looks these up
-    tensor, constexpr = tl.tensor, tl.constexpr
+from steelyard.models.jit import constexpr, jit, serve, tensor, tl
 
 LOG2_E = 1.4426950408889634
 # Tiles of queries and of keys, warps, stages.
@@ -35,7 +23,7 @@ MOST = 2**31 - 1  # addresses are 32-bit offsets
 
 
 def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    return HERE and device.type != "cpu" and dtype.itemsize == torch.bfloat16.itemsize and dim in DIMS
+    return serve(device) and dtype.itemsize == torch.bfloat16.itemsize and dim in DIMS
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:

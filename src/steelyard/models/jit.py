@@ -1,0 +1,23 @@
+"""Triton, where it is at hand. Kernels are written against these names; elsewhere they are there to be read, not to be run."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+HERE = find_spec("triton") is not None
+triton: Any = import_module("triton") if HERE else None
+tl: Any = import_module("triton.language") if HERE else None
+jit: Callable[[Any], Any] = triton.jit if HERE else lambda function: function
+if TYPE_CHECKING or not HERE:
+    tensor = Any
+    constexpr = Any
+else:  # the compiler looks these up
+    tensor, constexpr = tl.tensor, tl.constexpr
+
+
+def serve(device: torch.device) -> bool:
+    """Whether a device runs such kernels."""
+    return HERE and device.type != "cpu"
