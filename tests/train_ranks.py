@@ -63,7 +63,7 @@ def train(engine: TorchTrain) -> dict:
     out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
     for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
         engine.prepare(name, lambda part: nullcontext())
-        works = [item for item in engine.work(name) if isinstance(item, Work)]
+        works = [item for item in engine.work(name) if isinstance(item, Work) and item.counts]
         out[name] = engine.outputs(name)
         if name == "train":
             out["losses"] = [float(work.values["loss"]) for work in works]
