@@ -171,7 +171,7 @@ def _subjects(record: Record, say: Words) -> list[Block]:
 
 def _evaluations(record: Record, say: Words) -> list[Block]:
     """Accuracy on the way to a target, before the first step and after every so many samples."""
-    if record.case.question["task"] != "record":
+    if record.case.question.get("task") != "record":
         return []
     found = [one for name in ("before", "train", "after") for one in record_score.history(record.outputs, name)]
     rows = [
