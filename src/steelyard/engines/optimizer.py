@@ -5,6 +5,7 @@ model's own parameters are the 16-bit copy, and fp32 weights, gradients and stat
 gradients are added to the fp32 ones as soon as they are there, and dropped.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -121,15 +122,15 @@ class Adam:
         return get_total_norm(grads, foreach=True)
 
 
-class Kept:
+class Kept(ABC):
     """What a trainer is asked for checkpoints; its optimiser keeps all there is."""
 
     adam: Adam
     weights: dict[str, Any]  # where they came from, for the record
 
+    @abstractmethod
     def _names(self) -> list[str]:
         """Of the parameters, in the order in which the optimiser has them."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
         return self.adam.state(self._names())
