@@ -199,7 +199,7 @@ def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     for path in (tmp_path / "to").glob("*.safetensors"):
         assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
     assert_same(hf_tensors(tmp_path / "to"), odd_tensors(SHAPE))
-    weights.load_hf(weights.build(SHAPE, CPU, torch.bfloat16), tmp_path / "to")
+    weights.load(weights.build(SHAPE, CPU, torch.bfloat16), tmp_path / "to", SHAPE)
 
 
 def test_dtypes_are_kept(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.Mo
     complete = json.loads((target / "conversion.json").read_text())["files"]
     assert len(list(target.rglob("*.part"))) == 1
     for folder in (target, *target.glob("release")):
-        for action in (convert.inspect, lambda f: weights.load_hf(weights.build(SHAPE, CPU, torch.float32), f)):
+        for action in (convert.inspect, lambda f: weights.load(weights.build(SHAPE, CPU, torch.float32), f, SHAPE)):
             refused(
                 lambda action=action, folder=folder: action(folder), "conversion.json: says that its folder is not complete; "
             )

@@ -1,4 +1,4 @@
-"""The model against transformers' LlamaForCausalLM, with the same weights, saved by it and loaded by load_hf."""
+"""The model against transformers' LlamaForCausalLM, with the same weights, saved by it and loaded by us."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ def reference(shape: LlamaShape) -> Any:
 def loaded(shape: LlamaShape, folder: Path, model: Any) -> Llama:
     model.save_pretrained(folder)
     ours = weights.build(shape, CPU, torch.float32)
-    weights.load_hf(ours, folder)
+    weights.load(ours, folder, ours.shape)
     return ours
 
 
@@ -224,7 +224,7 @@ def test_real_smollm2_equals_transformers(smollm2: Path) -> None:
         tied=True,
     )
     ours = weights.build(shape, CPU, torch.float32)
-    source = weights.load_hf(ours, smollm2)
+    source = weights.load(ours, smollm2, ours.shape)
     assert source["parameters"] == 134_515_008
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     texts = ["The capital of France is", "def add(a, b):\n    return", "Water boils at a temperature of"]

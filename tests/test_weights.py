@@ -94,7 +94,7 @@ def write_index(folder: Path, where: Any) -> None:
 
 def load(folder: Path, shape: LlamaShape = SHAPE, dtype: torch.dtype = torch.float32) -> Llama:
     model = weights.build(shape, CPU, dtype)
-    weights.load_hf(model, folder)
+    weights.load(model, folder, model.shape)
     return model
 
 
@@ -254,7 +254,7 @@ def test_values_are_cast(stored: torch.dtype, tmp_path: Path) -> None:
 def test_sharded(tmp_path: Path) -> None:
     where = write_sharded(tmp_path)
     model = weights.build(SHAPE, CPU, torch.float32)
-    source = weights.load_hf(model, tmp_path)
+    source = weights.load(model, tmp_path, model.shape)
     assert_holds(model, tensors_of(SHAPE))
     files = sorted(set(where.values()))
     assert source["files"] == [{"name": name, "bytes": (tmp_path / name).stat().st_size} for name in files]
@@ -287,7 +287,7 @@ def test_source_and_progress(tmp_path: Path) -> None:
     write(tmp_path)
     model = weights.build(SHAPE, CPU, torch.float32)
     told: list[tuple[int, int]] = []
-    source = weights.load_hf(model, tmp_path, lambda done, total: told.append((done, total)))
+    source = weights.load(model, tmp_path, model.shape, progress=lambda done, total: told.append((done, total)))
     size = 4 * weights.parameters(model)
     assert len(told) == len(tensors_of(SHAPE))
     assert told == sorted(told)
@@ -331,7 +331,7 @@ model = weights.build(shape, torch.device("cpu"), torch.float32)
 if way == "copied":
     from safetensors.torch import load_file
     whole = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
-weights.load_hf(model, folder)
+weights.load(model, folder, model.shape)
 done.set()
 watcher.join()
 print(max(highest, anonymous()) - before)

@@ -18,7 +18,7 @@ from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.parallel import Share
 from steelyard.question import GlmModel, Model
 
-__all__ = ["Progress", "build", "copy_to_hf", "fill_random", "load", "load_hf", "open_folder", "parameters", "shape_of"]
+__all__ = ["Progress", "build", "copy_to_hf", "fill_random", "load", "open_folder", "parameters", "shape_of"]
 WHOLE = Share()
 
 
@@ -147,11 +147,6 @@ def facts(source: Checkpoint, shape: LlamaShape) -> dict[str, Any]:
         "parameters": layouts.elements(shape),
     }
     return out if source.iteration is None else out | {"tp": source.tp, "iteration": source.iteration}
-
-
-def load_hf(model: Llama, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Fill a whole model."""
-    return load(model, folder, model.shape, WHOLE, progress)
 
 
 def copy_to_hf(model: Llama, parameters: dict[str, Tensor]) -> None:
