@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from commands import SMOKE, Shell, faulty_engine
+from fixtures.commands import SMOKE, Shell, faulty_engine
 
 CACHE = Path.home() / ".cache" / "steelyard-tests"
 

@@ -15,8 +15,8 @@ from steelyard.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
-    from steelyard.measure import Event
-    from steelyard.telemetry import Sampler
+    from steelyard.run.measure import Event
+    from steelyard.run.telemetry import Sampler
 
 GROUP = "steelyard.accelerators"
 
@@ -97,7 +97,7 @@ def _find_cuda() -> list[Found]:
 
 def _watch_cuda(found: list[Found], root_pid: int, origin_s: float) -> "Sampler":
     from steelyard.accelerators import nvml
-    from steelyard.telemetry import Sampler
+    from steelyard.run.telemetry import Sampler
 
     return Sampler(nvml.sources(found), root_pid, origin_s)
 
@@ -110,7 +110,7 @@ def _find_cpu() -> list[Found]:
 
 def _watch_cpu(found: list[Found], root_pid: int, origin_s: float) -> "Sampler":
     from steelyard.accelerators import cpu
-    from steelyard.telemetry import Sampler
+    from steelyard.run.telemetry import Sampler
 
     return Sampler([cpu.source()], root_pid, origin_s)
 

@@ -8,8 +8,8 @@ import psutil
 
 from steelyard.accelerators import Found
 from steelyard.errors import RequestError
-from steelyard.measure import HostEvent
-from steelyard.telemetry import Reading, Source
+from steelyard.run.measure import HostEvent
+from steelyard.run.telemetry import Reading, Source
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from steelyard.measure import Event
+from steelyard.run.measure import Event
 
 _cuda: Any = torch.cuda  # untyped in parts, which parts depends on the version
 _cudnn: Any = torch.backends.cudnn

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from steelyard.accelerators import Found
 from steelyard.errors import RequestError
-from steelyard.telemetry import Reading, Source
+from steelyard.run.telemetry import Reading, Source
 
 Severity = Literal["nothing", "note", "invalidates"]
 

@@ -11,7 +11,7 @@ from steelyard.cli.options import Json
 from steelyard.cli.out import answer, dump, one_line, say
 
 if TYPE_CHECKING:
-    from steelyard.data.pack import Inspection, Packed
+    from steelyard.data.tokenize import Inspection, Packed
     from steelyard.data.tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
@@ -80,9 +80,9 @@ def inspect(
       steelyard data inspect data/llama_openwebtext_100k
       steelyard data inspect data/ --tokenizer Llama-7b/tokenizer.model
     """
-    from steelyard.data.pack import inspect as look
+    from steelyard.data.corpus import check_ids, open_corpus
+    from steelyard.data.tokenize import inspect as look
     from steelyard.data.tokenizer import load
-    from steelyard.data.tokens import check_ids, open_corpus
 
     known = None if tokenizer is None else load([tokenizer])
     corpus = open_corpus(source)
@@ -101,8 +101,8 @@ def _pack(
 ) -> "Packed":
     from rich.console import Console
 
-    from steelyard.data.pack import pack as write
-    from steelyard.progress import Display
+    from steelyard.cli.progress import Display
+    from steelyard.data.tokenize import pack as write
 
     with Display(Console(stderr=True, quiet=quiet), one_line(out.name)) as display:
         return write(inputs, tokenizer, out, key, append_end, force, watching(display.show))
@@ -120,7 +120,7 @@ def _written(made: "Packed", paths: list[tuple[str, int]]) -> list[tuple[str, st
 
 
 def _facts(found: "Inspection", tokenizer: "Tokenizer | None") -> list[tuple[str, str]]:
-    from steelyard.data.pack import ROW
+    from steelyard.data.tokenize import ROW
 
     rows = [
         ("name", one_line(found.name)),

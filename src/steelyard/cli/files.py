@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 from steelyard.cli.out import one_line
 
 if TYPE_CHECKING:
-    from steelyard.run import Progress
+    from steelyard.run.parent import Progress
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def watching(show: "Callable[[Progress], None]") -> Callable[[int, int], None]:
     """Bytes as the display's progress, in MiB."""
-    from steelyard.measure import now
-    from steelyard.run import Progress
+    from steelyard.run.measure import now
+    from steelyard.run.parent import Progress
 
     begin_s = now()
 

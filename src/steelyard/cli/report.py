@@ -40,7 +40,7 @@ def report_(
 
 def _page(places: list[Path], format_: str, lang: str) -> str:
     from steelyard import report
-    from steelyard.verify import MISFITS
+    from steelyard.metrics.verify import MISFITS
 
     try:
         return report.render(_read(places), format_, lang)
@@ -68,7 +68,7 @@ def _paths(places: list[Path]) -> list[Path]:
 
 
 def _read(places: list[Path]) -> list[Any]:
-    from steelyard.verify import read
+    from steelyard.metrics.verify import read
 
     return [read(path) for path in _paths(places)]
 
@@ -78,7 +78,7 @@ def verify(records: Records, as_json: Json = False) -> int:
 
     Example: steelyard verify records/
     """
-    from steelyard.verify import verify as check
+    from steelyard.metrics.verify import verify as check
 
     paths = _paths(records)
     found = {str(path): check(path) if len(paths) == 1 else _verdict(path) for path in paths}
@@ -95,7 +95,7 @@ def verify(records: Records, as_json: Json = False) -> int:
 
 def _verdict(path: Path) -> list[str]:
     """One of several: what is no record at all is wrong, and the others are still looked at."""
-    from steelyard.verify import verify as check
+    from steelyard.metrics.verify import verify as check
 
     try:
         return check(path)
@@ -108,6 +108,6 @@ def schema(as_json: Json = False) -> None:
 
     Example: steelyard schema > record.schema.json
     """
-    from steelyard import record
+    from steelyard.record import record
 
     dump(record.schema())

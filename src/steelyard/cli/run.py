@@ -10,8 +10,8 @@ from steelyard.cli.out import answer, dump, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
-    from steelyard.case import Case, Resolved
-    from steelyard.request import Request
+    from steelyard.case.case import Case, Resolved
+    from steelyard.case.request import Request
 
 
 def run(
@@ -87,7 +87,7 @@ def run(
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel PP2DP4 --resume records/2026….json
       steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
     """
-    from steelyard.request import Request
+    from steelyard.case.request import Request
 
     if parallel is not None:
         settings = [*(settings or []), f"tune.parallel={parallel}"]
@@ -135,7 +135,8 @@ def _resolve(
 ) -> "list[tuple[Resolved, bool]]":
     """What to run, and whether it was asked for as `smoke`: every case that the engine runs at that size, in every
     division that both have."""
-    from steelyard import case, engines
+    from steelyard import engines
+    from steelyard.case import case
 
     out: list[tuple[Resolved, bool]] = []
     for name in cases:
@@ -158,13 +159,14 @@ def _resolve(
 def _numbers(case: "Case", smoke: bool, engine: str, devices: int | None, accelerator: str | None) -> list[int]:
     """The number of devices that was asked for, else 1; for `smoke` those of the case that can be had here, with this
     engine, and 1 in any case."""
-    from steelyard import accelerators, plan
+    from steelyard import accelerators
+    from steelyard.plan import degrees
 
     if devices is not None or not smoke or max(case.devices) == 1:
         return [1 if devices is None else devices]
     row = accelerators.named(accelerator) if accelerator else accelerators.detect()
     most = row.most(row.find())
-    able = [n for n in case.devices if n <= most and plan.able(engine, plan.make(case, 1, n))]
+    able = [n for n in case.devices if n <= most and degrees.able(engine, degrees.make(case, 1, n))]
     return able or [1]
 
 
@@ -177,10 +179,11 @@ def _label(request: "Request") -> str:
 def _run(requests: "list[Request]", as_json: bool) -> int:
     from rich.console import Console
 
-    from steelyard import record, report
-    from steelyard.progress import Display
-    from steelyard.request import check
-    from steelyard.run import run_case
+    from steelyard import report
+    from steelyard.case.request import check
+    from steelyard.cli.progress import Display
+    from steelyard.record import record
+    from steelyard.run.parent import run_case
 
     for request in requests:  # all of them before the first is run
         check(request)

@@ -13,7 +13,8 @@ def list_(as_json: Json = False) -> None:
 
     Example: steelyard list
     """
-    from steelyard import accelerators, case, engines
+    from steelyard import accelerators, engines
+    from steelyard.case import case
 
     found: list[dict[str, Any]] = [
         {"accelerator": row.name, "index": i, "device": one.name, "memory_bytes": one.memory_bytes}
@@ -45,9 +46,10 @@ def show(
 
     Example: steelyard show llama2-7b-mmlu --set tune.batch_tokens=16384
     """
-    from steelyard import accelerators, flops
+    from steelyard import accelerators
     from steelyard.accelerators import peaks
-    from steelyard.case import resolve
+    from steelyard.case.case import resolve
+    from steelyard.plan import flops
 
     resolved = resolve(case, size, precision, division, settings)
     values = {key: value for key, value in _leaves(resolved.case.model_dump(mode="json")) if not key.startswith("reference")}

@@ -13,8 +13,8 @@ from steelyard.cli.out import answer, dump, one_line, plain, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
-    from steelyard.models.convert import Conversion, Inspection
-    from steelyard.question import Model
+    from steelyard.case.question import Model
+    from steelyard.weights.convert import Conversion, Inspection
 
 LAYOUTS = {"hf": "huggingface", "megatron": "megatron"}
 MOST_FILES = 8
@@ -38,7 +38,7 @@ def inspect(
     Example: steelyard weights inspect Llama-2-7b-hf/
     """
     _ready(folder)
-    from steelyard.models.convert import inspect as look
+    from steelyard.weights.convert import inspect as look
 
     found = look(folder)
     if as_json:
@@ -93,8 +93,8 @@ def _check(to: str, tp: int) -> None:
 
 
 def _model(name: str | None) -> "Model | None":
-    from steelyard.case import resolve
-    from steelyard.question import Model
+    from steelyard.case.case import resolve
+    from steelyard.case.question import Model
 
     model = None if name is None else resolve(name).case.question.model
     if model is not None and not isinstance(model, Model):
@@ -113,8 +113,8 @@ def _ready(folder: Path) -> None:
 def _convert(source: Path, target: Path, to: str, tp: int, model: "Model | None", quiet: bool) -> "Conversion":
     from rich.console import Console
 
-    from steelyard.models.convert import convert as write
-    from steelyard.progress import Display
+    from steelyard.cli.progress import Display
+    from steelyard.weights.convert import convert as write
 
     with Display(Console(stderr=True, quiet=quiet), f"{one_line(target.resolve().name)} {to}") as display:
         return write(source, target, to, tp, model, watching(display.show))

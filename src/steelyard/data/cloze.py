@@ -17,12 +17,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from steelyard.case import canonical
+from steelyard.case.case import canonical
+from steelyard.case.question import Division
 from steelyard.data.rows import Ids
-from steelyard.data.superglue import PLACEHOLDER, Query
 from steelyard.data.tokenizer import WordPieces
 from steelyard.errors import RequestError
-from steelyard.question import Division
+from steelyard.tasks.superglue_record.queries import PLACEHOLDER, Query
 
 SHUFFLE_SEED = 42  # of GLM's processor
 _AT_ONCE = 1024  # samples whose texts are encoded in one call

@@ -12,24 +12,24 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
-from steelyard.case import Case
+from steelyard.case.case import Case
 from steelyard.errors import RequestError
-from steelyard.measure import Phase, Work
-from steelyard.plan import Place
-from steelyard.record import Plan
+from steelyard.plan.degrees import Place
+from steelyard.record.record import Plan
+from steelyard.run.measure import Phase, Work
 
 # By kind of question, or by task where that is another kind of work. Those of third parties are one class for all, which
 # refuses what it does not know.
 ENGINES = {
     "torch": {
-        "score": "steelyard.engines.torch_score:TorchScore",
-        "train": "steelyard.engines.torch_train:TorchTrain",
-        "record": "steelyard.engines.cloze_train:TorchCloze",
+        "score": "steelyard.engines.torch.score:TorchScore",
+        "train": "steelyard.engines.torch.train:TorchTrain",
+        "record": "steelyard.training.cloze:TorchCloze",
     },
-    "reference": {"record": "steelyard.engines.cloze_train:ReferenceCloze"},
+    "reference": {"record": "steelyard.training.cloze:ReferenceCloze"},
     "transformers": {
-        "score": "steelyard.engines.transformers_score:TransformersScore",
-        "train": "steelyard.engines.transformers_train:TransformersTrain",
+        "score": "steelyard.engines.transformers.score:TransformersScore",
+        "train": "steelyard.engines.transformers.train:TransformersTrain",
     },
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from steelyard.errors import RequestError
-from steelyard.models import packed_attention
+from steelyard.kernels import packed_attention
 
 SEGMENTS = 64  # a steady layout has a multiple of so many rows
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from steelyard.case.question import GlmModel
 from steelyard.models.glm_attention import ClozeLayout, attend
-from steelyard.question import GlmModel
 
 STD = 0.02  # of GLM's initialisation, for matrices and tables alike
 

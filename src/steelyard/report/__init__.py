@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from steelyard.errors import RequestError
-from steelyard.record import Record
+from steelyard.record.record import Record
 from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text

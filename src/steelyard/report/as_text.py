@@ -1,19 +1,6 @@
 """A page as plain text: aligned columns, no escape sequence, nothing a terminal would obey."""
 
-from steelyard.report.document import (
-    Block,
-    Cell,
-    Code,
-    Column,
-    Facts,
-    Figures,
-    Heading,
-    Lines,
-    Page,
-    Paragraph,
-    Stack,
-    Table,
-)
+from steelyard.report.document import Block, Cell, Code, Column, Facts, Figures, Heading, Lines, Page, Paragraph, Stack, Table
 from steelyard.report.plain import clean, lines, pad, width, wrap
 
 _LINE = 100

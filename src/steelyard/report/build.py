@@ -1,8 +1,8 @@
 """Records to pages: the whole page in the seeds' order, and the short table after a run."""
 
-from steelyard.case import changed_question
-from steelyard.passes import devices
-from steelyard.record import Record
+from steelyard.case.case import changed_question
+from steelyard.metrics.spans import devices
+from steelyard.record.record import Record
 from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Row, Table

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from steelyard import metrics_train, passes
-from steelyard.record import Record, Sample
+from steelyard.metrics import spans, training
+from steelyard.record.record import Record, Sample
 from steelyard.report.columns import layout
 from steelyard.report.document import Block, Lines, Point, Series, Share, Stack
 from steelyard.report.numbers import formed, real
@@ -35,9 +35,9 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
 
 def _losses(record: Record, say: Words) -> list[Block]:
     """The loss of every step of training; it is the same on every rank."""
-    if passes.kind(record) != "train":
+    if spans.kind(record) != "train":
         return []
-    points = _points(enumerate(metrics_train.values(record, "loss")))
+    points = _points(enumerate(training.values(record, "loss")))
     if not any(y is not None for _, y in points):
         return []
     return [Lines(say("chart.loss"), say("chart.loss_x"), "nats", (Series("loss", _thinned(points)),))]

@@ -2,17 +2,19 @@
 
 from math import fsum
 
-from steelyard import metrics, passes, plan
-from steelyard.data import record_score
-from steelyard.known import GIB
-from steelyard.record import Record
+from steelyard.metrics import spans as passes
+from steelyard.metrics import table
+from steelyard.metrics.result import GIB
+from steelyard.plan import degrees as plan
+from steelyard.record.record import Record
 from steelyard.report import charts
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Row, Table, Tone
 from steelyard.report.names import in_order, meaning
 from steelyard.report.numbers import UNKNOWN, counted, formed, real, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
 from steelyard.report.words import Words
-from steelyard.tasks import TASKS
+from steelyard.tasks.superglue_record import score
+from steelyard.tasks.table import TASKS
 
 
 def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
@@ -127,7 +129,7 @@ def _ranks(record: Record, say: Words) -> list[Block]:
     for span in sorted(spans, key=lambda span: span.rank):
         told = next((one for one in record.ranks if one.get("rank") == span.rank), {})
         at = plan.place(record.plan, span.rank)
-        sizes = (metrics.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
+        sizes = (table.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
         cells = (counted(span.rank), spelled(told.get("device")), _standing(record, at))
         rate = real(told.get("matmul_flops_per_s"))
         times = (span.wall_s, *steps.get(span.rank, (None, None))) if steps else (span.wall_s,)
@@ -173,7 +175,7 @@ def _evaluations(record: Record, say: Words) -> list[Block]:
     """Accuracy on the way to a target, before the first step and after every so many samples."""
     if record.case.question.get("task") != "record":
         return []
-    found = [one for name in ("before", "train", "after") for one in record_score.history(record.outputs, name)]
+    found = [one for name in ("before", "train", "after") for one in score.history(record.outputs, name)]
     rows = [
         Row((Cell(counted(one["step"])), Cell(counted(one["samples"])), Cell(formed("percent", one["acc"])))) for one in found
     ]

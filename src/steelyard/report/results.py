@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.case import changed_question
-from steelyard.passes import devices
-from steelyard.record import Record
+from steelyard.case.case import changed_question
+from steelyard.metrics.spans import devices
+from steelyard.record.record import Record
 from steelyard.report.columns import Field, layout
 from steelyard.report.document import Cell, Column, Row, Table, Tone
 from steelyard.report.names import in_order, meaning

@@ -4,8 +4,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from steelyard.case import changed_question
-from steelyard.record import Record, Value
+from steelyard.case.case import changed_question
+from steelyard.record.record import Record, Value
 from steelyard.report.document import Tone
 from steelyard.report.names import meaning
 from steelyard.report.numbers import UNKNOWN, formed

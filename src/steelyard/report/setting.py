@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard import passes
-from steelyard.record import Record
+from steelyard.metrics import spans
+from steelyard.record.record import Record
 from steelyard.report.document import Block, Fact, Facts, Heading, Paragraph
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, real, spelled
 from steelyard.report.runs import CaseName, Run, distinct, kind, labels, table_of
@@ -30,7 +30,7 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
 def data(runs: list[Run], say: Words) -> list[Block]:
     def facts(run: Run) -> Facts:
         asked = Fact(say("data.asked"), spelled(table_of(run.record.case.question.get("data"))))
-        return Facts((asked, *_rows(run.record.data, _DATA[passes.kind(run.record)], "data", say)))
+        return Facts((asked, *_rows(run.record.data, _DATA[spans.kind(run.record)], "data", say)))
 
     return _grouped(runs, facts, say)
 
@@ -181,7 +181,7 @@ def _origin(key: str, origins: dict[str, str]) -> str | None:
 def parallel(record: Record) -> str:
     """Degrees, and the stage of sharding where replicas divide anything."""
     plan, sharding = record.plan, record.tune.get("sharding")
-    divided = f" SH{sharding}" if passes.kind(record) == "train" and sharding else ""
+    divided = f" SH{sharding}" if spans.kind(record) == "train" and sharding else ""
     return f"TP{plan.tp}PP{plan.pp}DP{plan.dp}{divided}"
 
 

@@ -1,9 +1,9 @@
 """Memory by pipeline stage, as the seeds write it."""
 
-from steelyard import plan
-from steelyard.metrics import rank_mem
-from steelyard.passes import headline, windows
-from steelyard.record import Record
+from steelyard.metrics.spans import headline, windows
+from steelyard.metrics.table import rank_mem
+from steelyard.plan import degrees
+from steelyard.record.record import Record
 from steelyard.report.numbers import UNKNOWN
 
 
@@ -12,7 +12,7 @@ def stages(record: Record) -> str:
     name = headline(record)
     by_stage: dict[int, list[float | None]] = {}
     for rank in sorted({window.rank for window in windows(record, name)} if name else ()):
-        by_stage.setdefault(plan.place(record.plan, rank).pp, []).append(rank_mem(record, rank))
+        by_stage.setdefault(degrees.place(record.plan, rank).pp, []).append(rank_mem(record, rank))
     if sum(map(len, by_stage.values())) < 2:
         return UNKNOWN
     return " + ".join(f"{_fullest(sizes)}*{len(sizes)}" for _, sizes in sorted(by_stage.items()))

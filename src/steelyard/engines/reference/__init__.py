@@ -1,0 +1,1 @@
+"""Engine reference: the published program's way."""

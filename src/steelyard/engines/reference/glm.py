@@ -1,0 +1,78 @@
+"""A GLM trained as its authors' program does, for a baseline: the same numbers as engines/glm_train.py, more slowly.
+
+Every candidate is a sequence of its own, padded to all positions of the model; every layer is computed again in the backward
+pass; logits are computed at every position. Nothing is compiled or fused: layers of torch, SDPA with a mask, autograd.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from steelyard.data.cloze import Pack
+from steelyard.engines import Job
+from steelyard.engines.torch.glm import ClozeMicro, GlmTrainer
+from steelyard.engines.torch.model import send
+from steelyard.models.glm import Block
+
+
+def padded(pack: Pack, positions: int) -> int:
+    """Tokens of padding in what is computed for a pack."""
+    seen = [length for length, count in zip(pack.contexts, pack.groups, strict=True) for _ in range(count)]
+    return len(pack.spans) * positions - sum(seen) - sum(pack.spans)
+
+
+class ReferenceTrainer(GlmTrainer):
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.kernel = "sdpa"
+
+    def padded(self, pack: Pack) -> int:
+        return padded(pack, self.shape.positions)
+
+    def _choose_code(self) -> None:
+        self.said = self._said
+
+    def _said(self, micro: ClozeMicro, dropout: float) -> Tensor:
+        """Log-probabilities of the spans' targets, in the order of a pack."""
+        where, mask, picked = sequences(micro, self.shape.positions)
+        ids = (torch.cat((row, row.new_zeros(1)))[where] for row in (micro.tokens, micro.positions, micro.blocks))
+        x = F.dropout(self.model.embed(*ids), dropout)
+        for block in self.model.transformer.layers:
+            x = checkpoint(_layer, block, x, mask, dropout, use_reentrant=False)
+        logits = F.linear(self.model.transformer.final_layernorm(x), self.model.word_embeddings.weight)
+        wide = logits.to(self._wide())
+        return wide.log_softmax(-1).flatten(0, 1)[picked, micro.targets]
+
+    def details(self) -> dict[str, Any]:
+        return {**super().details(), "padded_to": self.shape.positions}
+
+
+def _layer(block: Block, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    """A layer of [sequences, positions, hidden], as models/glm.py has it for packed tokens."""
+    qkv: Tensor = block.attention.query_key_value(block.input_layernorm(x))
+    q, k, v = qkv.unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)  # type: ignore[no-untyped-call]
+    seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    x = x + F.dropout(block.attention.dense(seen.transpose(1, 2).flatten(2)), dropout)
+    wide = F.gelu(block.mlp.dense_h_to_4h(block.post_attention_layernorm(x)), approximate="tanh")
+    return x + F.dropout(block.mlp.dense_4h_to_h(wide), dropout)
+
+
+def sequences(micro: ClozeMicro, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For every span a sequence of its context and itself: which token of the pack stands where [spans, positions], one more
+    than there are for padding; what each sees [spans, 1, positions, positions]; and where the spans' tokens are among all."""
+    contexts, spans, groups = (np.array(part) for part in micro.layout.lengths)
+    ends = np.cumsum(spans), np.cumsum(contexts)
+    table = [np.repeat(contexts, groups), np.repeat(ends[1] - contexts, groups), spans, ends[0] - spans]
+    length, start, own, first = send(np.stack(table), micro.tokens.device).unsqueeze(-1)
+    n, place = micro.layout.context_tokens, torch.arange(positions, device=micro.tokens.device)
+    within = place - length
+    where = torch.where(place < length, start + place, torch.where(within < own, n + first + within, len(micro.tokens)))
+    mask = (place < length)[:, None, :] | (place <= place[:, None])
+    span = micro.span_of_token
+    count = torch.arange(len(span), device=span.device)
+    picked = (span * positions + (length - first)[span, 0]) + count
+    return where, mask[:, None], picked

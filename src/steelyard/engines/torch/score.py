@@ -1,0 +1,124 @@
+"""Engine `torch`, scoring: packed prompts through models/llama.py, logits only where an answer is read.
+
+The val pass runs the layers as they are written; the infer pass runs them compiled, one graph for all layers and batch sizes.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.data.batches import Batch, closed_batch, equal_bins, open_batch, open_bins, prefixes
+from steelyard.engines import Job, Part
+from steelyard.engines.torch.model import compile_wanted, our_model, reader, send
+from steelyard.errors import RequestError
+from steelyard.models.answers import Answers, Asked
+from steelyard.models.attention import KERNELS, Layout, Prefix, layout
+from steelyard.models.llama import Llama, Streams
+from steelyard.run.measure import Phase, Work
+
+Inputs = tuple[Tensor, Tensor, Layout, Asked]
+
+
+class TorchScore:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.question = job.case.question
+        self.tune = job.case.tune
+        if self.tune.batching not in ("auto", "packed"):
+            raise RequestError(f"engine torch packs; tune.batching={self.tune.batching!r} is for engine transformers")
+        self.kernel = self._choose_kernel()
+        self.device: torch.device = job.device.torch_device
+        self.reader = reader(job)
+        self.cache_rows = 0
+        self.batches = self._plan()
+        self.answers: dict[str, Answers] = {}
+        self.model: Llama | None = None
+        self.blocks: list[Callable[..., Streams]] | None = None
+        self.compiled: list[Callable[..., Streams]] = []
+        self.prefix: list[Prefix] | None = None
+        self.weights: dict[str, Any] = {}
+
+    def _choose_kernel(self) -> str:
+        shared = self.question.division == "open"
+        kernel = self.tune.attention
+        if kernel == "auto":
+            kernel = self.job.device.attention(self.question.precision.weights, shared)
+        if kernel not in KERNELS:
+            raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
+        if shared and kernel == "cudnn":
+            raise RequestError(
+                "tune.attention='cudnn' cannot see a shared prefix; allowed in division open: auto, flash, efficient, rows"
+            )
+        return str(kernel)
+
+    def _plan(self) -> list[Callable[[], Batch]]:
+        """What to compute, batch by batch; the arrays themselves are made inside the pass."""
+        rows, budget = self.job.texts.rows, self.tune.batch_tokens
+        part, parts = self.job.place.dp, self.job.plan.dp
+        if self.question.division == "closed":
+            bins = equal_bins([len(row) for row in rows], budget, self.tune.order, parts)
+            mine = bins[part::parts]
+            return [partial(closed_batch, rows, items) for items in mine[: self.job.steps]]
+        shared = prefixes(rows, self.job.texts.groups)
+        self.cache_rows = max(shared, default=0)
+        pieces = open_bins(rows, self.job.texts.groups, budget, self.tune.order, parts)[part]
+        following = [*pieces[1:], None]  # one too many on a rank that got nothing
+        pairs = list(zip(pieces, following, strict=False))[: self.job.steps]
+        return [partial(open_batch, rows, one, after, shared, self.cache_rows) for one, after in pairs]
+
+    def prepare(self, name: str, part: Part) -> None:
+        if self.model is None:
+            with part("weights"):
+                self.model, self.weights = our_model(self.job)
+                if self.question.division == "open":
+                    self.prefix = self.model.empty_prefix(self.cache_rows)
+                self.job.device.synchronize()
+        compiled = compile_wanted(name, self.tune)
+        new = compiled and not self.compiled
+        with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
+            if new:
+                self.compiled = [torch.compile(block, dynamic=True) for block in self.model.layers]
+            self.blocks = self.compiled if compiled else None
+            for batch in self.batches[: max(self.tune.warmup, int(compiled))]:
+                self._answer(*self._to_device(batch()))
+            self.job.device.synchronize()
+
+    def total(self, name: str) -> int:
+        return len(self.batches) + 1
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        answers = self.answers[name] = Answers()
+        with torch.inference_mode():
+            for make in self.batches:
+                yield Phase("data")
+                batch, inputs = self._to_device(make())
+                yield Phase("compute")
+                answers.add(batch.items, self._answer(batch, inputs))
+                yield Work(batch.counts | {"logits": self.reader.logits(batch.items)})
+            yield Phase("score")
+            answers.read()
+            yield Work({})
+
+    def _to_device(self, batch: Batch) -> tuple[Batch, Inputs]:
+        to = self.device
+        gather = None if batch.gather is None else send(batch.gather, to)
+        rows = layout(batch.q_lens, batch.k_lens, to, gather)
+        asked = self.reader.ask(batch.items, batch.pick, partial(send, device=to))
+        return batch, (send(batch.tokens, to), send(batch.positions, to), rows, asked)
+
+    def _answer(self, batch: Batch, inputs: Inputs) -> Tensor:
+        if self.model is None:
+            raise RuntimeError("work before prepare")
+        tokens, positions, rows, asked = inputs
+        keep = None if batch.keep is None else slice(*batch.keep)
+        hidden = self.model.hidden(tokens, positions, rows, self.kernel, self.prefix, keep, self.blocks)
+        return self.reader.answer(self.model.logits, hidden[asked.pick], asked, self.blocks is not None)
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        return self.answers[name].table(self.reader)
+
+    def details(self) -> dict[str, Any]:
+        return {"attention": self.kernel, "batches": len(self.batches), "weights": self.weights}

@@ -1,0 +1,167 @@
+"""Engine `transformers`, scoring: LlamaForCausalLM as users run it today. Eager for val, torch.compile for infer.
+
+Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
+as `padded`. Layers are compiled one by one, which shares one graph among them: compiling the whole model took minutes, and
+its graph cannot leave out the causal mask. `tune.batching`: `sorted` (what auto means here) batches prompts of like length,
+`single` is one prompt at a time.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from steelyard.case.question import GlmModel, Model
+from steelyard.data.batches import counts, sorted_batches
+from steelyard.engines import Job, Part
+from steelyard.engines.torch.model import DTYPES, compile_wanted, our_model, reader, send
+from steelyard.errors import RequestError
+from steelyard.models.answers import Answers, Asked
+from steelyard.run.measure import Phase, Work
+from steelyard.weights import load
+
+ATTENTION: dict[str, list[SDPBackend] | None] = {
+    "sdpa": None,  # whatever scaled_dot_product_attention prefers
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "math": [SDPBackend.MATH],
+}
+
+
+class TransformersScore:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.question = job.case.question
+        self.tune = job.case.tune
+        if self.question.division != "closed":
+            raise RequestError("engine transformers computes every token of every prompt; allowed: --division closed")
+        if self.tune.batching == "packed":
+            raise RequestError("engine transformers pads; allowed: tune.batching=auto, sorted or single")
+        self.attention = "sdpa" if self.tune.attention == "auto" else self.tune.attention
+        if self.attention not in ATTENTION:
+            raise RequestError(f"tune.attention={self.attention!r} is not known; allowed: auto, {', '.join(ATTENTION)}")
+        self.device: torch.device = job.device.torch_device
+        self.reader = reader(job)
+        lengths = [len(row) for row in job.texts.rows]
+        single = self.tune.batching == "single"
+        budget, pad_to = (1, 1) if single else (self.tune.batch_tokens, self.tune.pad_to)
+        bins = sorted_batches(lengths, budget, pad_to, self.tune.order)
+        self.pad_to = pad_to
+        self.bins = bins[job.place.dp :: job.plan.dp][: job.steps]
+        self.answers: dict[str, Answers] = {}
+        self.model: Any = None
+        self.plain: nn.ModuleList = nn.ModuleList()
+        self.compiled: nn.ModuleList | None = None
+        self.weights: dict[str, Any] = {}
+
+    def prepare(self, name: str, part: Part) -> None:
+        if self.model is None:
+            with part("weights"):
+                self.model = self._load()
+                self.plain = self.model.model.layers
+                self.job.device.synchronize()
+        compiled = compile_wanted(name, self.tune)
+        new = compiled and self.compiled is None
+        with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
+            if new:
+                layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain]
+                self.compiled = nn.ModuleList(layers)
+            self.model.model.layers = self.compiled if compiled else self.plain
+            for items in self._warmup() if compiled else self.bins[: self.tune.warmup]:
+                self._answer(*self._to_device(items), compiled)
+            self.job.device.synchronize()
+
+    def _warmup(self) -> list[list[int]]:
+        """Batches of every extreme shape beside the first ones: a compiler meets its special cases here, not in the pass."""
+        width = {id(items): max(len(self.job.texts.rows[i]) for i in items) for items in self.bins}
+        keys = (len, lambda items: width[id(items)])
+        extremes = [pick(self.bins, key=key) for key in keys for pick in (min, max)] if self.bins else []
+        return [*extremes, *self.bins[: self.tune.warmup]]
+
+    def _load(self) -> Any:
+        """The same weights as every engine: read, checked or made by our own loader, then handed over."""
+        ours, self.weights = our_model(self.job)
+        with torch.device("meta"):
+            model: Any = LlamaForCausalLM(config(self.question.model))  # type: ignore[no-untyped-call]
+        model = model.to(DTYPES[self.question.precision.weights]).to_empty(device=self.device).eval().requires_grad_(False)
+        _restore_buffers(model)
+        model.tie_weights()
+        load.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
+        del ours
+        self.job.device.release_memory()
+        return model
+
+    def total(self, name: str) -> int:
+        return len(self.bins) + 1
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        answers = self.answers[name] = Answers()
+        with torch.inference_mode():
+            for items in self.bins:
+                yield Phase("data")
+                tokens, asked = self._to_device(items)
+                yield Phase("compute")
+                answers.add(items, self._answer(tokens, asked, compile_wanted(name, self.tune)))
+                yield Work(self._counts(items, tokens.numel()))
+            yield Phase("score")
+            answers.read()
+            yield Work({})
+
+    def _counts(self, items: list[int], computed: int) -> dict[str, int]:
+        lens = [len(self.job.texts.rows[i]) for i in items]
+        return counts(lens, lens, len(items), computed - sum(lens)) | {"logits": self.reader.logits(items)}
+
+    def _to_device(self, items: list[int]) -> tuple[Tensor, Asked]:
+        lens = [len(self.job.texts.rows[i]) for i in items]
+        width = -(-max(lens) // self.pad_to) * self.pad_to
+        table = np.zeros((len(items), width), dtype=np.int64)
+        for row, i in enumerate(items):
+            table[row, : lens[row]] = self.job.texts.rows[i]
+        ends = np.arange(len(items)) * width + np.array(lens, dtype=np.int64) - 1
+        return send(table, self.device), self.reader.ask(items, ends, partial(send, device=self.device))
+
+    def _answer(self, tokens: Tensor, asked: Asked, compiled: bool) -> Tensor:
+        backends = ATTENTION[self.attention]
+        with sdpa_kernel(backends) if backends else contextlib.nullcontext():
+            hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return self.reader.answer(self.model.lm_head, hidden.flatten(0, 1)[asked.pick], asked, compiled)
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        return self.answers[name].table(self.reader)
+
+    def details(self) -> dict[str, Any]:
+        return {"attention": self.attention, "batches": len(self.bins), "weights": self.weights}
+
+
+def config(model: Model | GlmModel) -> LlamaConfig:
+    if not isinstance(model, Model):
+        raise TypeError(f"a model of family {model.family!r} is no Llama")
+    return LlamaConfig(
+        vocab_size=model.vocab,
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        max_position_embeddings=model.positions,
+        rms_norm_eps=model.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
+        tie_word_embeddings=model.tied,
+        attention_bias=model.qkv_bias,
+        attn_implementation="sdpa",  # type: ignore[call-arg]
+    )
+
+
+def _restore_buffers(model: nn.Module) -> None:
+    """Rotary frequencies are computed buffers, in no checkpoint; `to_empty` left them without values."""
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "inv_freq"):
+            fresh = type(module)(config=module.config).to(module.inv_freq.device)
+            model.set_submodule(name, fresh)

@@ -1,0 +1,1 @@
+"""What follows from a record: numbers, checks, and whether it verifies."""

@@ -1,0 +1,130 @@
+"""What the passes of a record hold: samples, counts and times, and the span of a run that its rates are taken over."""
+
+from dataclasses import dataclass
+from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+
+from steelyard.metrics import stats
+from steelyard.plan import degrees
+from steelyard.record.record import Record, Sample, Window
+
+# Passes that rates and quality are taken from, by kind of case, best first.
+HEADLINES = {"score": ("infer", "val"), "train": ("train",)}
+
+
+@dataclass(frozen=True)
+class Span:
+    """What rates, FLOPs and energy are taken over: a whole pass of scoring, the steady window of training."""
+
+    counts: dict[str, int]
+    wall_s: float
+    compute_s: float | None
+    borders: dict[int, tuple[float, float]]  # begin and end on each rank, from the start of the run
+    steps: dict[int, list[Sample]]  # the working steps of each rank
+    slowest: int  # the rank whose wall time it is
+    note: str | None = None
+
+
+def kind(record: Record) -> str:
+    """What a case does. A kind that this version does not know is taken for scoring."""
+    found = str(record.case.question.get("kind", "score"))
+    return found if found in HEADLINES else "score"
+
+
+def headline(record: Record) -> str | None:
+    """The pass that a record's rates and quality are taken from: train, or infer, else val."""
+    ran = {window.pass_name for window in record.passes}
+    return next((name for name in HEADLINES[kind(record)] if name in ran), None)
+
+
+def devices(record: Record) -> int:
+    return record.plan.nodes * record.plan.devices
+
+
+def windows(record: Record, name: str) -> list[Window]:
+    return [window for window in record.passes if window.pass_name == name]
+
+
+def samples(record: Record, name: str) -> list[Sample]:
+    return [sample for sample in record.samples if sample.pass_name == name]
+
+
+def working(record: Record, name: str) -> dict[int, list[Sample]]:
+    """Steps of a pass that did work, by rank; others only evaluate, write a checkpoint or read answers back."""
+    out: dict[int, list[Sample]] = {}
+    for sample in samples(record, name):
+        if sample.counts:
+            out.setdefault(sample.rank, []).append(sample)
+    return out
+
+
+def total(record: Record, name: str) -> dict[str, int]:
+    """Counts of a pass over all its samples."""
+    return _counts(record, samples(record, name))
+
+
+def _counts(record: Record, chosen: list[Sample]) -> dict[str, int]:
+    """Ranks that hold one model together, in a team or as stages, count the same work: one of them counts."""
+    out: dict[str, int] = {}
+    for sample in chosen:
+        at = degrees.place(record.plan, sample.rank)
+        if at.tp == at.pp == 0:
+            for key, count in sample.counts.items():
+                out[key] = out.get(key, 0) + count
+    return out
+
+
+def wall_s(record: Record, name: str) -> float | None:
+    """Wall time of a pass: that of the slowest rank."""
+    return max((window.wall_s for window in windows(record, name)), default=None)
+
+
+def compute_s(record: Record, name: str) -> float | None:
+    """Compute time of a pass: that of the slowest rank. None where an engine does not separate it."""
+    sums = []
+    for steps in working(record, name).values():
+        if any("compute" not in sample.phases for sample in steps):
+            return None
+        sums.append(fsum(sample.phases["compute"] for sample in steps))
+    return max(sums, default=None)
+
+
+def span(record: Record) -> Span | None:
+    """The headline pass of scoring, the steady window of training; None where there is none."""
+    name = headline(record)
+    if name is None:
+        return None
+    return _steady(record, name) if kind(record) == "train" else _whole(record, name)
+
+
+def _whole(record: Record, name: str) -> Span:
+    spans = windows(record, name)
+    slowest = max(spans, key=lambda window: window.wall_s)
+    borders = {window.rank: (window.start_s, window.start_s + window.wall_s) for window in spans}
+    counts, compute = total(record, name), compute_s(record, name)
+    return Span(counts, slowest.wall_s, compute, borders, working(record, name), slowest.rank)
+
+
+def _steady(record: Record, name: str) -> Span | None:
+    """From the step at which the run becomes steady to the last that every rank finished; evaluations and checkpoints
+    between them are in it."""
+    every = working(record, name)
+    count = min(map(len, every.values()), default=0)
+    if not count:
+        return None
+    times = [max(steps[i].end_s - steps[i].start_s for steps in every.values()) for i in range(count)]
+    first, how = stats.steady(times)
+    kept = {rank: steps[first:count] for rank, steps in every.items()}
+    walls = {rank: steps[-1].end_s - steps[0].start_s for rank, steps in kept.items()}
+    slowest = max(walls, key=lambda rank: walls[rank])
+    begun = {window.rank: window.start_s for window in windows(record, name)}
+    borders = {r: (begun[r] + s[0].start_s, begun[r] + s[-1].end_s) for r, s in kept.items() if r in begun}
+    counts = _counts(record, [sample for steps in kept.values() for sample in steps])
+    note = f"steady window: steps {first} to {count - 1} ({how})"
+    return Span(counts, walls[slowest], _compute_by_step(kept), borders, kept, slowest, note)
+
+
+def _compute_by_step(kept: dict[int, list[Sample]]) -> float | None:
+    """Per step the slowest rank's, summed: ranks wait for one another in every step."""
+    if any("compute" not in sample.phases for steps in kept.values() for sample in steps):
+        return None
+    return fsum(max(sample.phases["compute"] for sample in step) for step in zip(*kept.values(), strict=True))

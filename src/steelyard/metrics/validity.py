@@ -1,0 +1,325 @@
+"""What makes a finished run valid: checks on a record's evidence, and the reasons that follow from them."""
+
+from collections.abc import Callable
+from math import fsum
+from typing import Any
+
+from steelyard.accelerators import nvml
+from steelyard.case.case import changed_question
+from steelyard.metrics import spans as passes
+from steelyard.metrics import stats, training
+from steelyard.record.record import Check, Quality, Reason, Record, Value, Window
+from steelyard.run import telemetry
+from steelyard.tasks.table import TASKS, Tally
+
+ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
+LEAST_S = 0.01  # less than this is not worth hiding work in, and a rank without any work has nothing else
+
+
+def judge(record: Record, values: dict[str, Value]) -> tuple[list[Check], list[Reason], list[str], Quality]:
+    """Checks, reasons against validity (none: valid), notes, and the quality."""
+    checks: list[Check] = []
+    reasons: list[Reason] = []
+    notes: list[str] = []
+    for rule in RULES:
+        for check, code, note in rule(record, values):
+            if note is not None:
+                notes.append(note)
+            if check is not None:
+                checks.append(check)
+                if not check.ok and code is not None:
+                    reasons.append(Reason(code=code, text=check.detail))
+    return checks, reasons, notes, quality(record, values)
+
+
+Finding = tuple[Check | None, str | None, str | None]  # a check, its reason code if it fails, a note
+Rule = Callable[[Record, dict[str, Value]], list[Finding]]
+
+
+def quality(record: Record, values: dict[str, Value]) -> Quality:
+    """The case's quality, and whether the gate may be applied to it."""
+    gate = record.case.gate
+    metric = gate["metric"] if gate else _UNGATED[passes.kind(record)]
+    needs = [
+        (gate is not None, "the case has no gate"),
+        (not changed_question(record.case.origins), "the question was changed on the command line"),
+        (record.scope.kind == "full", "the scope is a window"),
+        *_NEEDS[passes.kind(record)](record),
+    ]
+    if gate and "below" in gate:
+        below = values.get(gate["below"])
+        needs.append((below is not None and below.value is not None, f"{gate['below']} is unknown"))
+    unmet = [text for holds, text in needs if not holds]
+    value = values[metric].value if metric in values else None
+    evaluated = not unmet and value is not None
+    note = "; ".join(unmet) or (None if evaluated else UNKNOWN)
+    return Quality(metric=metric, value=value, gate=gate, evaluated=evaluated, note=note)
+
+
+def _needs_of_scoring(record: Record) -> list[tuple[bool, str]]:
+    return [(record.case.size == "full", "size smoke"), (_trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
+
+
+def _needs_of_training(record: Record) -> list[tuple[bool, str]]:
+    """That a loss falls can be asked of any size. What the full size asks is about its own data, and its own start."""
+    if record.case.size != "full":
+        return []
+    fresh = record.case.question["task"] not in FROM_TRAINED
+    return [(fresh or _trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
+
+
+def _trained(record: Record) -> bool:
+    return record.weights.get("source") not in (None, "random")
+
+
+def _published(record: Record) -> bool:
+    """Unless they are known to be others."""
+    return record.data.get("published", False) is not False
+
+
+UNKNOWN = "the value is unknown"
+FROM_TRAINED = ("alpaca", "record")  # tasks of training that begin with a trained model
+_RANDOM, _OTHER_DATA = "the weights are random", "the data are not the published set"
+_UNGATED = {"score": "acc", "train": "loss_after"}
+_NEEDS: dict[str, Callable[[Record], list[tuple[bool, str]]]] = {"score": _needs_of_scoring, "train": _needs_of_training}
+
+
+def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
+    if passes.kind(record) != "train":
+        return [*_finite_answers(record), *_finite_values(record)]
+    return [*_finite_losses(record), *_finite_answers(record)]
+
+
+def _finite_answers(record: Record) -> list[Finding]:
+    out: list[Finding] = []
+    for name, noun, tally in _tallies(record):
+        text = f"{name}: {tally.not_finite} of {tally.items} {noun}s got logits that are not finite"
+        out.append((Check(name=f"finite_{name}", ok=not tally.not_finite, detail=text), "nan", None))
+    return out
+
+
+def _finite_values(record: Record) -> list[Finding]:
+    out: list[Finding] = []
+    for sample in record.samples:
+        if any(value is None for value in sample.values.values()):
+            text = f"{sample.pass_name}: step {sample.step} on rank {sample.rank} has a value that is not finite"
+            out.append((Check(name="finite_values", ok=False, detail=text), "nan", None))
+            break
+    return out
+
+
+def _finite_losses(record: Record) -> list[Finding]:
+    """A norm may overflow: scaled losses in fp16 look for the limit. A loss may not."""
+    found = record.outputs.get("passes", {})
+    losses = training.values(record, "loss")
+    stopped: dict[str, Any] = found.get("train", {}).get("stopped") or {}
+    why = stopped.get("why")
+    bad = losses.index(None) if None in losses else stopped["step"] if why == "nan" else None
+    text = "every loss is finite" if bad is None else f"step {bad}: the loss is not finite"
+    out: list[Finding] = [(Check(name="finite_loss", ok=bad is None, detail=text), "nan", None)] if losses or stopped else []
+    if why == "bound":
+        bound = record.case.question["train"].get("bound")
+        text = f"step {stopped['step']}: the loss is {stopped['value']}, beyond the bound {bound}; the run was ended"
+        out.append((Check(name="loss_bound", ok=False, detail=text), "loss_bound", None))
+    for name in ("before", "after"):
+        if "nll" in found.get(name, {}):
+            finite = found[name]["nll"] is not None
+            text = f"{name}: the loss of the held-out rows is {'' if finite else 'not '}finite"
+            out.append((Check(name=f"finite_{name}", ok=finite, detail=text), "nan", None))
+    return out
+
+
+def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
+    """Of every pass that answered: its name, what its items are called, and how many there are of which kind. In training,
+    one that was evaluated."""
+    task, found = TASKS[record.case.question["task"]], record.outputs.get("passes", {})
+    names = [name for name in found if passes.kind(record) == "score" or found[name].get("evaluations")]
+    return [(name, task.noun, Tally(*task.tally(record.outputs, name))) for name in names]
+
+
+def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:
+    if passes.kind(record) != "train":
+        return _covered_items(record, record.scope.steps is not None)
+    return [*_covered_steps(record), *_covered_items(record, partly=False)]
+
+
+def _covered_items(record: Record, partly: bool) -> list[Finding]:
+    """Every item in scope is answered once. With --steps only some are, and none twice."""
+    out: list[Finding] = []
+    for name, noun, tally in _tallies(record):
+        ok = not tally.repeated and (not tally.missing or partly)
+        text = f"{name}: {tally.missing} {noun}s without an answer, {tally.repeated} answered more than once"
+        out.append(
+            (
+                Check(name=f"covered_{name}_{noun}s" if name == "train" else f"covered_{name}", ok=ok, detail=text),
+                "coverage",
+                None,
+            )
+        )
+    return out
+
+
+def _covered_steps(record: Record) -> list[Finding]:
+    """Every rank took every step in scope, or those until the target. A run that failed before has its own reason."""
+    ranks = {window.rank for window in passes.windows(record, "train")}
+    if not ranks and record.failure is not None:
+        return []
+    wanted = record.case.question["train"]["steps"] if record.scope.steps is None else record.scope.steps
+    stopped = record.outputs.get("passes", {}).get("train", {}).get("stopped") or {}
+    wanted = stopped["step"] if stopped.get("why") == "target" else wanted
+    wanted -= record.restarts[-1]["step"] if record.restarts else 0
+    taken = passes.working(record, "train")
+    counts = {rank: len(taken.get(rank, [])) for rank in sorted(ranks | {0})}
+    worst = max(counts, key=lambda rank: abs(counts[rank] - wanted))
+    text = f"train: {counts[worst]} of {wanted} steps on rank {worst}"
+    return [(Check(name="covered_train", ok=counts[worst] == wanted, detail=text), "coverage", None)]
+
+
+def _counted(record: Record, values: dict[str, Value]) -> list[Finding]:
+    return _counted_any(record) if passes.kind(record) == "train" else _counted_all(record)
+
+
+def _counted_all(record: Record) -> list[Finding]:
+    """In division closed, the tokens that samples count are those of the data, no more and no fewer."""
+    wanted = record.data.get("tokens")
+    if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
+        return []
+    out: list[Finding] = []
+    for name in sorted({sample.pass_name for sample in record.samples}):
+        found = passes.total(record, name).get("tokens", 0)
+        text = f"{name}: samples count {found} tokens, the data have {wanted}"
+        out.append((Check(name=f"counted_{name}", ok=found == wanted, detail=text), "tokens", None))
+    return out
+
+
+def _counted_any(record: Record) -> list[Finding]:
+    """A corpus is larger than what is trained on of it: that there is work at all is what can be asked."""
+    if not passes.windows(record, "train"):
+        return []
+    found = passes.total(record, "train").get("tokens", 0)
+    text = f"train: samples count {found} tokens"
+    return [(Check(name="counted_train", ok=found > 0, detail=text), "tokens", None)]
+
+
+def _judged(record: Record) -> list[Window]:
+    """The passes in which time and device are judged: all of scoring, of training the training alone."""
+    return passes.windows(record, "train") if passes.kind(record) == "train" else record.passes
+
+
+def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
+    out: list[Finding] = []
+    for window in _judged(record):
+        if window.pass_name == "bare":
+            continue
+        steps = [s for s in passes.samples(record, window.pass_name) if s.rank == window.rank]
+        covered = fsum(s.end_s - s.start_s for s in steps)
+        share = covered / window.wall_s if window.wall_s else 1.0
+        text = (
+            f"{window.pass_name}: steps of rank {window.rank} cover {share:.1%} of the pass; at least {ACCOUNTED:.0%} is asked"
+        )
+        ok = share >= ACCOUNTED or window.wall_s - covered < LEAST_S
+        out.append((Check(name=f"accounted_{window.pass_name}", ok=ok, detail=text), "unaccounted", None))
+    return out
+
+
+def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
+    limit, value = record.case.max_interval, values.get("tokens_per_device_s")
+    if limit is None or record.case.size == "smoke" or value is None or value.value is None:
+        return []
+    if value.interval is None:
+        found = passes.span(record)
+        steps = [step for of_rank in found.steps.values() for step in of_rank] if found else []
+        if len([step for step in steps if step.counts.get("tokens")]) < stats.FEWEST * passes.devices(record):
+            return [(None, None, "too few batches for an interval of the rate")]
+        text = "the 95 % interval of the rate has no upper end"
+        return [(Check(name="interval", ok=False, detail=text), "interval", None)]
+    width = (value.interval[1] - value.interval[0]) / value.value
+    text = f"the 95 % interval of the rate is {width:.2%} of it wide; the case allows {limit:.0%}"
+    return [(Check(name="interval", ok=width <= limit, detail=text), "interval", None)]
+
+
+def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """Clocks and neighbours, inside every pass."""
+    out: list[Finding] = []
+    if record.case.size == "smoke":
+        return out
+    for series in record.telemetry:
+        spans = [(w.start_s, w.start_s + w.wall_s) for w in _judged(record)]
+        seen: dict[str, float] = {}
+        for start, end in spans:
+            for name, share in telemetry.slowdowns(series, start, end).items():
+                seen[name] = max(seen.get(name, 0.0), share)
+        for name, share in sorted(seen.items()):
+            text = f"device {series['device']}: {name} in {share:.0%} of the readings of a pass"
+            severity = series.get("severity", nvml.SEVERITY).get(name, "note")
+            if severity == "invalidates":
+                out.append((Check(name=f"clocks_{name}", ok=False, detail=text), "slowdown", None))
+            elif severity == "note":
+                out.append((None, None, f"{text} (a note: large matmuls run at the power limit)"))
+        foreign = [telemetry.foreign(series, start, end) for start, end in spans]
+        if any(one is not None for one in foreign):
+            who = "another process used it" if any(foreign) else "no other process"
+            text = f"device {series['device']}: {who} during the passes"
+            out.append((Check(name="alone", ok=not any(foreign), detail=text), "shared", None))
+    return out
+
+
+def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
+    found, gate = quality(record, values), record.case.gate
+    if gate and "reach" in gate and found.note == UNKNOWN and record.failure is None:  # it ended, and nobody looked
+        return [(Check(name="gate", ok=False, detail=f"{found.metric} is unknown"), "quality", None)]
+    if not found.evaluated or gate is None or found.value is None:
+        return []
+    if "reach" in gate:
+        return _reaches(found.metric, found.value, gate["reach"])
+    if "below" in gate:
+        return _falls(found.metric, found.value, gate, values[gate["below"]].value)
+    off = abs(found.value - gate["target"])
+    text = f"{found.metric} is {found.value:.4f}; the gate is {gate['target']} within {gate['within']}"
+    out: list[Finding] = [(Check(name="gate", ok=off <= gate["within"], detail=text), "quality", None)]
+    val = values.get(f"{found.metric}_val")
+    if val is not None and val.value is not None:
+        apart = abs(found.value - val.value)
+        text = f"infer and val are {apart:.4f} apart; allowed: {gate['agree_within']}"
+        out.append((Check(name="gate_agree", ok=apart <= gate["agree_within"], detail=text), "quality", None))
+    return out
+
+
+def _falls(metric: str, value: float, gate: dict[str, Any], start: float | None) -> list[Finding]:
+    """A loss below another, and below a bound where one is stated."""
+    limits = [(gate["below"], start), ("the target", gate.get("target"))]
+    known = [(name, limit) for name, limit in limits if limit is not None]
+    asked = " and ".join(f"below {name}, {limit:.4f}" for name, limit in known)
+    text = f"{metric} is {value:.4f}; the gate is {asked}"
+    return [(Check(name="gate", ok=all(value < limit for _, limit in known), detail=text), "quality", None)]
+
+
+def _reaches(metric: str, value: float, target: float) -> list[Finding]:
+    text = f"{metric} is {value:.4f}; the target is {target}"
+    if value < target:
+        text = f"target not reached: {text}"
+    return [(Check(name="gate", ok=value >= target, detail=text), "target_not_reached", None)]
+
+
+def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """What a reader must know before comparing: another question, other limits, a sample that shares less."""
+    out: list[Finding] = []
+    keys = changed_question(record.case.origins)
+    if keys:
+        out.append((None, None, f"another question than the case's: {', '.join(keys)} changed on the command line"))
+    limits = [key for key, origin in record.case.origins.items() if origin == "command line"]
+    limits = [key for key in limits if key == "max_interval" or key.startswith("gate.")]
+    if limits:
+        out.append((None, None, f"other limits than the case's: {', '.join(limits)} changed on the command line"))
+    for one in record.restarts:
+        of = f"record {one['record'][:8]}" if one["record"] else "a folder of checkpoints"
+        text = f"goes on from {of}, after step {one['step']} of {one['plan']}: times and rates are those of the steps since"
+        if one["passed_over"]:
+            text += f"; passed over, because it is damaged: {', '.join(one['passed_over'])}"
+        out.append((None, None, text))
+    if record.case.division == "open" and record.scope.sample is not None and passes.kind(record) == "score":
+        out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))
+    return out
+
+
+RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, _interval, _device, _gate, _asked)

@@ -1,0 +1,99 @@
+"""Verification: a record says what its raw samples say, byte for byte and number for number."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isclose
+from pathlib import Path
+
+from steelyard.case.case import key_of
+from steelyard.errors import RequestError
+from steelyard.metrics import table, validity
+from steelyard.record import record
+from steelyard.record.record import Check, Quality, Reason, Record, Value
+
+# What comes of formulas over a file whose free tables hold anything but what a run writes there.
+MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+Judged = tuple[dict[str, Value], list[Check], list[Reason], list[str], Quality]
+
+
+def read(path: Path) -> Record:
+    """A sound record: what a page is made of."""
+    found = record.read(path)
+    wrong = _wrong(path, found)
+    if wrong:
+        raise RequestError(f"{path}: does not verify: {wrong[0]}; see steelyard verify")
+    return found
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a record; nothing, where it is sound."""
+    return _wrong(path, record.read(path))
+
+
+def _wrong(path: Path, found: Record) -> list[str]:
+    with _fitting(path):
+        values, checks, reasons, notes, quality = _judge(found)
+        wrong = record.integrity(path, found) + _question(found) + _metrics(found, values)
+    again = {check.name: check.ok for check in checks}
+    wrong += [f"check {one.name!r} does not follow from the samples" for one in found.checks if again.get(one.name) != one.ok]
+    if not set(found.notes) <= set(notes):
+        wrong.append("the notes are not those that follow from the samples")
+    if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
+        wrong.append(f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}")
+    return wrong + _status(found, reasons)
+
+
+def _judge(found: Record) -> Judged:
+    """All that follows from the raw parts."""
+    values = table.derive(found)
+    return values, *validity.judge(found, values)
+
+
+@contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except MISFITS as error:
+        raise RequestError(f"{path}: not a record: its parts do not fit together: {type(error).__name__}: {error}") from error
+
+
+def _metrics(found: Record, values: dict[str, Value]) -> list[str]:
+    wrong = []
+    for name, told in found.metrics.items():  # a record may be older than a metric, or than the wording of a note
+        if name not in values:
+            wrong.append(f"metric {name!r} is not one that can be derived")
+        elif not _same(told, values[name]):
+            wrong.append(f"metric {name} is {told.value}; recomputed from the samples: {values[name].value}")
+    return wrong
+
+
+def _same(told: Value, again: Value) -> bool:
+    """Equal but for the last bits, which depend on the order of an addition; the bytes have their own hash."""
+    if told.unit != again.unit or (told.interval is None) != (again.interval is None):
+        return False
+    pairs = [(told.value, again.value), *zip(told.interval or (), again.interval or (), strict=True)]
+    return all(a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9)) for a, b in pairs)
+
+
+def _status(found: Record, reasons: list[Reason]) -> list[str]:
+    """A failure comes first among the reasons; it alone does not follow from the samples."""
+    own = found.reasons[1:] if found.failure else found.reasons
+    status = "failed" if found.failure else "invalid" if reasons else "valid"
+    wrong = []
+    if [one.code for one in own] != [one.code for one in reasons] or (found.failure and not found.reasons):
+        wrong.append("the reasons are not those that follow from the samples")
+    if found.status != status:
+        wrong.append(f"the status is {found.status}; it follows from the samples that it is {status}")
+    return wrong
+
+
+def _question(found: Record) -> list[str]:
+    """The key stands for the question, and so do the names beside it."""
+    case, asked = found.case, found.case.question
+    wrong = []
+    if key_of(asked, found.data.get("fingerprint", "unknown")) != case.key:
+        wrong.append("the key is not that of the question")
+    if (asked["division"], asked["precision"]["name"]) != (case.division, case.precision):
+        wrong.append("the division or the precision is not that of the question")
+    return wrong

@@ -1,0 +1,173 @@
+"""Readers: what a task reads off the model's last hidden states, the same for every scoring engine. One row a task.
+
+A reader is told, for every item of a batch, where its last token stands. It says at which tokens logits are needed, and
+makes the answers of them on the device, where they stay until the pass is over.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from steelyard.engines.torch.tensor_parallel import Team
+from steelyard.tasks.lambada.data import Passages
+from steelyard.tasks.mmlu.data import Prompts
+
+Ids = NDArray[np.int64]
+Head = Callable[[Tensor], Tensor]  # hidden states to logits: those of this share of the vocabulary
+Send = Callable[[Ids], Tensor]
+
+CHUNK = 4096  # tokens whose logits are there at one time
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a batch, on the device: where logits are needed, and what the answers are made with."""
+
+    pick: Tensor
+    extra: tuple[Tensor, ...] = ()
+
+
+class Reader(Protocol):
+    def logits(self, items: list[int]) -> int:
+        """How many tokens' logits these items need."""
+
+    def ask(self, items: list[int], ends: Ids, send: Send) -> Asked:
+        """The question to a batch in which the last token of each item stands at `ends`."""
+
+    def answer(self, head: Head, hidden: Tensor, asked: Asked, compiled: bool) -> Tensor:
+        """One row an item, made of the hidden states at the picked tokens."""
+
+    def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+        """The answers of a pass as plain lists."""
+
+
+class Choices:
+    """Multiple choice: the likeliest token of all, the likeliest of the four answers, and whether every logit is finite."""
+
+    def __init__(self, texts: Prompts, vocab: int, team: Team, device: torch.device) -> None:
+        self.letters = torch.tensor(texts.letters, device=device)
+        self.vocab = vocab
+        self.team = team
+
+    def logits(self, items: list[int]) -> int:
+        return len(items)
+
+    def ask(self, items: list[int], ends: Ids, send: Send) -> Asked:
+        return Asked(send(ends))
+
+    def answer(self, head: Head, hidden: Tensor, asked: Asked, compiled: bool) -> Tensor:
+        logits = torch.cat(self.team.gather(head(hidden)).unbind(0), dim=-1)[:, : self.vocab]
+        best = logits.argmax(-1)
+        choice = logits[:, self.letters].argmax(-1)
+        finite = torch.isfinite(logits).all(-1)
+        return torch.stack((best, choice, finite.to(best.dtype)), dim=1)
+
+    def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+        best, choice, finite = answers.reshape(-1, 3).long().unbind(1)
+        return {"items": items, "best": best.tolist(), "choice": choice.tolist(), "finite": finite.tolist()}
+
+
+class Losses:
+    """Passages: the negative log-likelihood of every token after the first, of the last word's among them, and whether
+    each of these is the likeliest. Logits stay divided over the team; only four numbers a token are gathered."""
+
+    def __init__(self, texts: Passages, vocab: int, team: Team, device: torch.device) -> None:
+        self.texts = texts
+        self.vocab = vocab
+        self.team = team
+        self.compiled: Callable[..., Tensor] | None = None
+
+    def logits(self, items: list[int]) -> int:
+        return sum(len(self.texts.rows[i]) - 1 for i in items)
+
+    def ask(self, items: list[int], ends: Ids, send: Send) -> Asked:
+        rows = [self.texts.rows[i] for i in items]
+        sizes = np.array([len(row) - 1 for row in rows], dtype=np.int64)
+        pick = np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+        targets = np.concatenate([np.asarray(row[1:], dtype=np.int64) for row in rows])
+        # The last target is what ends the text, and no part of the last word.
+        word = np.concatenate(
+            [np.arange(size) >= size - 1 - self.texts.last[i] for i, size in zip(items, sizes, strict=True)]
+        ).astype(np.int64)
+        word[np.cumsum(sizes) - 1] = 0
+        return Asked(send(pick), (send(targets), send(word), send(sizes)))
+
+    def answer(self, head: Head, hidden: Tensor, asked: Asked, compiled: bool) -> Tensor:
+        targets, word, sizes = asked.extra
+        local = self._compiled() if compiled else _local
+        parts = []
+        chunks = -(-len(targets) // CHUNK)
+        for rows, wanted in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
+            logits = head(rows)
+            first = self.team.share.index * logits.shape[-1]
+            own = max(0, min(logits.shape[-1], self.vocab - first))
+            parts.append(local(logits[:, :own], wanted - first) if own else _nothing(wanted))
+        nll, hit = _merged(self.team.gather(torch.cat(parts, dim=1)), targets)
+        columns = (nll, torch.where(word > 0, nll, 0.0), torch.where(word > 0, hit, 1.0))
+        ways = ("sum", "sum", "min")
+        made = [torch.segment_reduce(c, way, lengths=sizes) for c, way in zip(columns, ways, strict=True)]
+        return torch.stack(made, dim=1)
+
+    def _compiled(self) -> Callable[..., Tensor]:
+        """Made where it is first used: loading a compiler takes seconds, and they belong to compiling."""
+        self.compiled = self.compiled or torch.compile(_local, dynamic=True)
+        return self.compiled
+
+    def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+        nll, last, hit = answers.reshape(-1, 3).unbind(1)
+        return {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist()}
+
+
+def _local(logits: Tensor, own: Tensor) -> Tensor:
+    """Of one share of the vocabulary, per token: log of the summed exponentials, the target's logit (-inf where another
+    share has it), the highest logit, and how far from the target it stands: [4, tokens], in fp32."""
+    values = logits.float()
+    here = (own >= 0) & (own < values.shape[-1])
+    target = values.gather(-1, own.clamp(0, values.shape[-1] - 1)[:, None])[:, 0]
+    top, best = values.max(-1)
+    return torch.stack((values.logsumexp(-1), torch.where(here, target, -torch.inf), top, (best - own).float()))
+
+
+def _nothing(targets: Tensor) -> Tensor:
+    """The part of a share that holds padding alone."""
+    return torch.full((4, len(targets)), -torch.inf, device=targets.device)
+
+
+def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and hit of every token from all shares' parts, [shares, 4, tokens], in fp64. Of equal logits the first wins."""
+    total, target, top, distance = parts.double().unbind(1)
+    nll = total.logsumexp(0) - target.max(0).values
+    winner = top.argmax(0)  # the first of equal ones: shares stand in the order of the vocabulary
+    hit = distance.gather(0, winner[None])[0] == 0
+    return nll, hit.double()
+
+
+READERS: dict[str, Callable[..., Reader]] = {"mmlu": Choices, "lambada": Losses}
+
+
+class Answers:
+    """Answers of one pass. They stay on the device until the pass is over, so that reading them stops nothing."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+        self._parts: list[Tensor] = []
+        self._read: Tensor | None = None
+
+    def add(self, items: list[int], answers: Tensor) -> None:
+        self.items += items
+        self._parts.append(answers)
+
+    def read(self) -> None:
+        """Copy to the host; waits for the device."""
+        self._read = torch.cat(self._parts).cpu() if self._parts else torch.zeros(0)
+        self._parts = []
+
+    def table(self, reader: Reader) -> dict[str, Any]:
+        if self._read is None:
+            raise RuntimeError("answers were not read; the pass did not end")
+        return reader.table(self.items, self._read)

@@ -1,0 +1,1 @@
+"""Can it run and what will it cost, from shapes alone."""

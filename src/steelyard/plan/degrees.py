@@ -1,0 +1,138 @@
+"""Plans: how the work is laid over devices, and whether it can fit at all."""
+
+import re
+from dataclasses import dataclass
+
+from steelyard.case.case import Case
+from steelyard.case.question import Train
+from steelyard.errors import RequestError
+from steelyard.plan import flops
+from steelyard.record.record import Plan
+
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+GIB = 1 << 30
+
+# What each degree of a kind of work may be, by what it must divide; a kind that has no pipeline has PP1 alone.
+DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
+FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
+PIPELINE = {"score": False, "train": True}
+WHOLE = ("transformers", "reference")  # engines that hold a whole model on each device
+ROWS = ("openwebtext",)  # tasks whose global batch is a number of rows; of conversations, many go into one row
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a plan."""
+
+    tp: int
+    pp: int
+    dp: int
+
+
+def place(plan: Plan, rank: int) -> Place:
+    """Ranks of one tensor-parallel team are neighbours, then come the stages of a pipeline, then the replicas."""
+    return Place(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
+
+
+def make(case: Case, nodes: int, devices: int, sample: int | None = None) -> Plan:
+    """The plan that `tune.parallel` asks for, over all devices. `sample` is how much of a global batch is in scope."""
+    if nodes < 1 or devices < 1:
+        raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")
+    tp, pp, dp = degrees(case.tune.parallel, nodes * devices)
+    _check_model(case, tp, pp)
+    if case.question.train is not None:
+        _check_training(case, case.question.train, sample, tp, pp, dp)
+    return Plan(nodes=nodes, devices=devices, tp=tp, pp=pp, dp=dp, launcher="local")
+
+
+def degrees(text: str, world: int) -> tuple[int, int, int]:
+    """TP, PP and DP of a text such as TP2PP4DP1. The factor without a number, or else DP if it is not named, takes the
+    devices that the others leave."""
+    if not FACTORS.fullmatch(text):
+        raise RequestError(f"--parallel {text!r}: not degrees; give them as TP2, DP4, TP2DP4 or TP2PP4DP1, in this order")
+    named = dict(re.findall(r"(TP|PP|DP)(\d*)", text, re.ASCII))
+    given = {name: int(number) for name, number in named.items() if number}
+    free = [name for name, number in named.items() if not number] or [name for name in ("DP",) if name not in named]
+    if len(free) > 1 or any(number < 1 for number in given.values()):
+        raise RequestError(f"--parallel {text!r}: one factor may go without a number, others are 1 or more, as in TP2DP4")
+    product = 1
+    for number in given.values():
+        product *= number
+    if world % product or (not free and product != world):
+        exactly = f"{product} devices" if not free else f"a multiple of {product} devices"
+        raise RequestError(
+            f"--parallel {text!r} takes {exactly} and there are {world}; change --devices, --nodes or the factors"
+        )
+    all_of = {"TP": 1, "PP": 1, "DP": 1} | given | dict.fromkeys(free, world // product)
+    return all_of["TP"], all_of["PP"], all_of["DP"]
+
+
+def able(engine: str, plan: Plan) -> bool:
+    """Whether an engine can divide a model so."""
+    return engine not in WHOLE or plan.tp == plan.pp == 1
+
+
+def _check_model(case: Case, tp: int, pp: int) -> None:
+    model = case.question.model
+    sizes = {what: getattr(model, key) for what, key in DIVIDES["tp"]}
+    for what, size in sizes.items():
+        if size % tp:
+            allowed = [str(n) for n in range(1, model.kv_heads + 1) if not any(size % n for size in sizes.values())]
+            raise RequestError(f"TP{tp} does not divide the model's {size} {what}; allowed: {', '.join(allowed)}")
+    if pp > 1 and not PIPELINE[case.question.kind]:
+        raise RequestError(f"PP{pp}: {case.name} scores, and scoring has no pipeline; allowed: PP1")
+
+
+def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int) -> None:
+    model, tune = case.question.model, case.tune
+    if train.length % tp:
+        raise RequestError(f"TP{tp} does not divide the {train.length} tokens of a row; change question.train.length or TP")
+    if pp > model.layers:
+        raise RequestError(f"PP{pp}: the model has {model.layers} layers; allowed: PP1 to PP{model.layers}")
+    if model.tied and (tp * pp > 1 or tune.sharding):
+        raise RequestError("a table that is input and output cannot be divided; allowed: TP1PP1 and tune.sharding=0")
+    if tune.sharding and dp % shard_degree(case, dp):
+        allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        raise RequestError(f"tune.sharding_degree={tune.sharding_degree} does not divide DP{dp}; allowed: {allowed}")
+    rows = train.batch if sample is None else sample
+    accumulation = -(-rows // (dp * tune.micro_batch))
+    if case.question.task in ROWS and accumulation < pp:
+        raise RequestError(
+            f"PP{pp} takes an accumulation of {pp} micro-batches or more, and {rows} rows over DP{dp} in micro-batches of "
+            f"{tune.micro_batch} make {accumulation}; lower PP, DP or tune.micro_batch"
+        )
+
+
+def shard_degree(case: Case, dp: int) -> int:
+    """How many replicas divide among them what `tune.sharding` says; 1: nothing is divided."""
+    return (case.tune.sharding_degree or dp) if case.tune.sharding else 1
+
+
+def held_bytes(case: Case, plan: Plan) -> int:
+    """What one device holds of the weights from first to last; in training, of gradients and optimiser states too."""
+    question, precision = case.question, case.question.precision
+    parameters = flops.parameters(question.model) // (plan.tp * plan.pp)
+    weights = BYTES[precision.weights]
+    if precision.gradients is None or precision.states is None:
+        return parameters * weights
+    sharding, shards = case.tune.sharding, shard_degree(case, plan.dp)
+    gradients = BYTES[precision.gradients] / (shards if sharding > 1 else 1)
+    matmul = BYTES.get(precision.matmul, 4)
+    copy = 0 if sharding == 3 or (shards == 1 and matmul == weights) else matmul
+    return int(parameters * ((weights + 2 * BYTES[precision.states]) / shards + gradients + copy))
+
+
+def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> None:
+    """Refuse what cannot run: what is held is larger than a device. Unknown memory is not refused."""
+    kept = case.question.precision.weights
+    need = held_bytes(case, plan)
+    if memory_bytes is None or need <= memory_bytes:
+        return
+    what, how = "the weights", "a 16-bit --precision, more devices with --parallel TP"
+    if case.question.kind == "train":
+        what = "weights, gradients and optimiser states"
+        how = "--precision bf16-pure, more devices with --parallel TP or PP, --set tune.sharding=3"
+    raise RequestError(
+        f"{what} of {case.name} in {kept} take {need / GIB:.1f} GiB a device and one has "
+        f"{memory_bytes / GIB:.1f} GiB; choose {how}, or --size smoke"
+    )

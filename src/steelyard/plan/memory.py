@@ -1,0 +1,147 @@
+"""Memory of training from shapes: what a device of each pipeline stage must hold at its fullest.
+
+What a framework takes beside that (its own context, communication buffers, fragments) is not in it. Activations are what the
+backward of one layer of models/llama.py needs of its forward; tests hold the table to what torch saves.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Literal
+
+from steelyard.case.case import Tune
+from steelyard.case.precision import Precision
+from steelyard.case.question import Model, Train
+from steelyard.plan import flops
+from steelyard.record.record import Plan
+
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+WIDE = 4  # bytes of what is kept in fp32 whatever the precision
+MOST_STAGES = 4096  # a record may come from a stranger
+VOCAB_MULTIPLE = 64  # as models/parallel.py pads a divided vocabulary; that file needs torch
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes on one device."""
+
+    parameters: int  # as they are kept
+    copies: int  # of them in the type of the matmuls, where that is another
+    gradients: int
+    states: int  # Adam's two
+    activations: int
+    logits: int  # with the last norm before them
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation it does. `fused` ones are
+    computed again by a compiler, without being asked; `plain` ones are kept by models/llama.py's own block, and not by that of
+    engines/fused.py."""
+
+    name: str
+    numbers: Callable[[Model], int]
+    under: tuple[Recompute, ...] = ("none",)
+    wide: bool = False
+    fused: bool = False
+    plain: bool = False
+
+
+def _dim(model: Model) -> int:
+    return model.hidden // model.heads
+
+
+_BOTH: tuple[Recompute, ...] = ("none", "selective")  # results of matmuls and attention
+
+SAVED = (
+    Saved("residual stream and what is to be added to it", lambda m: 2 * m.hidden, ("selective", "full")),
+    Saved("input of the attention's norm", lambda m: m.hidden),
+    Saved("scale of the attention's norm", lambda m: 1, wide=True),
+    Saved("input of qkv", lambda m: m.hidden),
+    Saved("output of qkv", lambda m: (m.heads + 2 * m.kv_heads) * _dim(m), _BOTH),
+    Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * _dim(m), plain=True),
+    Saved("output of attention", lambda m: m.hidden, _BOTH),
+    Saved("log-sum-exp of attention", lambda m: m.heads, _BOTH, wide=True),
+    Saved("output of out", lambda m: m.hidden, ("selective",)),
+    Saved("input of the FFN's norm", lambda m: m.hidden),
+    Saved("scale of the FFN's norm", lambda m: 1, wide=True),
+    Saved("input of gate_up", lambda m: m.hidden),
+    Saved("output of gate_up", lambda m: 2 * m.ffn, _BOTH),
+    Saved("SiLU of the gate", lambda m: m.ffn, fused=True, plain=True),
+    Saved("input of down", lambda m: m.ffn, plain=True),
+)
+
+
+def layer_bytes(model: Model, size: int, recompute: Recompute, compiled: bool, lean: bool = False) -> int:
+    """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of engines/fused.py."""
+    kept = [part for part in SAVED if recompute in part.under and not (part.fused and compiled) and not (part.plain and lean)]
+    return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
+
+
+def vocab_rows(vocab: int, tp: int) -> int:
+    """Rows of one share of the vocabulary."""
+    return vocab if tp == 1 else -(-vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE
+
+
+def stage_layers(layers: int, stages: int, stage: int) -> int:
+    """Layers of a stage; the first ones take what does not divide."""
+    return layers // stages + (stage < layers % stages)
+
+
+def stage_parameters(model: Model, plan: Plan, stage: int) -> int:
+    """Trained numbers on one device of a stage. Matrices are divided over a tensor-parallel team, norms are not."""
+    biases = (model.heads + 2 * model.kv_heads) * _dim(model) if model.qkv_bias else 0
+    layer = (flops.layer_parameters(model) // model.layers + biases) // plan.tp + 2 * model.hidden
+    table = vocab_rows(model.vocab, plan.tp) * model.hidden
+    first, last = stage == 0, stage == plan.pp - 1
+    tables = (first + last) if not (first and last and model.tied) else 1
+    return stage_layers(model.layers, plan.pp, stage) * layer + tables * table + last * model.hidden
+
+
+def predict(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False) -> list[Parts]:
+    """What a device of each stage holds, first stage first."""
+    if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
+        raise ValueError(f"{plan.pp} stages for {model.layers} layers")
+    return [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
+
+
+def _stage(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> Parts:
+    numbers = stage_parameters(model, plan, stage)
+    degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
+    kept, size = BYTES[precision.weights], BYTES[precision.matmul]
+    mixed = kept != size
+    tokens = tune.micro_batch * train.length
+
+    def held(each: int, divided_from: int) -> int:
+        return each * (-(-numbers // degree) if tune.sharding >= divided_from else numbers)
+
+    return Parts(
+        # Where matmuls read a copy, the optimiser alone reads the parameters: they are divided with its states.
+        parameters=held(kept, 1 if mixed else 3),
+        copies=held(size, 3) if mixed else 0,
+        gradients=held(BYTES[precision.gradients or precision.weights], 2),
+        states=held(2 * BYTES[precision.states or precision.weights], 1),
+        activations=tokens * _activations(model, size, tune, plan, train, stage, lean) // plan.tp,
+        logits=tokens * _logits(model, size, plan, tune.compile) if stage == plan.pp - 1 else 0,
+    )
+
+
+def _activations(model: Model, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> int:
+    """Bytes a token of a micro-batch: of all that are under way at once in 1F1B, and of the one layer that is computed again.
+    A team divides all of them, those between its matmuls by sequence."""
+    batches = -(-train.batch // (plan.dp * tune.micro_batch))
+    kept = layer_bytes(model, size, tune.recompute, tune.compile, lean)
+    again = layer_bytes(model, size, "none", tune.compile, lean) - kept
+    return kept * stage_layers(model.layers, plan.pp, stage) * min(plan.pp - stage, batches) + again
+
+
+def _logits(model: Model, size: int, plan: Plan, compiled: bool) -> int:
+    """Bytes a token: the last norm's input and output, the logits, and beside them their gradients where a compiler reads
+    them as fp32 on the way, or a copy in fp32 and its softmax."""
+    beside = size if compiled else 2 * WIDE
+    return 2 * model.hidden * size // plan.tp + vocab_rows(model.vocab, plan.tp) * (size + beside)

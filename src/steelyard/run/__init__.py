@@ -1,0 +1,1 @@
+"""One run: the parent, its workers, the measured loop, and the record made of them."""

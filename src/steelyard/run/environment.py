@@ -1,0 +1,165 @@
+"""The environment of a run: hardware, software, this package's revision and whether it was changed. Without torch."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from steelyard import __version__
+from steelyard.accelerators import Accelerator, Found
+from steelyard.accelerators.cpu import model_name
+from steelyard.accelerators.peaks import peak
+
+PACKAGES = (
+    "accelerate",
+    "jinja2",
+    "numpy",
+    "nvidia-ml-py",
+    "psutil",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "sentencepiece",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+    "typer",
+)
+
+# What a container runtime leaves at the root of its file system.
+CONTAINER_FILES = {
+    ".dockerenv": "docker",
+    "run/.containerenv": "podman",
+    ".singularity.d": "apptainer",
+}
+# What it leaves in the names of control groups.
+CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
+
+# Variables that workers inherit and that can change a result.
+VARIABLES = ("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH")
+
+GIT_TIMEOUT_S = 10.0
+PACKAGE = Path(__file__).resolve().parents[1]
+SOURCES = (".", ":(exclude,glob)**/__pycache__/**")  # what runs: results and notes elsewhere in the tree change nothing
+
+
+def parent_side(accelerator: Accelerator, found: list[Found]) -> dict[str, Any]:
+    """All that is known without a worker. `cuda` and `cudnn` are for a worker to fill in."""
+    return {"hardware": _hardware(accelerator, found), "software": _software(found), "source": source()}
+
+
+def packages() -> dict[str, str]:
+    """Versions of the installed packages that a result may depend on, none of them imported."""
+    out = {}
+    for name in PACKAGES:
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return out
+
+
+def machine(root: Path = Path("/")) -> str | None:
+    """The product name that the firmware gives."""
+    return _text(root / "sys/class/dmi/id/product_name") or None
+
+
+def container(root: Path = Path("/")) -> str | None:
+    """The container runtime around this process, as far as it shows."""
+    for name, runtime in CONTAINER_FILES.items():
+        if (root / name).exists():
+            return runtime
+    groups = _text(root / "proc/self/cgroup")
+    return next((runtime for mark, runtime in CONTAINER_GROUPS.items() if mark in groups), None)
+
+
+def source(package: Path = PACKAGE) -> dict[str, Any]:
+    """The version, and the git revision where the package lies in its own work tree, in src/ at its top. An installed
+    copy has none, even inside somebody's repository."""
+    top = _git(package, "rev-parse", "--show-toplevel")
+    revision = None
+    dirty = None
+    if top is not None and Path(top) == package.resolve().parents[1]:
+        revision = _git(package, "rev-parse", "--verify", "HEAD")
+        changes = _git(package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES)
+        dirty = None if revision is None or changes is None else changes != ""
+    revision = revision or os.environ.get("STEELYARD_REVISION")  # for copies without a repository, container images say
+    return {"version": __version__, "revision": revision, "dirty": dirty}
+
+
+def _hardware(accelerator: Accelerator, found: list[Found]) -> dict[str, Any]:
+    return {
+        "machine": machine(),
+        "cpu": model_name(),
+        "cpu_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "accelerator": accelerator.name,
+        "devices": [{"name": d.name, "uuid": d.uuid, "memory_bytes": d.memory_bytes} for d in found],
+        "peak": _peak(found),
+    }
+
+
+def _peak(found: list[Found]) -> dict[str, Any] | None:
+    """The datasheet row, where all devices share it."""
+    rows = [peak(device.name, device.memory_bytes) for device in found]
+    if not rows or rows[0] is None or any(row != rows[0] for row in rows):
+        return None
+    return rows[0].model_dump(mode="json", include={"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"})
+
+
+def _software(found: list[Found]) -> dict[str, Any]:
+    return {
+        "os": _os_name(),
+        "kernel": platform.release(),
+        "driver": found[0].driver if found else None,
+        "container": container(),
+        "python": platform.python_version(),
+        "packages": packages(),
+        "cuda": None,
+        "cudnn": None,
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _tells(name)},
+    }
+
+
+def _tells(name: str) -> bool:
+    """Whether a variable can change a result. Places of files cannot, and are nobody's business."""
+    return name.startswith(VARIABLES) and not name.endswith(("_DIR", "_HOME", "_PATH", "_FILE"))
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:  # not a Linux, or one without os-release
+        return platform.platform()
+
+
+def _text(path: Path) -> str:
+    """A small file of the system, empty where it is absent or not ours to read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says about the folder; None without git, without a repository or without a timely answer."""
+    # Variables such as GIT_DIR, set inside a hook, would point at another repository; no lock is taken to only look.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
+            check=False,
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,207 @@
+"""The only reader of a clock, and the one measured loop that every engine's work passes through.
+
+An engine yields marks: a `Phase` where a phase of a step begins, a `Work` where a step ends. At each mark the loop takes the
+host time and a device event and goes on; it never waits for the device inside a pass. The pass ends when the engine has
+nothing more to yield and the device is idle, so work hidden behind the last mark is inside the wall time.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from steelyard.record.record import Sample
+
+Clock = Callable[[], float]
+
+
+def now() -> float:
+    """Monotonic seconds; on one host, the same timeline in every process."""
+    return time.monotonic()
+
+
+def today() -> str:
+    """The calendar time of a record, UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a step begins: `data`, `compute`, `evaluate`, `checkpoint`, `score`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step ends. Values may be zero-dimensional tensors still on the device; they are read after the pass."""
+
+    counts: dict[str, int]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Event(Protocol):
+    def elapsed_s(self, later: "Event") -> float:
+        """Seconds between this event and a later one; both must have happened."""
+
+
+class Timeline(Protocol):
+    """What the loop needs of a device."""
+
+    def event(self) -> Event: ...
+
+    def synchronize(self) -> None: ...
+
+
+class HostEvent:
+    """An event of a device that works when it is told to, such as a CPU: a reading of the host's clock."""
+
+    def __init__(self, clock: Clock = now) -> None:
+        self.at_s = clock()
+
+    def elapsed_s(self, later: Event) -> float:
+        if not isinstance(later, HostEvent):
+            raise TypeError("events of two kinds of device have no distance")
+        return later.at_s - self.at_s
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A measured pass on this rank."""
+
+    start_at: float  # on the clock, not relative
+    wall_s: float
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    item: Phase | Work
+    host_s: float
+    event: Event
+
+
+def measure(
+    name: str,
+    items: Iterator[Phase | Work],
+    device: Timeline,
+    rank: int = 0,
+    clock: Clock = now,
+    step_done: Callable[[int], None] | None = None,
+) -> Trace:
+    """Run a pass to its end and return what was seen."""
+    device.synchronize()
+    start = clock()
+    first = device.event()
+    marks: list[_Mark] = []
+    steps = 0
+    for item in items:
+        marks.append(_Mark(item, clock() - start, device.event()))
+        if isinstance(item, Work):
+            steps += 1
+            if step_done is not None:
+                step_done(steps)
+    device.synchronize()
+    wall = clock() - start
+    return Trace(start, wall, _samples(name, rank, first, marks))
+
+
+def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:
+    """The same work with nothing around it but two readings of the clock: what the loop above is compared with."""
+    device.synchronize()
+    start = clock()
+    for _ in items:
+        pass
+    device.synchronize()
+    return Trace(start, clock() - start, [])
+
+
+def _samples(name: str, rank: int, first: Event, marks: list[_Mark]) -> list[Sample]:
+    out: list[Sample] = []
+    opened: list[tuple[str, float]] = []
+    start_s = host_start_s = 0.0
+    for mark in marks:
+        at_s = first.elapsed_s(mark.event)
+        if isinstance(mark.item, Phase):
+            opened.append((mark.item.name, at_s))
+            continue
+        borders = [*(begin for _, begin in opened), at_s]
+        phases: dict[str, float] = {}
+        for (phase, begin), end in zip(opened, borders[1:], strict=True):
+            phases[phase] = phases.get(phase, 0.0) + end - begin
+        out.append(
+            Sample(
+                pass_name=name,
+                rank=rank,
+                step=len(out),
+                start_s=start_s,
+                end_s=at_s,
+                host_start_s=host_start_s,
+                host_end_s=mark.host_s,
+                phases=phases,
+                counts=mark.item.counts,
+                values={key: _number(value) for key, value in mark.item.values.items()},
+            )
+        )
+        opened = []
+        start_s, host_start_s = at_s, mark.host_s
+    return out
+
+
+def _number(value: Any) -> float | None:
+    """A value as a number; one that is not finite becomes null, for JSON has no NaN."""
+    number = float(value)
+    return number if number - number == 0.0 else None
+
+
+def mean_time_s(work: Callable[[], Any], device: Timeline, least_s: float, clock: Clock = now) -> float:
+    """Mean device time of one call, over as many calls as fill `least_s`, after three to warm up."""
+    for _ in range(3):
+        work()
+    device.synchronize()
+    begin, calls, first = clock(), 0, device.event()
+    while calls < 3 or clock() - begin < least_s:
+        for _ in range(3):
+            work()
+        calls += 3
+        if calls % 30 == 0:
+            device.synchronize()  # the host must not run far ahead of what it is timing
+    last = device.event()
+    device.synchronize()
+    return first.elapsed_s(last) / calls
+
+
+class Budget:
+    """Wall time by name. Parts follow one another; time between them is `harness`, so they add up."""
+
+    def __init__(self, clock: Clock = now) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._parts: dict[str, float] = {}
+        self._open: str | None = None
+        self._begin = self._start
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if self._open is not None:
+            raise RuntimeError(f"budget part {name!r} begins inside {self._open!r}")
+        self._open, self._begin = name, self._clock()
+        try:
+            yield
+        finally:
+            self._parts[name] = self._parts.get(name, 0.0) + self._clock() - self._begin
+            self._open = None
+
+    def parts(self) -> dict[str, float]:
+        """All parts until now, an open one as far as it got, the rest under `harness`."""
+        at = self._clock()
+        parts = dict(self._parts)
+        if self._open is not None:
+            parts[self._open] = parts.get(self._open, 0.0) + at - self._begin
+        return {**parts, "harness": at - self._start - sum(parts.values())}

@@ -1,0 +1,1 @@
+"""Tasks: what is asked of a model, from reading data to scoring answers. One folder each."""

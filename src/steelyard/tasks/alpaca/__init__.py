@@ -1,0 +1,1 @@
+"""Instruction fine-tuning on alpaca."""

@@ -1,0 +1,228 @@
+"""Conversations to fine-tune on, from a file, from the folder that holds it, or of the package's own making.
+
+Two forms are read, told apart by their first letter and perhaps gzipped: alpaca's JSON (a list of objects with
+`instruction`, `input` and `output`) and JSON lines of FlagAI's Aquila (objects with `conversations`, a list of turns with
+`from` and `value`, and perhaps `instruction`). Of an alpaca object the human says the instruction and, on a line of its
+own, the input where there is one. The converter that made FlagAI's `alpaca_data_train.jsonl` is not public, so that this
+joint is the package's own choice. An answer may be empty: alpaca's data has some.
+"""
+
+import gzip
+import json
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedIOBase
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, Literal
+
+from steelyard.case.question import MadeConversations
+from steelyard.data.strict import no_constant, without_repeats
+from steelyard.errors import RequestError
+
+MAX_FILE_BYTES = 1 << 30
+MAX_PACKED_BYTES = 256 << 20
+
+Role = Literal["human", "assistant"]
+
+_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+# A tokenizer may stand beside the data.
+_NO_DATA = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "special_tokens_map.json", "added_tokens.json")
+_ROLES: dict[str, Role] = {"human": "human", "user": "human", "gpt": "assistant", "assistant": "assistant"}
+_ALPACA = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
+_LINE = 'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}], "instruction": "…"}'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns, the human's and the assistant's in turn, and what is said to the assistant before them, mostly nothing."""
+
+    turns: tuple[tuple[Role, str], ...]
+    instruction: str = ""
+
+
+def read(source: Path) -> tuple[list[Conversation], str]:
+    """All conversations in the order of the file, and the file's name."""
+    path = _file(source)
+    content = _content(path)
+    first = content.lstrip(b" \t\r\n")[:1]
+    if first == b"[":
+        return [_alpaca(found, where) for found, where in _elements(content, path)], path.name
+    if first == b"{":
+        return [_conversation(found, where) for found, where in _lines(content, path)], path.name
+    begins = f"begins with {first!r}" if first else "is empty"
+    raise RequestError(f"{path}: {begins}; allowed: alpaca's JSON, which is a list, or conversations, one object a line")
+
+
+def _file(source: Path) -> Path:
+    if source.is_file():
+        return source
+    if not source.is_dir():
+        raise RequestError(
+            f"data {str(source)!r} does not exist; give alpaca_data.json or the folder that holds it with --data"
+        )
+    names = sorted(p.name for p in source.iterdir() if p.name.endswith(_SUFFIXES) and p.name not in _NO_DATA and p.is_file())
+    if len(names) != 1:
+        raise RequestError(
+            f"{source}: {', '.join(names[:3]) + (', …' if len(names) > 3 else '') or 'no .json or .jsonl'} in it; "
+            "give a folder with one .json or .jsonl (.gz), or that file, with --data"
+        )
+    return source / names[0]
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file, unpacked if they are gzip's, and never more of them than the limit."""
+    try:
+        with path.open("rb") as file:
+            if file.read(2) != b"\x1f\x8b":
+                file.seek(0)
+                return _bounded(file, path)
+        if path.stat().st_size > MAX_PACKED_BYTES:
+            raise RequestError(f"{path}: larger than {MAX_PACKED_BYTES} bytes, which a packed file has at most")
+        with gzip.open(path) as packed:
+            return _bounded(packed, path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from error
+
+
+def _bounded(file: BufferedIOBase, path: Path) -> bytes:
+    parts, size = [], 0
+    while part := file.read(1 << 20):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_FILE_BYTES:
+            raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes; alpaca's data has 23 MB")
+    return b"".join(parts)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=without_repeats, parse_constant=no_constant)
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
+    """The elements of a list, one by one: a file of something else is refused at its first, before it fills the memory."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8: {error}") from error
+    at = _after_space(text, _after_space(text, 0) + 1)
+    if text[at : at + 1] == "]":
+        raise RequestError(f"{path}: an empty list; alpaca's data has 52002 elements")
+    number, sign = 0, ","
+    while sign == ",":
+        number += 1
+        where = f"{path}: element {number}"
+        try:
+            found, at = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where} is not JSON: {_reason(error)}; {_ALPACA}") from error
+        yield found, where
+        at = _after_space(text, at)
+        sign = text[at : at + 1]
+        at = _after_space(text, at + 1)
+    if sign != "]" or text[at:]:
+        behind = f"element {number}" if sign != "]" else "the list"
+        raise RequestError(f"{path}: {shown(sign if sign != ']' else text[at:])} behind {behind}; the file is one JSON list")
+
+
+def _lines(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
+    for number, start, stop in _spans(content):
+        where = f"{path}: line {number}"
+        try:
+            yield _DECODER.decode(content[start:stop].decode("utf-8")), where
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where} is not JSON in UTF-8: {_reason(error)}; {_LINE}") from error
+
+
+def _spans(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Number, first and last byte of every line, without a copy of them all."""
+    number = start = 0
+    while start < len(content):
+        stop = content.find(b"\n", start)
+        stop = len(content) if stop < 0 else stop
+        number += 1
+        yield number, start, stop
+        start = stop + 1
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return f"{error.msg} ({line}column {error.colno})"
+    return str(error)
+
+
+def _alpaca(found: Any, where: str) -> Conversation:
+    if not isinstance(found, dict):
+        raise RequestError(f"{where} is {shown(found)}; {_ALPACA}")
+    for key in ("instruction", "output"):
+        if key not in found:
+            raise RequestError(f"{where} has no {key}; {_ALPACA}")
+    asked, more, answer = (_text(found.get(key, ""), key, where) for key in ("instruction", "input", "output"))
+    return Conversation((("human", f"{asked}\n{more}" if more else asked), ("assistant", answer)))
+
+
+def _conversation(found: Any, where: str) -> Conversation:
+    turns = found.get("conversations") if isinstance(found, dict) else None
+    if not isinstance(turns, list):
+        raise RequestError(f"{where} is {shown(found)}; {_LINE}")
+    out = []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
+            raise RequestError(f'{where}: turn {number} is {shown(turn)}; a turn is {{"from": "human", "value": "…"}}')
+        who = turn["from"]
+        role = _ROLES.get(who) if isinstance(who, str) else None
+        if role is None:
+            raise RequestError(f"{where}: turn {number} is from {shown(who)}; allowed: {', '.join(_ROLES)}")
+        if role != ("human", "assistant")[(number - 1) % 2]:
+            raise RequestError(f"{where}: turn {number} is the {role}'s; turns alternate, and the human begins")
+        out.append((role, _text(turn["value"], f"the value of turn {number}", where)))
+    if len(out) < 2:
+        raise RequestError(f"{where}: no turn of the assistant's; there is nothing to learn in it")
+    return Conversation(tuple(out), _text(found.get("instruction", ""), "instruction", where))
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where}: {name} is {shown(value)}; allowed: a string")
+    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        # JSON can write half of a character, which no tokenizer reads.
+        raise RequestError(f"{where}: {name} is {shown(value)}; a text is whole characters")
+    return value
+
+
+_WORDS = (
+    *("lamp", "stone", "tide", "bell", "ladder", "mirror", "kettle", "orchard", "bridge", "violin", "ledger", "compass"),
+    *("harbour", "saddle", "candle", "market", "garden", "anchor", "basket", "feather", "hammer", "island", "needle", "window"),
+)
+
+
+def make(made: MadeConversations) -> list[Conversation]:
+    """No two alike: words to say again, one or two times to a conversation."""
+    rng = random.Random(f"alpaca:{made.seed}")
+    out: dict[Conversation, None] = {}
+    while len(out) < made.conversations:
+        out[Conversation(tuple(turn for _ in range(rng.choice((1, 1, 1, 2))) for turn in _made_turns(rng)))] = None
+    return list(out)
+
+
+def _made_turns(rng: random.Random) -> tuple[tuple[Role, str], tuple[Role, str]]:
+    one, two, three = rng.sample(_WORDS, 3)
+    asked, answer = rng.choice(
+        (
+            (f"Repeat the word {one}.", one),
+            (f"Repeat the words.\n {one} {two} {three}", f"{one} {two} {three}"),
+            (f"Which word is the first: {one}, {two} or {three}?", one),
+            (f"Which word is the last: {one}, {two} or {three}?", three),
+            (f"Say {one} and {two} the other way round.", f"{two} and {one}"),
+        )
+    )
+    return ("human", asked), ("assistant", answer)

@@ -1,0 +1,204 @@
+"""Instruction fine-tuning: conversations as samples, and samples packed whole into rows.
+
+A sample is written as FlagScale's Aquila fine-tuning writes it (`examples/aquila/utils/convo_prompt.py` and
+`convo_dataset.py`): what begins a sequence, a header, "### Human: …" and "### Assistant: …" lines, what ends a text. A
+conversation's own instruction, if it has one, is a "### System: …" line behind the header. Each piece is encoded on its own
+and the tokens are laid end to end: header, instruction, each of the human's lines, the assistant's tag up to its colon, and
+the rest of the assistant's line (its space, the text, the newline). A byte-level BPE never reads across that colon, so that
+the tokens are the reference's to the unit, and the border between what is learned and what is not is one between tokens.
+
+Learned are the assistant's lines behind their colon, and the end where the assistant spoke last. The reference also learns
+the header, the instruction, the assistant's tags, and the end after a human's last word; here nothing but answers counts.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from steelyard.case.case import canonical
+from steelyard.data.rows import IGNORED, Key, Row
+from steelyard.data.tokenizer import Tokenizer
+from steelyard.errors import RequestError
+from steelyard.tasks.alpaca.conversations import Conversation, make, read
+
+__all__ = ["AlpacaRows", "Conversation", "Sample", "encode", "fingerprint", "make", "read", "totals"]
+
+HEADER = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
+)
+PADDING = 0
+_AT_ONCE = 1024  # conversations whose texts are encoded in one call
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenised conversation."""
+
+    tokens: tuple[int, ...]
+    learned: tuple[bool, ...]  # of each token, whether it is a target
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What a tokenizer puts around every text, and what ends one."""
+
+    begin: list[int]
+    close: list[int]
+    end: int
+
+
+def encode(conversations: list[Conversation], tokenizer: Tokenizer, length: int) -> tuple[list[Sample], int]:
+    """The samples, each cut to `length` at its end, and how many were shortened: cut, or left out because nothing learned was
+    left. These last are the ones by which the samples are fewer than the conversations."""
+    frame = _frame(tokenizer)
+    samples, shortened = [], 0
+    for start in range(0, len(conversations), _AT_ONCE):
+        for whole in _whole(conversations[start : start + _AT_ONCE], tokenizer, frame):
+            sample = Sample(whole.tokens[:length], whole.learned[:length])
+            keeps = any(sample.learned)
+            shortened += not keeps or len(whole.tokens) > length
+            if keeps:
+                samples.append(sample)
+    return samples, shortened
+
+
+def _frame(tokenizer: Tokenizer) -> _Frame:
+    if tokenizer.end is None:
+        raise RequestError(
+            f"tokenizer {tokenizer.source} does not tell which token ends a text, and every sample has one; put its "
+            "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
+        )
+    empty, letter = tokenizer.encode(["", "a"])
+    common = next((i for i, (a, b) in enumerate(zip(empty, letter, strict=False)) if a != b), len(empty))
+    return _Frame(empty[:common], empty[common:], tokenizer.end)
+
+
+def _whole(conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame) -> Iterator[Sample]:
+    pieces = [_pieces(one) for one in conversations]
+    encoded = iter(tokenizer.encode([text for parts in pieces for text, _ in parts]))
+    for one, parts in zip(conversations, pieces, strict=True):
+        tokens, learned = [*frame.begin], [False] * len(frame.begin)
+        for _, answer in parts:
+            ids = _bare(next(encoded), frame, tokenizer.source)
+            tokens += ids
+            learned += [answer] * len(ids)
+        yield Sample((*tokens, frame.end), (*learned, one.turns[-1][0] == "assistant"))
+
+
+def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
+    """The texts that are encoded each on its own, and whether they are learned."""
+    out = [(HEADER, False)]
+    if conversation.instruction:
+        out.append((f"### System: {conversation.instruction}\n", False))
+    for role, text in conversation.turns:
+        out += [(f"### Human: {text}\n", False)] if role == "human" else [("### Assistant:", False), (f" {text}\n", True)]
+    return out
+
+
+def _bare(ids: list[int], frame: _Frame, source: str) -> list[int]:
+    first, last = len(frame.begin), len(ids) - len(frame.close)
+    if ids[:first] != frame.begin or ids[last:] != frame.close or last < first:
+        raise RequestError(f"tokenizer {source} does not begin and end every text alike; pieces of a text cannot be joined")
+    return ids[first:last]
+
+
+def fingerprint(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
+    """The hash of all conversations, whatever form they were read from, and of the vocabulary they are read with."""
+    digest = hashlib.sha256(tokenizer.sha256.encode())
+    for one in conversations:
+        digest.update(canonical([one.instruction, one.turns]).encode())
+    return digest.hexdigest()
+
+
+def totals(samples: list[Sample]) -> dict[str, int | float]:
+    sizes = [len(one.tokens) for one in samples]
+    return {
+        "samples": len(sizes),
+        "tokens": sum(sizes),
+        "learned": sum(sum(one.learned) for one in samples),
+        "longest": max(sizes, default=0),
+        "mean": sum(sizes) / max(1, len(sizes)),
+    }
+
+
+class AlpacaRows:
+    """Rows of samples (see data.rows); a row's key is the numbers of its samples.
+
+    The global batch is counted in samples: `batch` of them a step, of an endless sequence of epochs, each a permutation of
+    its own of all samples but the held-out ones. Packed into the rows that first-fit-decreasing needs, or one to a row.
+    """
+
+    def __init__(self, samples: list[Sample], length: int, batch: int, seed: int, held_out: int, pack: bool = True) -> None:
+        longest = totals(samples)["longest"]
+        if longest > length:
+            raise RequestError(f"a sample has {longest} tokens; a row has {length}, and no sample is split")
+        if not 0 <= held_out < len(samples):
+            raise RequestError(f"{len(samples)} samples, and {held_out} to hold out; at least one is to be trained on")
+        if batch < 1:
+            raise RequestError(f"a global batch of {batch} samples; allowed: 1 and more")
+        order = _permutation(len(samples), f"held out:{seed}")
+        self._samples = samples
+        self._length = length
+        self._batch = batch
+        self._seed = seed
+        self._pack = pack
+        self._trained = sorted(order[: len(samples) - held_out])
+        self._held_out = sorted(order[len(samples) - held_out :])
+
+    def batch(self, step: int) -> list[Key]:
+        count = len(self._trained)
+        numbers = []
+        for place in range(step * self._batch, (step + 1) * self._batch):
+            epoch, i = divmod(place, count)
+            numbers.append(self._trained[_permutation(count, f"epoch:{self._seed}:{epoch}")[i]])
+        return self._keys(numbers)
+
+    def held_out(self) -> list[Key]:
+        return self._keys(self._held_out)
+
+    def _keys(self, numbers: list[int]) -> list[Key]:
+        if not self._pack:
+            return [(i,) for i in numbers]
+        return packed({i: len(self._samples[i].tokens) for i in numbers}, numbers, self._length)
+
+    def row(self, key: Key) -> Row:
+        samples = [self._samples[i] for i in key]
+        lens = [len(one.tokens) for one in samples]
+        real = sum(lens)
+        tokens = np.full(self._length, PADDING, dtype=np.int64)
+        targets = np.full(self._length, IGNORED, dtype=np.int64)
+        start = 0
+        for one in samples:
+            ids, stop = np.array(one.tokens, dtype=np.int64), start + len(one.tokens)
+            tokens[start:stop] = ids
+            targets[start : stop - 1] = np.where(one.learned[1:], ids[1:], IGNORED)
+            start = stop
+        padding = self._length - real
+        return Row(tokens, targets, (*lens, padding) if padding else tuple(lens), real, len(samples))
+
+
+@lru_cache(maxsize=4)
+def _permutation(count: int, seed: str) -> tuple[int, ...]:
+    order = list(range(count))
+    random.Random(f"alpaca:{seed}").shuffle(order)
+    return tuple(order)
+
+
+def packed(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[Key]:
+    """Numbers in rows of `room`, the longest first and each into the first row that has room for it; the same rows for any
+    order of the numbers."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(numbers, key=lambda i: (-lengths[i], i)):
+        at = next((r for r, free in enumerate(left) if free >= lengths[i]), len(rows))
+        if at == len(rows):
+            rows.append([])
+            left.append(room)
+        rows[at].append(i)
+        left[at] -= lengths[i]
+    return [tuple(row) for row in rows]

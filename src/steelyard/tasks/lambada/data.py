@@ -1,0 +1,192 @@
+"""LAMBADA: passages of novels whose last word can be guessed from the whole passage only.
+
+Read from JSON lines with the key `text` (OpenAI's formatting of the test set), as a file or the folder that holds it.
+"""
+
+import gzip
+import hashlib
+import json
+import random
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.case.case import canonical
+from steelyard.case.question import LambadaData, MadePassages
+from steelyard.data.strict import no_constant, without_repeats
+from steelyard.data.tokenizer import Tokenizer
+from steelyard.errors import RequestError
+from steelyard.tasks.mmlu.data import chosen
+
+NAMES = ("lambada_test.jsonl", "lambada_test_bak.jsonl", "lambada_test.jsonl.gz", "lambada_test_bak.jsonl.gz")
+MAX_FILE_BYTES = 64 << 20
+MAX_LINE_BYTES = 1 << 20
+MAX_LINES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Tokenised passages: what begins a sequence, the text, what ends one."""
+
+    rows: list[list[int]]
+    groups: list[int]  # every passage is a group of its own
+    index: list[int]  # which passage of the whole set each is
+    last: list[int]  # how many tokens the last word of each has; the end is not one of them
+
+
+def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
+    """The passages and the name of where they came from."""
+    if source is None:
+        if data.made is None:
+            raise RequestError("this size needs LAMBADA: give lambada_test.jsonl or the folder that holds it with --data")
+        return make(data.made), "made"
+    path = _file(source)
+    texts = read(path)
+    if len(texts) != data.rows:
+        raise RequestError(
+            f"{path}: {len(texts)} passages; the case has {data.rows}; "
+            + ("data of your own are for --size full" if data.made else "give the whole test set, or set question.data.rows")
+        )
+    return texts, path.name
+
+
+def read(source: Path) -> list[str]:
+    """All passages, in the order of their lines."""
+    path = _file(source)
+    content = _content(path)
+    if content.count(b"\n") > MAX_LINES:
+        raise RequestError(f"{path}: more than {MAX_LINES} lines; LAMBADA's test set has 5153")
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise RequestError(f"{path}: no lines; LAMBADA's test set has 5153")
+    return [_passage(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _file(source: Path) -> Path:
+    if source.is_file():
+        return source
+    if not source.is_dir():
+        raise RequestError(
+            f"data {str(source)!r} does not exist; give lambada_test.jsonl or the folder that holds it with --data"
+        )
+    for folder in (source, source / "data"):
+        for name in NAMES:
+            if (folder / name).is_file():
+                return folder / name
+    raise RequestError(f"{source}: no lambada_test.jsonl in it, nor in its data/; give that file or its folder with --data")
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file, unpacked if they are gzip's, and never more of them than the limit."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if content[:2] == b"\x1f\x8b":
+            with gzip.open(path) as packed:
+                content = packed.read(MAX_FILE_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes; LAMBADA's test set has 1.8 MB")
+    return content
+
+
+def _passage(line: bytes, where: str) -> str:
+    if len(line) > MAX_LINE_BYTES:
+        raise RequestError(f"{where} has {len(line)} bytes; allowed: at most {MAX_LINE_BYTES}")
+    try:
+        found = json.loads(line.decode("utf-8"), object_pairs_hook=without_repeats, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
+        raise RequestError(f'{where} is not JSON in UTF-8: {reason}; a line is {{"text": "…"}}') from error
+    text = found.get("text") if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        raise RequestError(f'{where} is {_shown(line.decode())}; a line is {{"text": "…"}}')
+    # A text is kept as it is, so one that ends in whitespace has no last word; nor has one without a word before it.
+    if text != text.rstrip() or not text.rpartition(" ")[0].strip():
+        raise RequestError(f"{where} has the text {_shown(text)}; it needs two words with a space between, and to end in one")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can write half of a character, which no tokenizer reads
+        raise RequestError(f"{where} has the text {_shown(text)}; a text is whole characters")
+    return text
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:80]!r}…"
+
+
+def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
+    """The hash of all passages and of the vocabulary they are read with."""
+    digest = hashlib.sha256(tokenizer.sha256.encode())
+    digest.update(canonical(texts).encode())
+    return digest.hexdigest()
+
+
+def encode(texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int) -> Passages:
+    """Rows of all passages, or of a seeded sample; none is cut to fit."""
+    end = tokenizer.end
+    if end is None:
+        raise RequestError(
+            f"tokenizer {tokenizer.source} does not tell which token ends a text, and every passage has one; put its "
+            "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
+        )
+    index = chosen(len(texts), sample, seed, "passage")
+    # The last word is what follows the last space.
+    wholes = [_open(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
+    befores = [_open(ids, end) for ids in tokenizer.encode([texts[i].rpartition(" ")[0] for i in index])]
+    rows, last = [], []
+    for i, whole, before in zip(index, wholes, befores, strict=True):
+        if len(whole) + 1 > positions:
+            raise RequestError(
+                f"passage {i + 1} (its line) has {len(whole) + 1} tokens; the model has {positions} positions, "
+                "and no passage is cut"
+            )
+        rows.append([*whole, end])
+        last.append(len(whole) - _common(whole, before))
+        if not last[-1]:
+            raise RequestError(
+                f"tokenizer {tokenizer.source}: the last word of passage {i + 1} (its line) has no token of its own"
+            )
+    return Passages(rows, list(range(len(rows))), index, last)
+
+
+def _open(ids: list[int], end: int) -> list[int]:
+    """A text's tokens without the end that some tokenizers add by themselves."""
+    return ids[:-1] if ids[-1:] == [end] else ids
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+_WHO = ("Mira", "Jonas", "Adele", "Tomas", "Ruth", "Anselm", "Clara", "Edvard")
+# Some are several tokens to a tokenizer that splits at a hyphen: a last word is not always one token.
+_THINGS = ("lantern", "ledger", "kettle", "compass", "violin", "ladder", "saddle", "mirror", "tide-table", "bell-rope")
+_PLACES = ("harbour", "orchard", "chapel", "quarry", "mill", "station", "garden", "bridge", "cellar", "market")
+_DEEDS = ("carried", "brought", "dragged", "lent", "promised", "returned")
+_TURNS = ("", "that evening", "without a word", "in the rain", "once more")
+_CLOSINGS = (
+    "Nobody else had ever asked about the",
+    "On the way home they spoke of the",
+    "In the end there was still the",
+)
+
+
+def make(made: MadePassages) -> list[str]:
+    """Passages of the package's own making, no two alike: who took what where, closing with one of the things."""
+    rng = random.Random(f"lambada:{made.seed}")
+    out: dict[str, None] = {}
+    while len(out) < made.passages:
+        out[_made_passage(rng)] = None
+    return list(out)
+
+
+def _made_passage(rng: random.Random) -> str:
+    things = rng.sample(_THINGS, rng.randrange(1, 6))
+    sentences = []
+    for thing in things:
+        turn = rng.choice(_TURNS)
+        deed = f"{rng.choice(_WHO)} {rng.choice(_DEEDS)} the {thing} to the {rng.choice(_PLACES)}"
+        sentences.append(f"{deed} {turn}." if turn else f"{deed}.")
+    return " ".join([*sentences, f"{rng.choice(_CLOSINGS)} {rng.choice(things)}"])

@@ -1,0 +1,1 @@
+"""ReCoRD of SuperGLUE, as a cloze."""

@@ -1,0 +1,99 @@
+"""A cloze task of the package's own making: passages that name some people and places, and a query for the one that is named
+most often. It needs the passage and nothing else, and a tiny GLM learns it from scratch within some hundred steps.
+"""
+
+import hashlib
+import random
+import re
+from dataclasses import dataclass
+
+from steelyard.case.question import MadeCloze
+from steelyard.errors import RequestError
+from steelyard.tasks.superglue_record.queries import PLACEHOLDER, Query
+
+# Some have two words: a candidate is not always one token.
+_NAMES = (
+    *("Mira", "Jonas", "Adele", "Tomas", "Ruth", "Anselm"),
+    *("Lisbon", "Bergen", "Cadiz", "Old Mill", "North Gate", "White Tower"),
+)
+_DEEDS = ("", "", "", "waits", "sings", "wins")
+_QUERIES = (
+    f"Most of it tells of {PLACEHOLDER}",
+    f"{PLACEHOLDER} is named most",
+    f"It tells of {PLACEHOLDER} most of all",
+)
+_OFTEN = 4  # how many times an answer is named; all others are named once
+_TWO_OF = 4  # one of so many queries has two answers, where there are candidates enough
+_SPECIAL = ("[PAD]", "[CLS]", "[MASK]", "[UNK]")
+
+
+def make(made: MadeCloze) -> tuple[list[Query], list[Query]]:
+    """Queries of training and of evaluation, no two alike."""
+    if made.entities > len(_NAMES):
+        raise RequestError(f"question.data.made.entities={made.entities}; allowed: 2 to {len(_NAMES)}, the names there are")
+    rng = random.Random(f"record:{made.seed}")
+    out: dict[tuple[str, str], Query] = {}
+    while len(out) < made.queries + made.held_out:
+        query = _made_query(rng, made.entities, f"made-{len(out) + 1}")
+        out.setdefault((query.passage, query.query), query)
+    queries = list(out.values())
+    return queries[: made.queries], queries[made.queries :]
+
+
+def _made_query(rng: random.Random, count: int, name: str) -> Query:
+    entities = rng.sample(_NAMES, count)
+    answers = entities[: 2 if count >= _TWO_OF and not rng.randrange(_TWO_OF) else 1]
+    named = [*entities, *answers * (_OFTEN - 1)]
+    rng.shuffle(named)
+    passage = " ".join(f"{one} {rng.choice(_DEEDS)}".strip() for one in named)
+    return Query(passage, rng.choice(_QUERIES), tuple(sorted(entities)), tuple(answers), name)
+
+
+def _pieces(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+_WORDS = tuple(
+    dict.fromkeys(piece for text in (*_NAMES, *_DEEDS, *_QUERIES) for piece in _pieces(text.replace(PLACEHOLDER, " ")))
+)
+
+
+@dataclass(frozen=True)
+class ClozeTokenizer:
+    """Word pieces of the made task: a piece is a whole word, and one that the task does not have is unknown."""
+
+    vocab: int  # without what begins and ends a piece, which follow it; a model has two more
+    source: str = "made"
+
+    def __post_init__(self) -> None:
+        least = len(_SPECIAL) + len(_WORDS)
+        if self.vocab < least:
+            raise RequestError(
+                f"a made vocabulary of {self.vocab} pieces; allowed: {least} and more, all words of the made task"
+            )
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(f"made-cloze-1:{self.vocab}:{' '.join(_WORDS)}".encode()).hexdigest()
+
+    @property
+    def end(self) -> None:
+        return None
+
+    @property
+    def pad(self) -> int:
+        return 0
+
+    @property
+    def cls(self) -> int:
+        return 1
+
+    @property
+    def mask(self) -> int:
+        return 2
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [[_IDS.get(piece, len(_SPECIAL) - 1) for piece in _pieces(text)] for text in texts]
+
+
+_IDS = {word: len(_SPECIAL) + i for i, word in enumerate(_WORDS)}

@@ -1,0 +1,1 @@
+"""What training engines share."""

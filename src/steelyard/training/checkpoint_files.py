@@ -1,0 +1,217 @@
+"""Where PyTorch's distributed checkpoint puts its tensors: plain bytes, and one JSON table of what lies where.
+
+Its own storage keeps that table as a pickle, and reading one calls whatever the file names. The planner, which divides and
+reassembles tensors between any two plans, is PyTorch's.
+"""
+
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from steelyard.errors import RequestError
+from steelyard.training import checkpoints
+from steelyard.training.checkpoints import Chunk, State, Stored, Tensors
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> None:
+    """Write a checkpoint, all ranks together. It has its name once it is whole."""
+    place = folder / f"{checkpoints.name_of(state.step)}{checkpoints.PART}"
+    if rank == 0:
+        checkpoints.begin(folder, state.step)
+        checkpoints.write(place / checkpoints.STATE, state)
+    _meet()
+    try:
+        with _quiet():
+            dcp_save(tensors, storage_writer=Writer(place))
+    except CheckpointException as error:
+        if rank == 0:
+            shutil.rmtree(place, ignore_errors=True)  # where a disk is full, the record wants room
+        raise OSError(f"the checkpoint after step {state.step} was not written: {_cause(error)}") from error
+    _meet()
+    if rank == 0:
+        checkpoints.finish(place)
+
+
+def load(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors from a checkpoint, whatever plan either has."""
+    reader = Reader(path)
+    reader.check(tensors)
+    try:
+        with _quiet():
+            dcp_load(tensors, storage_reader=reader)
+    except CheckpointException as error:
+        cause = _cause(error)
+        text = str(cause) if isinstance(cause, RequestError) else f"checkpoint {path} cannot be loaded: {cause}"
+        raise RequestError(text) from error
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What went wrong first, on the lowest rank."""
+    rank = min(error.failures)
+    return error.failures[rank][0]
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Of one process it warns that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+class Writer(StorageWriter):
+    """One file a rank."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, results, at = f"rank-{plan.storage_data}.bin", [], 0
+        with (self.place / name).open("xb") as file:
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(f"{item.index.fqn} is no tensor")
+                raw = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data
+                file.write(raw)
+                sizes = list(tensor.shape)
+                offset = list(item.index.offset) if item.index.offset is not None else [0] * len(sizes)
+                chunk = Chunk(offset=offset, sizes=sizes, file=name, at=at, length=raw.nbytes, crc32=zlib.crc32(raw))
+                results.append(WriteResult(index=item.index, size_in_bytes=raw.nbytes, storage_data=chunk))
+                at += raw.nbytes
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        chunks: dict[str, list[Chunk]] = {}
+        files: dict[str, int] = {}
+        for one in (one for of_rank in results for one in of_rank):
+            chunk: Chunk = one.storage_data
+            chunks.setdefault(one.index.fqn, []).append(chunk)
+            files[chunk.file] = max(files.get(chunk.file, 0), chunk.at + chunk.length)
+        tensors = {}
+        for name, known in metadata.state_dict_metadata.items():
+            if not isinstance(known, TensorStorageMetadata):
+                raise TypeError(f"{name} is no tensor")
+            tensors[name] = Stored(dtype=NAMES[known.properties.dtype], size=list(known.size), chunks=chunks[name])
+        checkpoints.write(self.place / checkpoints.TENSORS, Tensors(files=files, tensors=tensors))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.table = checkpoints.check_files(path)
+        self.found: dict[MetadataIndex, tuple[Chunk, torch.dtype]] = {}
+
+    def check(self, tensors: dict[str, Tensor]) -> None:
+        """That what is wanted is there, in the same shape and precision."""
+        for name, tensor in tensors.items():
+            stored = self.table.tensors.get(name)
+            if stored is None or stored.size != list(tensor.shape) or stored.dtype != NAMES.get(tensor.dtype):
+                there = "missing" if stored is None else f"{stored.dtype} of {stored.size}"
+                here = f"{NAMES.get(tensor.dtype)} of {list(tensor.shape)}"
+                raise RequestError(f"checkpoint {self.path}: {name} is {there}; the model has {here}")
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        described: dict[str, Any] = {}
+        for name, stored in self.table.tensors.items():
+            dtype = DTYPES.get(stored.dtype)
+            if dtype is None:
+                raise RequestError(f"checkpoint {self.path}: {name} is of {stored.dtype}; allowed: {', '.join(DTYPES)}")
+            chunks = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.sizes)) for one in stored.chunks]
+            described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(stored.size), chunks)
+            for one in stored.chunks:
+                if one.length != prod(one.sizes) * dtype.itemsize:
+                    raise RequestError(f"checkpoint {self.path}: a part of {name} of {one.sizes} has {one.length} bytes")
+                self.found[MetadataIndex(name, one.offset)] = one, dtype
+        return Metadata(described, storage_data=self.found)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.found = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            part = self._part(*self.found[item.storage_index])
+            for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, begin, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _part(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        with (self.path / chunk.file).open("rb") as file:
+            file.seek(chunk.at)
+            raw = bytearray(file.read(chunk.length))
+        if len(raw) != chunk.length or zlib.crc32(raw) != chunk.crc32:
+            raise RequestError(
+                f"{self.path / chunk.file}: bytes {chunk.at} to {chunk.at + chunk.length} are damaged; "
+                "move this checkpoint away, and resume from the one before"
+            )
+        return torch.frombuffer(raw, dtype=dtype).view(chunk.sizes) if raw else torch.empty(chunk.sizes, dtype=dtype)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True

@@ -1,0 +1,252 @@
+"""What the tensors of a checkpoint hold, whatever its layout: boxes of the whole model's parameters.
+
+A tensor in a file covers a box of one parameter's plain form (models/parallel.py). Loading copies what the boxes of the
+stored tensors have in common with the box of a share; converting copies what they have in common with the box of a tensor
+of another layout. So a layout is a table of names and boxes, and one table serves reading and writing.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from steelyard.errors import RequestError
+from steelyard.models import placements
+from steelyard.models.llama import LlamaShape
+from steelyard.models.placements import Box
+
+Progress = Callable[[int, int], None]
+
+JOURNAL = "conversion.json"  # in a folder that a conversion writes or has written; see models/convert.py
+MAX_JOURNAL_BYTES = 64 << 20
+
+# The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without their scales.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What a field of a shape may be in a file, and in words.
+KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number above 0"),
+    float: ((float, int), "a number above 0"),
+    bool: ((bool,), "true or false"),
+}
+TOP = ("embed.weight", "norm.weight")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one tensor of a layout covers of a parameter's plain form. The tensor's own plain form is larger than its box
+    where rows pad a vocabulary."""
+
+    parameter: str
+    box: Box
+    form: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape in the file."""
+        return flat(self.parameter, self.form)
+
+    def inside(self, tensor: Tensor) -> Tensor:
+        """A view of the tensor, as large as its box."""
+        return tensor.reshape(self.form)[tuple(slice(0, end - begin) for begin, end in self.box)]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint: where it is, what the file says of it, and its values, mapped when they are asked for."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    open: Callable[[], Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.path}: tensor {shown(self.name)} {self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored tensor, or a part of one, and the box it covers. `view` turns the tensor into one as large as the box."""
+
+    stored: Stored
+    parameter: str
+    box: Box
+    view: Callable[[Tensor], Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.stored.dtype]
+
+
+class Checkpoint(Protocol):
+    """A folder whose headers were read. Nothing is compared with a model before `pieces` and `check_values` are asked."""
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def tp(self) -> int: ...
+
+    @property
+    def iteration(self) -> str | None: ...
+
+    @property
+    def step(self) -> int:
+        """The iteration as a number; 0 if there is none."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where its files are."""
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """Name and size of each."""
+
+    @property
+    def tensors(self) -> list[Stored]:
+        """The model's tensors, each once for every file that holds a part of it."""
+
+    def told(self) -> dict[str, Any]:
+        """Every field of a shape; None where the files do not tell."""
+
+    def pieces(self, shape: LlamaShape) -> list[Piece]:
+        """Every parameter of a model of this shape, each element covered once; refuses a checkpoint of another model."""
+
+    def check_values(self, shape: LlamaShape) -> None:
+        """Refuse values that must be equal or zero and are not."""
+
+    def digest(self) -> str: ...
+
+    def notes(self) -> list[str]: ...
+
+
+def read_journal(path: Path) -> dict[str, Any]:
+    """A journal as it is; empty if it is none."""
+    with path.open("rb") as file:
+        raw = file.read(MAX_JOURNAL_BYTES)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def parameters(shape: LlamaShape) -> list[str]:
+    """The names of a whole model's parameters; a tied output is none."""
+    leaves = [name for name in placements.TABLE if name not in (*TOP, "output.weight")]
+    layer = [name for name in leaves if shape.qkv_bias or name != "qkv.bias"]
+    within = [f"layers.{i}.{name}" for i in range(shape.layers) for name in layer]
+    return ["embed.weight", *within, "norm.weight", *(() if shape.tied else ("output.weight",))]
+
+
+def elements(shape: LlamaShape) -> int:
+    """How many parameters the whole model has."""
+    return sum(math.prod(placements.placement(name).form(shape)) for name in parameters(shape))
+
+
+def flat(parameter: str, form: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor whose plain form is this one: parts with names of their own are rows among the others."""
+    if len(form) == 1 or parameter.endswith("bias"):
+        return (math.prod(form),)
+    return (math.prod(form[:-1]), form[-1])
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    return both if all(begin < end for begin, end in both) else None
+
+
+def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in a larger one."""
+    return tuple(slice(a[0] - b[0], a[1] - b[0]) for a, b in zip(inner, outer, strict=True))
+
+
+def size(box: Box) -> int:
+    return math.prod(end - begin for begin, end in box)
+
+
+def copy(piece: Piece, both: Box, place: Tensor, box: Box) -> None:
+    """What a piece has in common with a box, into a place as large as that box."""
+    target = place[within(both, box)]
+    found = piece.view(piece.stored.open())[within(both, piece.box)]
+    # To the device first: it casts faster than the host does, and without a copy in host memory.
+    target.copy_(found.to(target.device))
+
+
+def check_entries(tensors: Iterable[Stored], parts: dict[str, Part], known: Callable[[str], bool]) -> None:
+    """Every tensor is a part of the model, with its shape and a dtype that is a weight's, or one known to be redundant."""
+    for stored in tensors:
+        if stored.name not in parts and not known(stored.name):
+            raise RequestError(f"{stored} has no place in this model; give weights of the case's model")
+        if stored.dtype not in DTYPES:
+            raise RequestError(f"{stored}: allowed dtypes are {', '.join(DTYPES)}; give weights not quantised")
+        if stored.name in parts and stored.shape != parts[stored.name].shape:
+            wanted = list(parts[stored.name].shape)
+            raise RequestError(f"{stored}: the shape must be {wanted}; give weights of the case's model")
+
+
+def check_missing(where: Path, found: Iterable[str], parts: dict[str, Part]) -> None:
+    missing = sorted(parts.keys() - set(found))
+    if missing:
+        first = f"tensor {missing[0]!r} {list(parts[missing[0]].shape)}"
+        raise RequestError(f"{where}: {first} is missing, {len(missing)} in all; give a complete folder")
+
+
+def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
+    """Refuse a setting of a file that is not the model's."""
+    both = isinstance(found, float) and isinstance(wanted, float)  # some tools keep 1e-5 as its fp32
+    if not (math.isclose(found, wanted, rel_tol=1e-6) if both else found == wanted):
+        raise RequestError(
+            f"{path}: {key} is {shown(found)}, the case's {field} is {wanted!r}; "
+            "give weights of the case's model, or the case of theirs"
+        )
+
+
+def allow(path: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuse a setting of a file that changes what a model computes."""
+    if found is not None and found not in allowed:
+        raise RequestError(
+            f"{path}: {key} is {shown(found)}, allowed: {', '.join(map(repr, allowed)) or None}; "
+            "give weights of a plain Llama, or save these in that form"
+        )
+
+
+def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a shape as a stranger's file tells them, each of its type; None where it does not."""
+    out: dict[str, Any] = {}
+    for field in fields(LlamaShape):
+        value = values.get(field.name)
+        kinds, words = KINDS[field.type]
+        wrong = isinstance(value, bool) != (field.type is bool) or not isinstance(value, kinds)
+        if value is not None and (wrong or (field.type is not bool and not 0 < value < 2**40)):
+            raise RequestError(f"{path}: {field.name} is {shown(value)}, allowed: {words}; fetch the file again")
+        out[field.name] = kinds[0](value) if value is not None else None
+    return out
+
+
+def by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    out: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        out.setdefault(piece.parameter, []).append(piece)
+    return out
+
+
+def common(pieces: Iterable[Piece], boxes: Callable[[str], Box]) -> Iterator[tuple[Piece, Box]]:
+    """The pieces that reach into a parameter's box, each with what they have in common."""
+    for piece in pieces:
+        both = overlap(piece.box, boxes(piece.parameter))
+        if both is not None:
+            yield piece, both
+
+
+def shown(value: Any) -> str:
+    """A value of a stranger's file in a message: on one line, and not a megabyte of it."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to spell the longest
+        return "a number of over 128 bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

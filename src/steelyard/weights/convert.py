@@ -1,0 +1,355 @@
+"""What a checkpoint holds, and the same weights in another layout or other shards.
+
+A conversion makes one tensor at a time, whatever the size of the model, and keeps a journal in its target: run again, it
+goes on after the last complete file. The files that make a folder a checkpoint come last, and then the journal says that
+all is finished. It stays, so that the same conversion, run once more, is known to be done.
+"""
+
+import errno
+import fcntl
+import hashlib
+import math
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.case import case
+from steelyard.case.question import Model
+from steelyard.errors import LostError, RequestError
+from steelyard.models.llama import LlamaShape
+from steelyard.weights import checkpoint as layouts
+from steelyard.weights import load
+from steelyard.weights import write as writing
+from steelyard.weights.checkpoint import JOURNAL, Checkpoint, Part, Piece, Progress
+from steelyard.weights.write import PART, File, Plan, Planned, Planning
+
+LOCK = "conversion.lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems that have none, as some clusters' do
+SAMPLE_BYTES = 4 << 10
+SAMPLE_EVERY_BYTES = 32 << 20
+SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint as its files describe it. Sizes are of the files; what a shape's fields are not told is None."""
+
+    layout: str
+    tp: int
+    iteration: str | None
+    dtype: str
+    parameters: int
+    size_bytes: int
+    files: list[tuple[str, int]]
+    shape: dict[str, Any]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The files of a finished conversion, and how many of them an earlier run had finished: all, if it was complete."""
+
+    files: list[tuple[str, int]]
+    size_bytes: int
+    kept: int
+
+
+def inspect(folder: Path) -> Inspection:
+    """What a folder holds. What keeps it from being used as it is, is a note."""
+    source = load.open_folder(folder)
+    told = source.told()
+    notes = source.notes()
+    dtypes, parameters = Counter[str](), 0
+    for stored in source.tensors:
+        dtypes[SHOWN.get(stored.dtype, stored.dtype.lower())] += math.prod(stored.shape)
+        parameters += math.prod(stored.shape)
+    try:
+        shape = _shape(source, told, None)
+        source.pieces(shape)
+        parameters = layouts.elements(shape)
+    except RequestError as error:
+        notes.append(str(error))
+    return Inspection(
+        layout=source.layout,
+        tp=source.tp,
+        iteration=source.iteration,
+        dtype="+".join(name for name, _ in dtypes.most_common()),
+        parameters=parameters,
+        size_bytes=sum(size for _, size in source.files),
+        files=source.files,
+        shape={field: value for field, value in told.items() if field != "head_dim"},
+        notes=notes,
+    )
+
+
+def convert(
+    source: Path, target: Path, to: str, tp: int, model: Model | None = None, progress: Progress | None = None
+) -> Conversion:
+    """Write a checkpoint's weights to a folder, bit for bit. `progress` is told the bytes of tensors that are written,
+    kept ones included, and those in all, after every tensor."""
+    checkpoint = load.open_folder(source)
+    shape = _shape(checkpoint, checkpoint.told(), model)
+    _check_request(to, tp, shape)
+    pieces = layouts.by_parameter(checkpoint.pieces(shape))
+    checkpoint.check_values(shape)
+    plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), checkpoint.iteration, checkpoint.step), tp)
+    _check_apart(target, (source, *checkpoint.folders))
+    what = {"source": _identity(checkpoint), "to": to, "tp": tp, "shape": asdict(shape)}
+    journal = Journal.open(target, what, plan.names)
+    kept = len(plan.names)
+    if not journal.complete:
+        _check_room(target, plan, journal)
+        with _locked(target):
+            journal = Journal.open(target, what, plan.names)  # a run that was there until now may have changed it
+            kept = len([name for name in plan.names if journal.finished(name)])
+            if not journal.complete:
+                _write(target, plan, journal, lambda planned: _make(planned, pieces), progress)
+    files = [(name, (target / name).stat().st_size) for name in plan.names]
+    return Conversion(files, sum(size for _, size in files), kept)
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tells a source from another of the same shapes: times of its files, which copies that keep them share, and a
+    sample of their values, for times may be those of an archive."""
+    out: list[Any] = []
+    for name, size in checkpoint.files:
+        path = checkpoint.folders[0] / name
+        try:
+            out.append([name, size, path.stat().st_mtime_ns, _sample(path, size)])
+        except OSError as error:
+            raise RequestError(f"{path}: cannot be read ({error.strerror}); make it readable, or fetch it again") from error
+    return {"headers": checkpoint.digest(), "files": out}
+
+
+def _sample(path: Path, size: int) -> str:
+    """A hash of some bytes in every stretch of a file; of all of them, if it is small."""
+    places, digest = random.Random(size), hashlib.sha256()
+    stretch = max(SAMPLE_BYTES, min(SAMPLE_EVERY_BYTES, size // 16))
+    with path.open("rb") as file:
+        for begin in range(0, size, stretch):
+            file.seek(begin + places.randrange(stretch - SAMPLE_BYTES + 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _shape(source: Checkpoint, told: dict[str, Any], model: Model | None) -> LlamaShape:
+    """The whole model's: the case's, or what the files tell."""
+    if model is not None:
+        shape = load.shape_of(model)
+        return replace(shape, positions=told["positions"] or shape.positions)
+    missing = [field for field, value in told.items() if value is None]
+    where = source.folders[0]
+    if missing:
+        raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
+    if told["layers"] > len(source.tensors):  # a number of a stranger, before anything is made of that many
+        raise RequestError(f"{where}: tells of {told['layers']} layers and has {len(source.tensors)} tensors; fetch it again")
+    return LlamaShape(**told)
+
+
+def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
+    if to not in writing.PLANS:
+        raise RequestError(f"layout {to!r} is not known; allowed: {', '.join(writing.PLANS)}")
+    if tp < 1 or (to == "hf" and tp != 1):
+        raise RequestError(f"tensor parallel size {tp} is not possible for {to}; allowed: 1, for megatron more")
+    for what, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
+        if size % tp:
+            raise RequestError(f"{what} {size} cannot be divided by {tp}; give a tensor parallel size that divides it")
+
+
+def _dtype(part: Part, pieces: dict[str, list[Piece]]) -> str:
+    """The dtype of a tensor is that of what it is made of; of all weights', if it is made of nothing."""
+    own = pieces.get(part.parameter, [])
+    every = own or [piece for of_one in pieces.values() for piece in of_one]
+    found = Counter(piece.stored.dtype for piece, _ in layouts.common(own, lambda name: part.box))
+    found = found or Counter(piece.stored.dtype for piece in every)
+    if own and len(found) > 1:
+        first, *_ = own
+        raise RequestError(
+            f"{first.stored}: is to be joined with tensors of another dtype ({', '.join(sorted(found))}); "
+            "save the weights in one dtype"
+        )
+    return found.most_common(1)[0][0]
+
+
+def _make(planned: Planned, pieces: dict[str, list[Piece]]) -> Tensor:
+    part = planned.part
+    whole = torch.zeros(part.form, dtype=layouts.DTYPES[planned.dtype])
+    for piece, both in layouts.common(pieces.get(part.parameter, ()), lambda name: part.box):
+        layouts.copy(piece, both, part.inside(whole), part.box)
+    return whole
+
+
+def _write(target: Path, plan: Plan, journal: "Journal", make: Callable[[Planned], Tensor], progress: Progress | None) -> None:
+    total = sum(file.nbytes for file in plan.files)
+    done = sum(file.nbytes for file in plan.files if journal.finished(file.name))
+
+    def tell(planned: Planned) -> None:
+        nonlocal done
+        done += planned.nbytes
+        if progress is not None:
+            progress(done, total)
+
+    journal.begin()
+    try:
+        for file in plan.files:
+            _write_file(target / file.name, file, journal, make, tell)
+        for name, content in plan.last.items():
+            writing.write_small(target / name, content)
+        journal.finish(plan.names)
+    except OSError as error:
+        raise LostError(
+            f"{error.filename or target}: cannot be written ({error.strerror}); make room for it, then convert again: "
+            "complete files are kept"
+        ) from error
+
+
+def _write_file(path: Path, file: File, journal: "Journal", make: writing.Make, tell: writing.Tell) -> None:
+    temporary = path.with_name(path.name + PART)
+    temporary.unlink(missing_ok=True)
+    if not journal.finished(file.name):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.write(temporary, file, make, tell)
+        writing.move(temporary, path)
+        journal.note(file.name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone in a folder, which is made. The lock is the kernel's: it ends with a run that is killed, whose file stays."""
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _lock(path)
+    except BlockingIOError as error:
+        raise RequestError(
+            f"target {str(folder)!r}: another conversion is writing there; wait for it, or give another folder"
+        ) from error
+    except OSError as error:
+        raise RequestError(f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _lock(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same(handle, path):
+                return handle
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return handle
+            os.close(handle)
+            raise
+        os.close(handle)  # whoever had the lock has removed this file since, and the next may have made another
+
+
+def _same(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
+    there = target.resolve()
+    for source in sources:
+        here = source.resolve()
+        if here.is_relative_to(there) or there.is_relative_to(here):
+            raise RequestError(f"target {str(target)!r} is the source {str(source)!r}, in it or above it; give another folder")
+
+
+def _check_room(target: Path, plan: Plan, journal: "Journal") -> None:
+    need = sum(file.nbytes for file in plan.files if not journal.finished(file.name))
+    free = shutil.disk_usage(next(folder for folder in (target, *target.resolve().parents) if folder.is_dir())).free
+    if need > free:
+        raise RequestError(f"target {str(target)!r} needs {need} bytes and {free} are free; make room, or give another folder")
+
+
+class Journal:
+    """What a conversion is of, and which files of it are complete, or that all are, in a file of its target."""
+
+    def __init__(self, folder: Path, what: dict[str, Any], files: dict[str, int], complete: bool) -> None:
+        self.path = folder / JOURNAL
+        self.what = what
+        self.files = files
+        self.complete = complete
+
+    @classmethod
+    def open(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
+        """That of a conversion of the same kind, interrupted or complete, or a new one in a folder that is absent or
+        empty. `names` are the files of a complete one."""
+        path = folder / JOURNAL
+        try:
+            if path.is_file():
+                return cls._found(folder, what, names)
+            if folder.exists() and any(item.name not in (JOURNAL + PART, LOCK) for item in folder.iterdir()):
+                raise _not_empty(folder)
+        except OSError as error:
+            raise RequestError(f"target {str(folder)!r} cannot be read ({error.strerror}); give another folder") from error
+        return cls(folder, what, {}, False)
+
+    @classmethod
+    def _found(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
+        path = folder / JOURNAL
+        found = layouts.read_journal(path)
+        files, complete = found.get("files"), found.get("finished") is True
+        if not isinstance(files, dict) or not all(isinstance(size, int) for size in files.values()):
+            raise RequestError(f"{path}: is not the journal of a conversion; give another folder, or empty this one")
+        differ = sorted(key for key in what if found.get(key) != what[key])
+        if differ and complete:
+            raise _not_empty(folder)
+        if differ:
+            raise RequestError(
+                f"{path}: is of another conversion ({', '.join(differ)} differ); give another folder, or empty this one"
+            )
+        journal = cls(folder, what, files, complete)
+        changed = [name for name in names if not journal.finished(name)]
+        if complete and changed:
+            raise RequestError(
+                f"{path}: says that its folder is complete, and {changed[0]} is not as it was written; "
+                "give another folder, or empty this one"
+            )
+        return journal
+
+    def begin(self) -> None:
+        """Prove, before any work, that the folder can be written to."""
+        folder = self.path.parent
+        try:
+            self.write()
+        except OSError as error:
+            raise RequestError(f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder") from error
+
+    def finished(self, name: str) -> bool:
+        path = self.path.parent / name
+        return name in self.files and path.is_file() and path.stat().st_size == self.files[name]
+
+    def note(self, name: str) -> None:
+        self.files[name] = (self.path.parent / name).stat().st_size
+        self.write()
+
+    def finish(self, names: tuple[str, ...]) -> None:
+        self.files = {name: (self.path.parent / name).stat().st_size for name in names}
+        self.complete = True
+        self.write()
+
+    def write(self) -> None:
+        table = {**self.what, "files": self.files} | ({"finished": True} if self.complete else {})
+        writing.write_small(self.path, case.canonical(table).encode())
+
+
+def _not_empty(folder: Path) -> RequestError:
+    return RequestError(f"target {str(folder)!r} is not empty; give a folder that is, or that does not exist")

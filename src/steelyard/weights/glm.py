@@ -1,0 +1,168 @@
+"""Checkpoints of a GLM: its authors' layout, and the same names in safetensors. Read lazily, without running what they hold.
+
+The authors' layout is a folder with latest_checkpointed_iteration.txt, whose text names a folder beside it with the file
+mp_rank_00_model_states.pt; the weights are its table `module`, and all else in it is left alone. In safetensors every name may
+begin with `glm.`. The digest covers sizes of files, and the name, dtype and shape of every tensor; not the values.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steelyard.case import case
+from steelyard.errors import RequestError
+from steelyard.models.glm import Glm
+from steelyard.weights import checkpoint, huggingface
+from steelyard.weights.checkpoint import Part, Progress, Stored, shown
+from steelyard.weights.megatron import TRACKER, leaves
+from steelyard.weights.torch_files import TensorRef
+from steelyard.weights.torch_files import read as read_saved
+from steelyard.weights.write import PART, move, write_small
+
+FILE = "mp_rank_00_model_states.pt"
+OTHERS = "mp_rank_[0-9][0-9]*_model_states.pt"
+MODULE = "module"
+PREFIX = "glm."
+WORDS = "word_embeddings.weight"
+MAX_TRACKER_BYTES = 1000
+
+_NAMED = {dtype: name for name, dtype in checkpoint.DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose headers were read: its tensors by the names of the model's parameters."""
+
+    source: str
+    iteration: str | None
+    where: Path
+    files: tuple[tuple[str, int], ...]
+    tensors: dict[str, Stored]
+
+    def digest(self) -> str:
+        tensors = sorted((name, stored.dtype, list(stored.shape)) for name, stored in self.tensors.items())
+        return hashlib.sha256(case.canonical({"files": self.files, "tensors": tensors}).encode()).hexdigest()
+
+
+def load(model: Glm, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Fill a model; returns where the weights came from, for the record. `progress` is told the bytes copied so far and in
+    all, after every tensor. Everything is checked before the first value is copied."""
+    found = read(folder)
+    places = dict(model.named_parameters())
+    check(found, {name: tuple(place.shape) for name, place in places.items()})
+    total = sum(_bytes(stored) for stored in found.tensors.values())
+    done = 0
+    with torch.no_grad():
+        for name, place in places.items():
+            stored = found.tensors[name]
+            place.copy_(stored.open().to(place.device))
+            done += _bytes(stored)
+            if progress is not None:
+                progress(done, total)
+    out: dict[str, Any] = {
+        "source": found.source,
+        "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in found.files],
+        "header_sha256": found.digest(),
+        "parameters": sum(place.numel() for place in places.values()),
+    }
+    return out if found.iteration is None else out | {"iteration": found.iteration}
+
+
+def _bytes(stored: Stored) -> int:
+    return math.prod(stored.shape) * checkpoint.DTYPES[stored.dtype].itemsize
+
+
+def read(folder: Path) -> Found:
+    """The checkpoint in a folder, of either layout, its headers read and its tensors not."""
+    if not folder.is_dir():
+        what = "is a file, a folder is expected" if folder.is_file() else "does not exist"
+        raise RequestError(f"weights {str(folder)!r}: {what}; give the folder of a GLM checkpoint, or random")
+    try:
+        own, safe = (folder / TRACKER).exists() or (folder / FILE).exists(), huggingface.present(folder)
+        if own and safe:
+            raise RequestError(f"{folder}: holds GLM's own checkpoint and one of safetensors; move one away")
+        if not own and not safe:
+            raise RequestError(
+                f"{folder.resolve()}: holds no checkpoint, neither GLM's own ({TRACKER} or {FILE}) nor "
+                f"{huggingface.SINGLE_NAME} or {huggingface.INDEX_NAME}; give a folder that does"
+            )
+        return _read_safetensors(folder) if safe else _read_own(folder)
+    except OSError as error:
+        raise RequestError(f"{folder}: cannot be read ({error.strerror}); make it readable, or give another folder") from error
+
+
+def check(found: Found, wanted: dict[str, tuple[int, ...]]) -> None:
+    """Refuse what is not exactly the tensors of a model with parameters of these shapes."""
+    words = found.tensors.get(WORDS)
+    if words is not None and len(words.shape) == 2 and words.shape[0] != wanted[WORDS][0]:
+        raise RequestError(
+            f"{words.path}: {shown(words.name)} has {words.shape[0]} rows, the case's vocab is {wanted[WORDS][0]}; "
+            "give weights of the case's model, or the case of theirs"
+        )
+    parts = {name: Part(name, tuple((0, size) for size in shape), shape) for name, shape in wanted.items()}
+    spelled = {stored.name: parts[name] for name, stored in found.tensors.items() if name in parts}
+    checkpoint.check_entries(found.tensors.values(), spelled, lambda name: False)
+    checkpoint.check_missing(found.where, found.tensors, parts)
+
+
+def _read_own(folder: Path) -> Found:
+    iteration = None if (folder / FILE).exists() else _tracked(folder / TRACKER)
+    inside = folder if iteration is None else folder / iteration
+    others = sorted(path.name for path in inside.glob(OTHERS) if path.name != FILE)
+    if others:
+        raise RequestError(f"{inside / others[0]}: a model divided over ranks is not read; merge it to one {FILE}")
+    path = inside / FILE
+    if not path.is_file():
+        raise RequestError(f"{path}: is missing, and {TRACKER} names its folder; fetch it, or give a complete checkpoint")
+    table = read_saved(path)
+    module = table.get(MODULE) if isinstance(table, dict) else None
+    if not isinstance(module, dict) or not module:
+        raise RequestError(f"{path}: holds no weights, a table {MODULE!r} is expected; give a checkpoint of GLM")
+    files = ((str(path.relative_to(folder)), path.stat().st_size),)
+    return Found("glm", iteration or inside.resolve().name, path, files, dict(_stored(path, module)))
+
+
+def _tracked(path: Path) -> str:
+    """The folder that a tracker names: a plain name beside it."""
+    with path.open("rb") as file:
+        raw = file.read(MAX_TRACKER_BYTES)
+    name = raw.decode("ascii", "replace").strip()
+    if not name.isascii() or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
+        raise RequestError(f"{path}: names {shown(name)}, allowed: the plain name of a folder beside it; fetch it again")
+    return name
+
+
+def _stored(path: Path, module: dict[Any, Any]) -> Iterator[tuple[str, Stored]]:
+    for name, value in leaves(module):
+        if not isinstance(value, TensorRef):
+            raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint of GLM, not quantised")
+        dtype = _NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        yield name, Stored(path, name, dtype, value.shape, value.open)
+
+
+def _read_safetensors(folder: Path) -> Found:
+    shards = huggingface.shards_in(folder)
+    every = {name: stored for shard in shards for name, stored in shard.tensors.items()}
+    if every and all(name.startswith(PREFIX) for name in every):
+        every = {name.removeprefix(PREFIX): stored for name, stored in every.items()}
+    files = tuple((shard.path.name, shard.size_bytes) for shard in shards)
+    return Found("safetensors", None, folder, files, every)
+
+
+def write(model: Glm, folder: Path, iteration: int) -> None:
+    """A checkpoint in the authors' layout. The tracker names it once it is whole."""
+    inside = folder / str(iteration)
+    inside.mkdir(parents=True, exist_ok=True)
+    module = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+    temporary = inside / (FILE + PART)
+    torch.save({MODULE: module, "iteration": iteration}, temporary)
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    move(temporary, inside / FILE)
+    write_small(folder / TRACKER, f"{iteration}\n".encode())

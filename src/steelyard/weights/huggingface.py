@@ -1,0 +1,341 @@
+"""Hugging Face folders: config.json and safetensors, read lazily. Names, boxes and settings are tables.
+
+What the digest covers: for every safetensors file, in order of name, its size and the sha256 of its header; and the name,
+dtype and shape of every tensor, in order of name. It does not cover the values (hashing all of a large model takes long):
+two trainings of one architecture saved by the same tool have the same digest.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from steelyard.case import case
+from steelyard.errors import RequestError
+from steelyard.models import placements
+from steelyard.models.llama import LlamaShape
+from steelyard.weights import checkpoint
+from steelyard.weights.checkpoint import Part, Piece, Stored, shown
+
+MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
+
+CONFIG_NAME = "config.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+# What models/llama.py computes: another model_type or rope type of the same dimensions would load and answer wrongly.
+COMPUTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama", "aquila"),
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "rope_type": ("default",),
+    "type": ("default",),  # the older spelling of rope_type
+    "partial_rotary_factor": (1.0,),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of config.json, the field of the shape it must equal, and what Hugging Face takes if the key is absent."""
+
+    key: str
+    field: str
+    absent: Callable[[Mapping[str, Any]], Any] = lambda told: None
+
+
+# Rows whose default is made of others come after them. Defaults: LlamaConfig of transformers.
+SETTINGS = (
+    Setting("hidden_size", "hidden"),
+    Setting("num_hidden_layers", "layers"),
+    Setting("num_attention_heads", "heads"),
+    Setting("num_key_value_heads", "kv_heads", lambda told: told["heads"]),
+    Setting("intermediate_size", "ffn"),
+    Setting("vocab_size", "vocab"),
+    Setting("rope_theta", "rope_base", lambda told: 10000.0),
+    Setting("rms_norm_eps", "norm_eps", lambda told: 1e-6),
+    Setting("tie_word_embeddings", "tied", lambda told: False),
+    Setting("attention_bias", "qkv_bias", lambda told: False),
+    Setting("head_dim", "head_dim", lambda told: told["head_dim"]),
+)
+POSITIONS = Setting("max_position_embeddings", "positions", lambda told: 2048)  # not compared: no weight depends on it
+
+
+def _queries(shape: LlamaShape) -> int:
+    return shape.heads // shape.kv_heads
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor goes: a parameter, and the range of its plain form along one dimension; None: all of it."""
+
+    parameter: str
+    dimension: int = 0
+    span: Callable[[LlamaShape], tuple[int, int]] | None = None
+
+    def part(self, shape: LlamaShape, prefix: str = "") -> Part:
+        name = prefix + self.parameter
+        box = list(placements.box(name, shape, placements.Share()))
+        if self.span is not None:
+            box[self.dimension] = self.span(shape)
+        return Part(name, tuple(box), tuple(end - begin for begin, end in box))
+
+
+TOP = {
+    "model.embed_tokens.weight": Slot("embed.weight"),
+    "model.norm.weight": Slot("norm.weight"),
+    "lm_head.weight": Slot("output.weight"),
+}
+# Names in a layer, less their prefix.
+LAYER = {
+    "input_layernorm.weight": Slot("attention_norm.weight"),
+    "self_attn.q_proj.weight": Slot("qkv.weight", 1, lambda s: (0, _queries(s))),
+    "self_attn.k_proj.weight": Slot("qkv.weight", 1, lambda s: (_queries(s), _queries(s) + 1)),
+    "self_attn.v_proj.weight": Slot("qkv.weight", 1, lambda s: (_queries(s) + 1, _queries(s) + 2)),
+    "self_attn.o_proj.weight": Slot("out.weight"),
+    "post_attention_layernorm.weight": Slot("ffn_norm.weight"),
+    "mlp.gate_proj.weight": Slot("gate_up.weight", 0, lambda s: (0, 1)),
+    "mlp.up_proj.weight": Slot("gate_up.weight", 0, lambda s: (1, 2)),
+    "mlp.down_proj.weight": Slot("down.weight"),
+}
+LAYER_BIAS = {
+    f"self_attn.{which}_proj.bias": Slot("qkv.bias", 1, LAYER[f"self_attn.{which}_proj.weight"].span) for which in "qkv"
+}
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """A tensor without a place in our model, and when it may be left out without changing an answer. `embed` gives the
+    embedding."""
+
+    harmless: Callable[[Tensor, Callable[[], Tensor]], bool]
+    otherwise: str
+
+
+OUT_BIAS = Redundant(
+    lambda found, embed: not bool(found.count_nonzero()), "is not zero, and this model's output projection has no bias"
+)
+INV_FREQ = Redundant(lambda found, embed: True, "")  # computed from the rope base; old checkpoints store it
+TIED_HEAD = Redundant(
+    lambda found, embed: torch.equal(found.to(embed().dtype), embed()),
+    "differs from model.embed_tokens.weight, and this model's output is tied to it",
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file, as its header describes it."""
+
+    path: Path
+    size_bytes: int
+    header_sha256: str
+    tensors: dict[str, Stored]
+
+
+def parts(shape: LlamaShape) -> dict[str, Part]:
+    """Every tensor a checkpoint of this shape must have, and what it covers: each parameter is covered exactly once."""
+    layer = LAYER | (LAYER_BIAS if shape.qkv_bias else {})
+    top = {name: slot for name, slot in TOP.items() if not (shape.tied and name == "lm_head.weight")}
+    out = {name: slot.part(shape) for name, slot in top.items()}
+    for i in range(shape.layers):
+        out |= {f"model.layers.{i}.{name}": slot.part(shape, f"layers.{i}.") for name, slot in layer.items()}
+    return out
+
+
+def redundant(shape: LlamaShape) -> dict[str, Redundant]:
+    """Tensors a checkpoint of this shape may have beside its parts."""
+    out = {"model.rotary_emb.inv_freq": INV_FREQ} | ({"lm_head.weight": TIED_HEAD} if shape.tied else {})
+    for i in range(shape.layers):
+        out[f"model.layers.{i}.self_attn.o_proj.bias"] = OUT_BIAS
+        out[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = INV_FREQ
+    return out
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A folder whose config and headers were read."""
+
+    folder: Path
+    config: dict[str, Any]
+    shards: list[Shard]
+
+    layout = "huggingface"
+    tp = 1
+    iteration = None
+    step = 0
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.folder,)
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        return [(shard.path.name, shard.size_bytes) for shard in self.shards]
+
+    @property
+    def tensors(self) -> list[Stored]:
+        return [stored for shard in self.shards for stored in shard.tensors.values()]
+
+    def told(self) -> dict[str, Any]:
+        path, values = self.folder / CONFIG_NAME, dict[str, Any]()
+        given = {s.field: _given(path, self.config, s.key) for s in (*SETTINGS, POSITIONS)}
+        for setting in (*SETTINGS, POSITIONS):
+            if setting.field == "head_dim":
+                values = checkpoint.typed(path, values)
+                hidden, heads = values["hidden"], values["heads"]
+                values["head_dim"] = hidden // heads if hidden and heads else None
+            values[setting.field] = next(iter(given[setting.field]), setting.absent(values))
+        return checkpoint.typed(path, values)
+
+    def pieces(self, shape: LlamaShape) -> list[Piece]:
+        _check_config(self.folder / CONFIG_NAME, self.config, shape)
+        wanted, known = parts(shape), redundant(shape)
+        checkpoint.check_entries(self.tensors, wanted, lambda name: name in known)
+        checkpoint.check_missing(self.folder, [stored.name for stored in self.tensors], wanted)
+        here = [(stored, wanted[stored.name]) for stored in self.tensors if stored.name in wanted]
+        return [Piece(stored, part.parameter, part.box, part.inside) for stored, part in here]
+
+    def check_values(self, shape: LlamaShape) -> None:
+        known = redundant(shape)
+        every = {stored.name: stored for stored in self.tensors}
+        for stored in every.values():
+            if stored.name in known and not known[stored.name].harmless(stored.open(), every["model.embed_tokens.weight"].open):
+                about = f"{stored.path}: tensor {stored.name!r} {list(stored.shape)}"
+                raise RequestError(f"{about} {known[stored.name].otherwise}; give other weights")
+
+    def digest(self) -> str:
+        tensors = sorted((stored.name, stored.dtype, list(stored.shape)) for stored in self.tensors)
+        files = [(shard.size_bytes, shard.header_sha256) for shard in self.shards]
+        return hashlib.sha256(case.canonical({"files": files, "tensors": tensors}).encode()).hexdigest()
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def present(folder: Path) -> bool:
+    return (folder / SINGLE_NAME).is_file() or (folder / INDEX_NAME).is_file()
+
+
+def read(folder: Path) -> HuggingFace:
+    """A folder, its config and every header read."""
+    return HuggingFace(folder, _read_json(folder / CONFIG_NAME), shards_in(folder))
+
+
+def _tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where a setting may be: at the top, or in a table of the newer or the older spelling."""
+    out = [{"model_type": "absent"} | config]
+    for key in ("rope_parameters", "rope_scaling"):
+        table = config.get(key) or {}
+        if not isinstance(table, dict):
+            raise RequestError(f"{path}: {key} is {shown(table)}, not a table; fetch the file again")
+        out.append(table)
+    return out
+
+
+def _given(path: Path, config: dict[str, Any], key: str) -> list[Any]:
+    return [table[key] for table in _tables(path, config) if table.get(key) is not None]
+
+
+def _check_config(path: Path, config: dict[str, Any], shape: LlamaShape) -> None:
+    for setting in SETTINGS:
+        # A rope base may be spelled in several places: each one must be right.
+        for found in _given(path, config, setting.key) or [setting.absent(asdict(shape))]:
+            checkpoint.agree(path, setting.key, found, setting.field, getattr(shape, setting.field))
+    for key, allowed in COMPUTED.items():
+        for table in _tables(path, config):
+            checkpoint.allow(path, key, table.get(key), allowed)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror}); give a complete Hugging Face folder") from error
+    if len(raw) > MAX_JSON_BYTES:
+        raise RequestError(f"{path}: is larger than {MAX_JSON_BYTES} bytes, the most allowed; fetch the file again")
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number of too many digits
+        raise RequestError(f"{path}: is not JSON ({shown(str(error))}); fetch the file again") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{path}: is not a JSON object; fetch the file again")
+    return value
+
+
+def shards_in(folder: Path) -> list[Shard]:
+    """The folder's safetensors files in order of name, each header read and checked."""
+    if (folder / SINGLE_NAME).is_file():
+        return [_inspect(folder / SINGLE_NAME)]
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
+        advice = "give a Hugging Face folder"
+        if pickles:
+            advice = f"only safetensors are read, convert {pickles[0]!r} with transformers' save_pretrained"
+        raise RequestError(f"weights folder {str(folder)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; {advice}")
+    where = _weight_map(index)
+    shards = [_inspect(folder / name) for name in sorted(set(where.values()))]
+    found: dict[str, list[str]] = {}
+    for shard in shards:
+        for name in shard.tensors:
+            found.setdefault(name, []).append(shard.path.name)
+    for name in sorted(where.keys() | found.keys()):
+        if found.get(name) != [where.get(name)]:
+            raise RequestError(
+                f"{index}: tensor {shown(name)} should be in {shown(where.get(name))}, it is in "
+                f"{shown(found.get(name))}; fetch the index and the shards again"
+            )
+    return shards
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    where = _read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise RequestError(f"{index}: has no table weight_map of tensor name to file name; fetch the index again")
+    for file in where.values():
+        # A plain name cannot leave the folder. A link of that name may: Hugging Face's own cache is made of such links.
+        plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\")
+        if not plain or not file.endswith(".safetensors"):
+            raise RequestError(
+                f"{index}: names the shard {shown(file)}, allowed: a plain file name ending in .safetensors; "
+                "fetch the index again"
+            )
+    return where
+
+
+def _open(path: Path, name: str) -> Tensor:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise RequestError(
+            f"{path}: cannot be read ({shown(str(error))}); it changed since it was read, start again"
+        ) from error
+    return tensor
+
+
+def _inspect(path: Path) -> Shard:
+    try:
+        if not path.is_file():
+            raise RequestError(f"{path}: shard is missing; fetch it again, or give a complete Hugging Face folder")
+        with safe_open(path, framework="pt", device="cpu") as file:  # checks the header against the file's size
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {
+                name: Stored(path, name, str(s.get_dtype()), tuple(s.get_shape()), partial(_open, path, name))
+                for name, s in slices.items()
+            }
+        with path.open("rb") as raw:
+            header = raw.read(int.from_bytes(raw.read(8), "little"))
+        return Shard(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
+    except (SafetensorError, OSError) as error:
+        raise RequestError(
+            f"{path}: is not a whole safetensors file ({shown(str(error))}); fetch it again and compare its size"
+        ) from error

@@ -1,0 +1,360 @@
+"""Megatron checkpoints: one file per tensor-parallel shard, read lazily and without running what they hold.
+
+Shard i of n holds the same box of every parameter as share i of n does, but for its vocabulary, which is padded at its end
+to a size that the file alone tells.
+
+What the digest covers: for every shard its size, its iteration and the name, dtype and shape of every tensor of its model.
+It does not cover the values.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.case import case
+from steelyard.errors import RequestError
+from steelyard.models import placements
+from steelyard.models.llama import LlamaShape
+from steelyard.models.placements import Box, Share
+from steelyard.weights import checkpoint, megatron_args
+from steelyard.weights.checkpoint import Part, Piece, Stored, shown
+from steelyard.weights.megatron_names import ROOT, ours, theirs
+from steelyard.weights.torch_files import TensorRef
+from steelyard.weights.torch_files import read as read_saved
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # in the tracker, and the folder's name, of a checkpoint that was converted and not trained
+BELOW = ("", "ckpts", "checkpoints")  # where a folder may hold its checkpoint
+FILE = "model_optim_rng.pt"
+MAX_DEPTH = 8  # of the tables in a model
+OLDEST = 2.0  # earlier versions order the rows of QKV otherwise
+
+BIASES = ("qkv.bias", "out.bias", "gate_up.bias", "down.bias")
+IGNORED = ("_extra_state", "rotary_pos_emb.inv_freq")  # computed again, or of fp8 scaling
+
+_NAMED = {dtype: name for name, dtype in checkpoint.DTYPES.items()}
+_ITERATION = re.compile(r"iter_([0-9]{7,})", re.ASCII)
+_RANK = re.compile(r"mp_rank_[0-9]{2,3}", re.ASCII)
+_STAGE = re.compile(r"mp_rank_[0-9]+(_[0-9]+)*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One shard: `tensors` by our names of the parameters, `optimizer` whether it holds more than the model."""
+
+    path: Path
+    size_bytes: int
+    iteration: int | None
+    args: dict[str, Any]
+    tensors: dict[str, Stored]
+    optimizer: bool
+
+
+def box_of(name: str, shape: LlamaShape, share: Share, rows: int) -> tuple[Box, tuple[int, ...]]:
+    """What a shard's tensor covers, and its own plain form, which `rows` of a padded vocabulary make larger."""
+    box = placements.box(name, shape, share)
+    form = tuple(end - begin for begin, end in box)
+    if name not in ("embed.weight", "output.weight"):
+        return box, form
+    held = (min(share.index * rows, shape.vocab), min((share.index + 1) * rows, shape.vocab))
+    return (held, *box[1:]), (rows, *form[1:])
+
+
+def parts(shape: LlamaShape, share: Share, rows: int) -> dict[str, Part]:
+    """Every tensor of a shard by our name of its parameter, and what it covers."""
+    return {name: Part(name, *box_of(name, shape, share, rows)) for name in checkpoint.parameters(shape)}
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """A checkpoint whose shards' tables were read. `iteration` is a number or, as in its folder's name, release."""
+
+    folder: Path
+    iteration: str
+    ranks: list[Rank]
+
+    layout = "megatron"
+
+    @property
+    def step(self) -> int:
+        return self.ranks[0].iteration or 0
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.folder, *(rank.path.parent for rank in self.ranks))
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        return [(str(rank.path.relative_to(self.folder)), rank.size_bytes) for rank in self.ranks]
+
+    @property
+    def tensors(self) -> list[Stored]:
+        first, *others = ({k: v for k, v in rank.tensors.items() if k.rpartition(".")[2] != "bias"} for rank in self.ranks)
+        split = [s for tensors in others for name, s in tensors.items() if placements.placement(name).split is not None]
+        biases = [s for rank in self.ranks for name, s in rank.tensors.items() if name.endswith("qkv.bias")]
+        return [*first.values(), *split, *biases]
+
+    def told(self) -> dict[str, Any]:
+        rank = self.ranks[0]
+        shapes = {name: stored.shape for name, stored in rank.tensors.items()}
+        return checkpoint.typed(rank.path, megatron_args.told(rank.args, shapes, self.tp))
+
+    def pieces(self, shape: LlamaShape) -> list[Piece]:
+        for rank in self.ranks:
+            megatron_args.check(rank.path, rank.args, shape, self.tp)
+        rows = self._rows(shape)
+        out: list[Piece] = []
+        for i, rank in enumerate(self.ranks):
+            wanted = parts(shape, Share(i, self.tp), rows)
+            _check_tensors(rank, wanted, shape)
+            for name, part in wanted.items():
+                if i == 0 or placements.placement(name).split is not None:
+                    out += _pieces(rank.tensors[name], part, rank.args.get("rotary_interleaved_patch") is True)
+        return out
+
+    def _rows(self, shape: LlamaShape) -> int:
+        """Rows of the vocabulary in each shard."""
+        path, stored = self.ranks[0].path, self.ranks[0].tensors.get("embed.weight")
+        for what, many in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
+            if many % self.tp:
+                raise RequestError(
+                    f"{path}: is one of {self.tp} shards, and the case's {what} {many} cannot be divided by "
+                    f"{self.tp}; give weights of the case's model"
+                )
+        rows = stored.shape[0] if stored is not None and len(stored.shape) == 2 else 0
+        if stored is not None and rows * self.tp < shape.vocab:
+            raise RequestError(
+                f"{stored}: {self.tp} shards of it hold {rows * self.tp} rows, the case's vocab is {shape.vocab}; "
+                "give weights of the case's model, or the case of theirs"
+            )
+        for rank in self.ranks:
+            checkpoint.allow(rank.path, "padded_vocab_size", rank.args.get("padded_vocab_size"), (rows * self.tp,))
+        return rows or placements.vocab_rows(shape.vocab, self.tp)
+
+    def check_values(self, shape: LlamaShape) -> None:
+        for name in checkpoint.parameters(shape):
+            if placements.placement(name).split is None:
+                self._check_whole(name)
+        for rank in self.ranks:
+            for name, stored in rank.tensors.items():
+                if _redundant(name, shape) and bool(stored.open().count_nonzero()):
+                    raise RequestError(f"{stored} is not zero, and this model has no such bias; give other weights")
+
+    def _check_whole(self, name: str) -> None:
+        first = _bytes(self.ranks[0].tensors[name])
+        for rank in self.ranks[1:]:
+            if not torch.equal(_bytes(rank.tensors[name]), first):
+                raise RequestError(
+                    f"{rank.tensors[name]} differs from the one in {self.ranks[0].path.parent.name}, and every shard "
+                    "holds all of it; fetch the shards of one checkpoint"
+                )
+
+    def digest(self) -> str:
+        shards = [
+            (rank.size_bytes, rank.iteration, sorted((s.name, s.dtype, list(s.shape)) for s in rank.tensors.values()))
+            for rank in self.ranks
+        ]
+        return hashlib.sha256(case.canonical(shards).encode()).hexdigest()
+
+    def notes(self) -> list[str]:
+        rank, out = self.ranks[0], list[str]()
+        if rank.optimizer:
+            out.append("the files hold an optimizer's state too; it is not read")
+        if rank.args.get("rotary_interleaved_patch") is True:
+            out.append("rotary_interleaved_patch: the rows of V are put in plain order when they are read")
+        embed = rank.tensors.get("embed.weight")
+        if embed is not None and embed.shape:
+            out.append(f"the vocabulary is padded to {embed.shape[0] * self.tp} rows")
+        return out
+
+
+def _bytes(stored: Stored) -> Tensor:
+    return stored.open().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _redundant(name: str, shape: LlamaShape) -> bool:
+    """Whether a bias has no place in the model; if it is zero it may be left out."""
+    leaf = ".".join(name.rsplit(".", 2)[-2:])
+    return leaf in BIASES and not (leaf == "qkv.bias" and shape.qkv_bias)
+
+
+def _check_tensors(rank: Rank, wanted: dict[str, Part], shape: LlamaShape) -> None:
+    spelled = {stored.name: wanted[name] for name, stored in rank.tensors.items() if name in wanted}
+    names = {stored.name: name for name, stored in rank.tensors.items()}
+    checkpoint.check_entries(rank.tensors.values(), spelled, lambda name: _redundant(names[name], shape))
+    missing = {ROOT + theirs(name): part for name, part in wanted.items() if name not in rank.tensors}
+    checkpoint.check_missing(rank.path, (), missing)
+
+
+def _pieces(stored: Stored, part: Part, patched: bool) -> Iterator[Piece]:
+    if not patched or not part.parameter.endswith(("qkv.weight", "qkv.bias")):
+        yield Piece(stored, part.parameter, part.box, part.inside)
+        return
+    groups, (_, last), *rest = part.box
+    plain = replace(part, box=(groups, (0, last - 1), *rest))
+    yield Piece(stored, part.parameter, plain.box, plain.inside)
+    value: Box = (groups, (last - 1, last), *rest)
+    yield Piece(stored, part.parameter, value, lambda tensor: _unpatched(part.inside(tensor)[:, -1:]))
+
+
+def _unpatched(value: Tensor) -> Tensor:
+    """The rows of each V head in plain order: they are stored as its even ones, then its odd ones."""
+    groups, one, dim, *rest = value.shape
+    return value.reshape(groups, one, 2, dim // 2, *rest).transpose(2, 3).reshape(value.shape)
+
+
+def find(folder: Path) -> Path | None:
+    """The folder of shards that a folder means, or None if it holds no Megatron checkpoint."""
+    if _holds_shards(folder):
+        return folder
+    for below in BELOW:
+        tracker = folder / below / TRACKER
+        if tracker.is_file():
+            return _tracked(tracker)
+    near = [path for path in folder.iterdir() if _ITERATION.fullmatch(path.name) or path.name == RELEASE]
+    loose = sorted(path.name for path in near if path.is_dir() and _holds_shards(path))
+    if loose:
+        raise RequestError(f"{folder}: has no {TRACKER} that says which of its checkpoints to take; give {folder / loose[-1]}")
+    return None
+
+
+def _holds_shards(folder: Path) -> bool:
+    return any(_STAGE.fullmatch(path.name) for path in folder.iterdir())
+
+
+def _tracked(tracker: Path) -> Path:
+    with tracker.open("rb") as file:
+        word = file.read(100).decode("ascii", "replace").strip()
+    if word != RELEASE and not re.fullmatch("[0-9]{1,12}", word, re.ASCII):
+        raise RequestError(
+            f"{tracker}: says {shown(word)}, allowed: a number or {RELEASE}; write the number of an iter_ folder"
+        )
+    chosen = tracker.parent / (RELEASE if word == RELEASE else f"iter_{int(word):07}")
+    if not chosen.is_dir():
+        raise RequestError(f"{tracker}: says {word}, and there is no folder {chosen.name}; fetch it, or give another one")
+    return chosen
+
+
+def read(folder: Path) -> Megatron:
+    """The checkpoint in a folder of shards, the table of every shard read and compared with the first."""
+    folder = folder.resolve() if not folder.name else folder
+    names = {path.name for path in folder.iterdir() if _STAGE.fullmatch(path.name)}
+    for name in sorted(names):
+        if not _RANK.fullmatch(name):
+            raise RequestError(
+                f"{folder / name}: is of a checkpoint split over a pipeline, only tensor-parallel ones are read; "
+                "save it with pipeline parallel size 1"
+            )
+    wanted = [f"mp_rank_{i:02}" for i in range(len(names))]
+    lost = sorted(set(wanted) - names)
+    if lost:
+        raise RequestError(f"{folder / lost[0]}: shard is missing, there are {len(names)} others; fetch it")
+    found = _ITERATION.fullmatch(folder.name)
+    ranks = [_rank(folder / name / FILE, int(found[1]) if found else None) for name in wanted]
+    _check_count(folder, ranks)
+    for rank in ranks[1:]:
+        _check_alike(rank, ranks[0])
+    _check_order(ranks)
+    step = ranks[0].iteration
+    return Megatron(folder, RELEASE if folder.name == RELEASE or step is None else str(step), ranks)
+
+
+def _rank(path: Path, iteration: int | None) -> Rank:
+    if not path.is_file():
+        raise RequestError(f"{path}: shard is missing; fetch it, or give a complete checkpoint")
+    table = read_saved(path)
+    model = table.get("model") if isinstance(table, dict) else None
+    if not isinstance(model, dict) or not model:
+        raise RequestError(f"{path}: holds no model, a table of that name is expected; give a checkpoint of Megatron")
+    version = table.get("checkpoint_version")
+    if not isinstance(version, int | float) or not version >= OLDEST:
+        told = shown(version) if isinstance(version, int | float | None) else "no number"
+        raise RequestError(f"{path}: checkpoint_version is {told}, allowed: {OLDEST} or later; save it with a newer Megatron")
+    step = table.get("iteration")
+    if not (step is None or (isinstance(step, int) and 0 <= step < 2**63)):
+        raise RequestError(f"{path}: its iteration is no number of 0 to 2**63; fetch it again")
+    if iteration not in (None, step):
+        raise RequestError(f"{path}: is of iteration {shown(step)}, its folder of {iteration}; fetch it again")
+    tensors: dict[str, Stored] = {}
+    for stored in (_stored(path, name, value) for name, value in leaves(model)):
+        name = ours(stored.name)
+        if name is None:
+            raise RequestError(f"{stored} has no place in this model; give weights of a plain Llama")
+        if name in tensors:
+            raise RequestError(f"{stored} is there already as {shown(tensors[name].name)}; save the checkpoint again")
+        tensors[name] = stored
+    return Rank(path, path.stat().st_size, step, megatron_args.plain(table.get("args")), tensors, "optimizer" in table)
+
+
+def leaves(table: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What is in tables of tables, by their names joined."""
+    for key, value in table.items():
+        name = f"{prefix}{key if isinstance(key, str) else type(key).__name__}"
+        if isinstance(value, dict) and depth < MAX_DEPTH:
+            yield from leaves(value, f"{name}.", depth + 1)
+        elif not name.endswith(IGNORED):
+            yield name, value
+
+
+def _stored(path: Path, name: str, value: Any) -> Stored:
+    if not isinstance(value, TensorRef):
+        raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint that is not quantised")
+    dtype = _NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    return Stored(path, name, dtype, value.shape, value.open)
+
+
+def _check_count(folder: Path, ranks: list[Rank]) -> None:
+    told, here = ranks[0].args.get("tensor_model_parallel_size"), len(ranks)
+    if not isinstance(told, int) or told < 1 or told == here:
+        return
+    about = f"{folder}: {shown(told)} shards are told of, {here} are here: mp_rank_{min(told, here):02}"
+    if told < here:
+        raise RequestError(f"{about} is none of them; move it away")
+    more = told - here - 1
+    raise RequestError(about + (f" and {shown(more)} more are missing; fetch them" if more else " is missing; fetch it"))
+
+
+def _check_order(ranks: list[Rank]) -> None:
+    """Every shard is in the folder of its number, where the files tell it. Megatron keeps the rank in all of a training:
+    the same number, if a training had no more ranks than shards and if not all were written by one process."""
+    numbers = [rank.args.get(megatron_args.RANK) for rank in ranks]
+    alone = all(rank.args.get("world_size") == len(ranks) for rank in ranks)
+    of_training = [rank.args.get("rank") for rank in ranks]
+    if alone and all(i in of_training for i in range(len(ranks))):
+        numbers = [ours if ours is not None else number for ours, number in zip(numbers, of_training, strict=True)]
+    for i, (rank, number) in enumerate(zip(ranks, numbers, strict=True)):
+        if number not in (None, i):
+            raise RequestError(
+                f"{rank.path}: is shard {shown(number)} of its checkpoint, and its folder is {rank.path.parent.name}; "
+                "put every shard in the folder of its number, or fetch them again"
+            )
+
+
+def _check_alike(rank: Rank, first: Rank) -> None:
+    """All shards of a checkpoint have the same tensors of the same shapes, and are of one iteration."""
+    if rank.iteration != first.iteration:
+        raise RequestError(
+            f"{rank.path}: is of iteration {shown(rank.iteration)}, {first.path.parent.name} of {shown(first.iteration)}; "
+            "fetch the shards of one checkpoint"
+        )
+    for name in sorted(rank.tensors.keys() | first.tensors.keys()):
+        here, there = (
+            None if s is None else (s.dtype, list(s.shape)) for s in (rank.tensors.get(name), first.tensors.get(name))
+        )
+        if here != there:
+            stored = rank.tensors.get(name) or first.tensors[name]
+            told = ["none" if it is None else f"{it[0]} {it[1]}" for it in (here, there)]
+            raise RequestError(
+                f"{rank.path}: tensor {shown(stored.name)} is {told[0]}, in {first.path.parent.name} it is {told[1]}; "
+                "fetch the shards of one checkpoint"
+            )

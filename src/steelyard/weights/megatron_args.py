@@ -1,0 +1,160 @@
+"""The `args` that a Megatron checkpoint keeps of its training: what they say of the model, as tables."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.models.llama import LlamaShape
+from steelyard.models.placements import Share
+from steelyard.weights import checkpoint
+from steelyard.weights.torch_files import Stub
+
+Args = dict[str, Any]
+
+RANK = "tensor_model_parallel_rank"  # which shard a file is; Megatron does not keep it, we do
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The names of an argument, the one that holds if several are told first, and the field of the shape it must equal."""
+
+    keys: tuple[str, ...]
+    field: str
+    absent: Any = None  # what Megatron took before it had the argument; None: the files do not tell
+
+    def found(self, args: Args) -> tuple[str, Any]:
+        told = [(key, args[key]) for key in self.keys if args.get(key) is not None]
+        return told[0] if told else (self.keys[0], self.absent if args else None)
+
+
+ARGUMENTS = (
+    Argument(("num_layers",), "layers"),
+    Argument(("hidden_size",), "hidden"),
+    Argument(("num_attention_heads",), "heads"),
+    Argument(("kv_channels",), "head_dim"),
+    Argument(("ffn_hidden_size",), "ffn"),
+    Argument(("true_vocab_size", "vocab_size"), "vocab"),
+    Argument(("norm_epsilon", "layernorm_epsilon"), "norm_eps"),
+    Argument(("rotary_base",), "rope_base", 10000.0),
+    Argument(("add_qkv_bias",), "qkv_bias"),
+)
+POSITIONS = Argument(("max_position_embeddings", "seq_length"), "positions")  # not compared: no weight depends on it
+
+# What models/llama.py computes; None, and no word of it, is allowed for each.
+COMPUTED: dict[str, tuple[Any, ...]] = {
+    "swiglu": (True,),
+    "quick_geglu": (False,),
+    "openai_gelu": (False,),
+    "squared_relu": (False,),
+    "num_experts": (0, 1, [1]),
+    "normalization": ("RMSNorm",),
+    "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "position_embedding_type": ("rope",),
+    "rope_type": ("rope",),
+    "rotary_interleaved": (False,),
+    "rotary_percent": (1.0,),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "use_rope_scaling": (False,),  # without it the scaling's other arguments mean nothing
+    "no_rope_freq": (),
+    "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "multi_latent_attention": (False,),
+    "softmax_type": ("vanilla",),
+    "window_size": ((-1, -1),),
+    "pipeline_model_parallel_size": (1,),
+}
+_PLAIN = str | int | float | None
+
+
+def plain(args: Any) -> Args:
+    """A Namespace as a table of numbers, words, None and rows of them. Anything else in it says nothing of the model."""
+    state = args.state if isinstance(args, Stub) else args
+    if not isinstance(state, dict):
+        return {}
+    rows = {key: value if isinstance(value, list | tuple) else (value,) for key, value in state.items()}
+    return {key: state[key] for key, row in rows.items() if all(isinstance(value, _PLAIN) for value in row)}
+
+
+def _groups(args: Args) -> tuple[str, Any]:
+    """Keys of their own for every head, unless grouped."""
+    if args.get("group_query_attention") is True:
+        return "num_query_groups", args.get("num_query_groups")
+    return "num_attention_heads without group_query_attention", args.get("num_attention_heads")
+
+
+def _tied(args: Args) -> tuple[str, Any]:
+    untied = args.get("untie_embeddings_and_output_weights")
+    return "not untie_embeddings_and_output_weights", None if untied is None else not untied
+
+
+def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
+    """Refuse arguments that are not the model's. What they do not say is not refused."""
+    found = [(argument.field, argument.found(args)) for argument in ARGUMENTS]
+    for field, (key, value) in (*found, ("kv_heads", _groups(args)), ("tied", _tied(args))):
+        if value is not None:
+            checkpoint.agree(path, key, value, field, getattr(shape, field))
+    # The older spelling of rope holds whatever the newer one, which had another default, says.
+    older = {"position_embedding_type"} if args.get("use_rotary_position_embeddings") is True else set()
+    for key, allowed in (COMPUTED | {"tensor_model_parallel_size": (tp,)}).items():
+        if key not in older:
+            checkpoint.allow(path, key, args.get(key), allowed)
+
+
+def told(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
+    """Fields of a shape: what the arguments say, and else what the tensors of one of `tp` shards do."""
+    out = {argument.field: argument.found(args)[1] for argument in (*ARGUMENTS, POSITIONS)}
+    out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1]}
+    norm, gate_up = shapes.get("norm.weight", (None,)), shapes.get("layers.0.gate_up.weight", (0,))
+    from_tensors = {
+        "layers": len([name for name in shapes if name.endswith(".qkv.weight")]) or None,
+        "hidden": norm[0] if norm else None,
+        "ffn": gate_up[0] * tp // 2 or None if gate_up else None,
+        "qkv_bias": "layers.0.qkv.bias" in shapes,
+        "tied": "output.weight" not in shapes,
+    }
+    out |= {field: value for field, value in from_tensors.items() if out[field] is None}
+    whole = all(isinstance(out[field], int) and out[field] for field in ("hidden", "heads"))
+    if out["head_dim"] is None and whole:
+        out["head_dim"] = out["hidden"] // out["heads"]
+    return out
+
+
+def written(shape: LlamaShape, share: Share, rows: int, dtype: str) -> Args:
+    """The arguments of a shard that we write."""
+    tp = share.count
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "group_query_attention": shape.kv_heads != shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn,
+        "padded_vocab_size": rows * tp,
+        "vocab_size": shape.vocab,
+        "true_vocab_size": shape.vocab,
+        "max_position_embeddings": shape.positions,
+        "seq_length": shape.positions,
+        "layernorm_epsilon": shape.norm_eps,
+        "norm_epsilon": shape.norm_eps,
+        "rotary_base": shape.rope_base,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_interleaved_patch": False,
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "add_position_embedding": False,
+        "untie_embeddings_and_output_weights": not shape.tied,
+        "add_qkv_bias": shape.qkv_bias,
+        "add_bias_linear": False,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": False,
+        "tensor_model_parallel_size": tp,
+        RANK: share.index,
+        "pipeline_model_parallel_size": 1,
+        "bf16": dtype == "BF16",
+        "fp16": dtype == "F16",
+    }

@@ -1,0 +1,238 @@
+"""Files of checkpoints, written one tensor at a time: what each holds is known before any value is."""
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from steelyard.models import placements
+from steelyard.models.llama import LlamaShape
+from steelyard.models.placements import Share
+from steelyard.weights import huggingface, megatron, megatron_args
+from steelyard.weights.checkpoint import DTYPES, Part
+from steelyard.weights.megatron_names import ROOT, STACKS, theirs
+from steelyard.weights.torch_files import read as read_saved
+
+MAX_FILE_BYTES = 5 << 30  # of a safetensors file, if it holds more than one tensor
+PART = ".part"  # ends the name of a file that is not complete
+
+Make = Callable[["Planned"], Tensor]
+Tell = Callable[["Planned"], None]
+DtypeOf = Callable[[Part], str]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor of a file that is to be written."""
+
+    name: str
+    part: Part
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.part.form).numel() * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What does not depend on the source's layout: the shape, the dtype of each tensor, and where it stands."""
+
+    shape: LlamaShape
+    dtype_of: DtypeOf
+    iteration: str | None
+    step: int
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that is to be written; `write` is given its path, how to make a tensor, and whom to tell that it is written."""
+
+    name: str
+    tensors: tuple[Planned, ...]
+    write: Callable[[Path, "File", Make, Tell], None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(planned.nbytes for planned in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All files of a checkpoint: those with data, and the small ones that make it one, in their order."""
+
+    files: tuple[File, ...]
+    last: dict[str, bytes]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(file.name for file in self.files), *self.last)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def plan_hf(planning: Planning, tp: int) -> Plan:
+    shape = planning.shape
+    parts = dict(huggingface.parts(shape))
+    if shape.qkv_bias:  # Hugging Face's Llama has a bias in the output projection too then; ours has none
+        for i in range(shape.layers):
+            zero = Part(f"layers.{i}.out.bias", ((0, 0),), (shape.hidden,))
+            parts[f"model.layers.{i}.self_attn.o_proj.bias"] = zero
+    groups: list[list[Planned]] = [[]]
+    for planned in (Planned(name, part, planning.dtype_of(part)) for name, part in parts.items()):
+        if groups[-1] and sum(p.nbytes for p in groups[-1]) + planned.nbytes > MAX_FILE_BYTES:
+            groups.append([])
+        groups[-1].append(planned)
+    count = len(groups)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [huggingface.SINGLE_NAME]
+    files = tuple(File(name, tuple(group), _write_safetensors) for name, group in zip(names, groups, strict=True))
+    last = {}
+    if count > 1:
+        where = {planned.name: file.name for file in files for planned in file.tensors}
+        index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
+        last[huggingface.INDEX_NAME] = _json(index)
+    return Plan(files, last | {huggingface.CONFIG_NAME: _json(_config(shape, _usual(files)))})
+
+
+def _usual(files: tuple[File, ...]) -> str:
+    """The dtype of most of the bytes."""
+    count = Counter[str]()
+    for planned in (planned for file in files for planned in file.tensors):
+        count[planned.dtype] += planned.nbytes
+    return count.most_common(1)[0][0]
+
+
+def _config(shape: LlamaShape, dtype: str) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.positions,
+        "rope_theta": shape.rope_base,
+        "rope_scaling": None,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": shape.qkv_bias,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
+    }
+
+
+def plan_megatron(planning: Planning, tp: int) -> Plan:
+    shape = planning.shape
+    multiple = placements.VOCAB_MULTIPLE
+    rows = -(-shape.vocab // (multiple * tp)) * multiple
+    word = planning.iteration or megatron.RELEASE
+    folder = word if word == megatron.RELEASE else f"iter_{int(word):07}"
+    shards: list[tuple[Planned, ...]] = []
+    for i in range(tp):
+        parts = megatron.parts(shape, Share(i, tp), rows)
+        shards.append(tuple(Planned(theirs(name), part, planning.dtype_of(part)) for name, part in parts.items()))
+    dtype = Counter(p.dtype for p in shards[0]).most_common(1)[0][0]
+    files: list[File] = []
+    for i, shard in enumerate(shards):
+        args = argparse.Namespace(**megatron_args.written(shape, Share(i, tp), rows, dtype))
+        around = {"args": args, "checkpoint_version": 3.0, "iteration": planning.step}
+        files.append(File(f"{folder}/mp_rank_{i:02}/{megatron.FILE}", shard, partial(_write_shard, around)))
+    return Plan(tuple(files), {megatron.TRACKER: f"{word}\n".encode()})
+
+
+PLANS: dict[str, Callable[[Planning, int], Plan]] = {"hf": plan_hf, "megatron": plan_megatron}
+
+
+def _put(file: BinaryIO, tensor: Tensor) -> None:
+    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _synced(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write_safetensors(path: Path, file: File, make: Make, tell: Tell) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for planned in file.tensors:
+        offsets = [at, at + planned.nbytes]
+        header[planned.name] = {"dtype": planned.dtype, "shape": list(planned.part.shape), "data_offsets": offsets}
+        at = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for planned in file.tensors:
+            _put(out, make(planned))
+            tell(planned)
+        _synced(out)
+
+
+def _write_shard(around: dict[str, Any], path: Path, file: File, make: Make, tell: Tell) -> None:
+    """The file is laid out without its tensors' values, and each is then written to its place."""
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        empty = {p.name: torch.empty(p.part.shape, dtype=DTYPES[p.dtype]) for p in file.tensors}
+        try:
+            torch.save(around | {"model": {ROOT.rstrip("."): _nested(empty)}}, path)
+        except RuntimeError as error:
+            raise OSError(0, str(error).partition("\n")[0], str(path)) from error
+    places = dict(megatron.leaves(read_saved(path)["model"]))
+    with path.open("r+b") as out:
+        for planned in file.tensors:
+            place = places[ROOT + planned.name]
+            tensor = make(planned)
+            if place.nbytes != tensor.nbytes:
+                raise RuntimeError(f"{planned.name} has {tensor.nbytes} bytes, its place {place.nbytes}")
+            out.seek(place.offset_bytes)
+            _put(out, tensor)
+            del tensor  # before the next one is made
+            tell(planned)
+        _synced(out)
+
+
+def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Tables as Megatron's older files have them: the names in the stack are whole, the others are one table a word."""
+    out: dict[str, Any] = {}
+    stack = STACKS[0]
+    for name, tensor in tensors.items():
+        words = [stack[:-1], name.removeprefix(stack)] if name.startswith(stack) else name.split(".")
+        table = out
+        for word in words[:-1]:
+            table = table.setdefault(word, {})
+        table[words[-1]] = tensor
+    return out
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """A whole file or none."""
+    temporary = path.with_name(path.name + PART)
+    with temporary.open("wb") as out:
+        out.write(content)
+        _synced(out)
+    move(temporary, path)
+
+
+def move(temporary: Path, path: Path) -> None:
+    """Give a complete file its name, so that it has it after a loss of power too."""
+    os.replace(temporary, path)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,402 @@
+"""The accelerator table and both sides of each built-in row. NVML is played by a C library of our own."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from steelyard import accelerators
+from steelyard.accelerators import Accelerator, Found, cpu, nvml
+from steelyard.errors import RequestError
+from steelyard.run.measure import HostEvent
+from steelyard.run.telemetry import Sampler, Source
+
+SOURCE = Path(__file__).parents[1] / "fixtures" / "fake_nvml.c"
+PACKAGE_ROOT = Path(accelerators.__file__).parents[2]
+A = Found("NVIDIA H200", "GPU-aaaa0000-0000-0000-0000-000000000000", 150754820096, 0, "570.86.15")
+B = Found("NVIDIA H200", "GPU-aabb1111-0000-0000-0000-000000000000", 150754820096, 1, "570.86.15")
+
+
+def python(code: str, **environment: str) -> Any:
+    """What the code prints, as JSON, in a process of its own: libraries and settings cannot be unloaded."""
+    base = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**base, "PYTHONPATH": str(PACKAGE_ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def library(folder: Path, *flags: str) -> str:
+    folder.mkdir()
+    out = folder / "libnvidia-ml.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", *flags, "-o", str(out), str(SOURCE)], check=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return library(tmp_path_factory.mktemp("nvml") / "full")
+
+
+FIND = """
+import json
+from dataclasses import asdict
+from steelyard import accelerators
+try:
+    print(json.dumps([accelerators.detect().name, [asdict(found) for found in accelerators.CUDA.find()]]))
+except accelerators.RequestError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_the_import_is_light() -> None:
+    code = "import sys, json, steelyard.accelerators; print(json.dumps(list(sys.modules)))"
+    assert not {"torch", "pynvml", "psutil", "pydantic", "numpy"} & set(python(code))
+
+
+def test_the_parent_side_has_no_torch() -> None:
+    code = """
+import json, os, sys
+from steelyard import accelerators
+from steelyard.run.measure import now
+sampler = accelerators.CPU.telemetry(accelerators.CPU.find(), os.getpid(), now())
+sampler.start()
+sampler.stop()
+print(json.dumps("torch" in sys.modules))
+"""
+    assert python(code) is False
+
+
+def test_devices_come_from_nvml(fake: str) -> None:
+    name, found = python(FIND, LD_LIBRARY_PATH=fake)
+    assert name == "cuda"
+    assert [Found(**row) for row in found] == [A, B]
+
+
+DRIVER_NOT_LOADED = {"FAKE_NVML_INIT": "9"}
+
+
+@pytest.mark.parametrize("setting", [*({"CUDA_VISIBLE_DEVICES": value} for value in ("", "-1", " ")), DRIVER_NOT_LOADED])
+def test_no_device(fake: str, setting: dict[str, str]) -> None:
+    assert python(FIND, LD_LIBRARY_PATH=fake, **setting) == ["cpu", []]
+
+
+def test_no_library_is_no_device() -> None:
+    missing = """
+import pynvml
+def missing(name): raise OSError(name)
+pynvml.CDLL = missing
+"""
+    assert python(missing + FIND) == ["cpu", []]
+
+
+def test_a_broken_driver_is_an_error(fake: str) -> None:
+    version_mismatch = "18"
+    assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (
+        "NVML: RM has detected an NVML/RM version mismatch; "
+        "mend the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [A, B]),
+        ("1,0", [B, A]),
+        ("1", [B]),
+        (" 0 , 1 ", [A, B]),
+        ("0,7,1", [A]),
+        ("7", []),
+        ("0,-1,1", [A]),
+        ("0,0", []),
+        ("nonsense", []),
+        (A.uuid, [A]),
+        ("GPU-aabb", [B]),
+        ("GPU-aabb,GPU-aaaa", [B, A]),
+        ("GPU-aa", []),
+        ("GPU-cc", []),
+    ],
+)
+def test_visible_devices(visible: str | None, expected: list[Found]) -> None:
+    assert nvml.select([A, B], visible) == expected
+
+
+def test_a_part_of_a_device_is_refused() -> None:
+    with pytest.raises(RequestError, match="'MIG-1', a part of a device; give whole devices"):
+        nvml.select([A, B], "MIG-1")
+
+
+READ = """
+import json
+from steelyard.accelerators import nvml
+print(json.dumps([[source.device, source.read(1), source.read(1)] for source in nvml.sources(nvml.find(None))]))
+"""
+FIRST = {
+    "memory_bytes": 1000,
+    "sm_clock_mhz": 1980,
+    "memory_clock_mhz": 3201,
+    "power_w": 650.5,
+    "energy_j": 5000.0,
+    "temperature_c": 61,
+    "reasons": ["sw_power_cap"],
+    "processes": 2,
+}
+SECOND = {
+    "memory_bytes": 2000,
+    "sm_clock_mhz": 1200,
+    "memory_clock_mhz": 2619,
+    "power_w": 300.25,
+    "energy_j": None,
+    "temperature_c": 85,
+    "reasons": ["hw_slowdown", "hw_power_brake_slowdown"],
+    "processes": 2,
+}
+
+
+def test_readings(fake: str) -> None:
+    got = python(READ, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
+    assert got == [["cuda:0", FIRST, {**FIRST, "energy_j": 5000.5}], ["cuda:1", SECOND, SECOND]]
+
+
+def test_readings_of_an_old_driver(tmp_path: Path) -> None:
+    (_, first, _), (_, second, _) = python(READ, LD_LIBRARY_PATH=library(tmp_path / "old", "-DOLD_DRIVER"))
+    assert first == {
+        **FIRST, "memory_bytes": 1512, "temperature_c": 62, "reasons": ["gpu_idle", "sw_power_cap"], "processes": 0
+    }  # fmt: skip
+    assert second["reasons"] == ["gpu_idle", "hw_slowdown", "hw_power_brake_slowdown"]
+
+
+def test_what_a_driver_lacks_is_none(tmp_path: Path) -> None:
+    folder = library(tmp_path / "bare", "-DBARE")
+    assert python(READ, LD_LIBRARY_PATH=folder) == [
+        ["cuda:0", dict.fromkeys(FIRST), dict.fromkeys(FIRST)],
+        ["cuda:1", dict.fromkeys(FIRST), dict.fromkeys(FIRST)],
+    ]
+    _, found = python(FIND, LD_LIBRARY_PATH=folder)
+    assert [row["memory_bytes"] for row in found] == [None, None]
+
+
+def test_the_sampler_of_cuda(fake: str) -> None:
+    code = """
+import json, os
+from steelyard.accelerators import CUDA
+from steelyard.run.measure import now
+sampler = CUDA.telemetry(CUDA.find(), 1, now())
+os.environ["FAKE_NVML_PROCESSES"] = "3"
+sampler.start()
+os.environ["FAKE_NVML_PROCESSES"] = "4"
+print(json.dumps(sampler.stop()))
+"""
+    series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
+    assert [(one["device"], one["baseline_processes"]) for one in series] == [("cuda:0", 3), ("cuda:1", 3)]
+    assert [one["columns"]["sm_clock_mhz"][0] for one in series] == [1200, 1980]
+    assert [one["columns"]["processes"][-1] for one in series] == [4, 4]
+    assert series[1]["columns"]["energy_j"][:2] == [5000.0, 5000.5]
+
+
+def test_reasons() -> None:
+    assert nvml.reason_names(0) == []
+    assert nvml.reason_names(0x1FF) == [reason.name for reason in nvml.REASONS[:9]]
+    assert nvml.reason_names(0x1004) == ["sw_power_cap", "unknown_0x1000"]
+    assert nvml.severity("unknown_0x1000") == "note"
+    by_severity = {word: [r.name for r in nvml.REASONS[:9] if nvml.severity(r.name) == word] for word in ("note", "nothing")}
+    assert by_severity == {
+        "note": ["sw_power_cap"],
+        "nothing": ["gpu_idle", "applications_clocks", "sync_boost", "display_clock"],
+    }
+    slowed = ["hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"]
+    assert [nvml.severity(name) for name in slowed] == ["invalidates"] * 4
+
+
+def test_reason_bits_are_those_of_the_library() -> None:
+    import pynvml
+
+    official = {"applications_clocks": "ApplicationsClocksSetting", "display_clock": "DisplayClockSetting"}
+    for reason in nvml.REASONS[:9]:
+        suffix = official.get(reason.name, reason.name.title().replace("_", ""))
+        assert reason.bit == getattr(pynvml, f"nvmlClocksEventReason{suffix}")
+
+
+def row(name: str, found: list[Found]) -> Accelerator:
+    return Accelerator(name, lambda: found, lambda found, pid, origin_s: Sampler([], pid, origin_s), "collections:Counter")
+
+
+NPU = row("npu", [Found("Ascend910B3", None, None, 0, None)])
+NO_NPU = row("npu", [])
+OTHER_CPU = row("cpu", [])
+
+
+def with_entry(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.GROUP)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry] if group == accelerators.GROUP else [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_a_third_party_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_entry(monkeypatch, "NPU")
+    assert list(accelerators.table()) == ["cuda", "npu", "cpu"]
+    assert accelerators.detect() is NPU
+    assert accelerators.named("npu") is NPU
+
+
+def test_a_third_party_row_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_entry(monkeypatch, "NO_NPU")
+    assert accelerators.detect() is accelerators.CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("OTHER_CPU", "accelerator 'cpu' is there twice"),
+        ("A", "accelerator 'a' .* is no Accelerator"),
+        ("NOTHING", "accelerator 'nothing' .*; mend or uninstall its package"),
+    ],
+)
+def test_a_bad_third_party_row(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    with_entry(monkeypatch, name)
+    with pytest.raises(RequestError, match=message):
+        accelerators.table()
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(RequestError, match="accelerator 'tpu' is unknown; known are cuda, cpu"):
+        accelerators.named("tpu")
+
+
+def test_cpu_model_name(tmp_path: Path) -> None:
+    text = tmp_path / "cpuinfo"
+    text.write_text("processor\t: 0\nmodel\t\t: 85\nmodel name\t: Xeon: the first \nmodel name\t: Xeon, the second\n")
+    assert cpu.model_name(text) == "Xeon: the first"
+    text.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert cpu.model_name(text) == platform.machine()
+    assert cpu.model_name(tmp_path / "absent") == platform.machine()
+
+
+def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended() -> None:
+        raise psutil.NoSuchProcess(3)
+
+    def process(pid: int) -> SimpleNamespace:
+        if pid != 1:
+            raise psutil.NoSuchProcess(pid)
+        children = [SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=20)), SimpleNamespace(memory_info=ended)]
+        return SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=300), children=lambda recursive: children)
+
+    monkeypatch.setattr("psutil.Process", process)
+    source: Source = cpu.source()
+    assert source.device == "cpu"
+    assert source.read(1) == {"memory_bytes": 320}
+    assert source.read(2) == {"memory_bytes": None}
+
+
+def test_the_cpu_device() -> None:
+    import torch
+
+    device = accelerators.load_device("cpu", 3)
+    total = psutil.virtual_memory().total
+    assert (device.backend, device.matmul_shape, device.torch_device) == ("gloo", 1024, torch.device("cpu"))
+    assert isinstance(device.event(), HostEvent)
+    device.synchronize()
+    device.reset_memory()
+    memory = device.memory()
+    assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (None, None)
+    assert 0 < memory["in_use_bytes"] < total
+    assert device.identity() == {
+        "name": cpu.model_name(), "uuid": None, "memory_bytes": total, "capability": None, "multiprocessors": None
+    }  # fmt: skip
+    assert device.versions() == {"cuda": None, "cudnn": None, "nccl": None}
+    assert device.attention("bf16", True) == "rows"
+    for precision in ("fp32", "fp16", "bf16"):
+        device.set_precision(precision)
+    with pytest.raises(RequestError, match="precision 'tf32' is not there on a CPU; choose one of fp32, fp16, bf16"):
+        device.set_precision("tf32")
+
+
+class FakeEvent:
+    clock_ms = iter((1000.0, 1250.0))
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = next(self.clock_ms)
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    calls: list[tuple[str, int]] = []
+    for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda index, name=name: calls.append((name, index)))
+    seen = SimpleNamespace(name="NVIDIA H200", uuid="aaaa0000", total_memory=10, major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {2: seen}.get)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {2: 7}.get)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", {2: 8}.get)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    device = accelerators.load_device("cuda", 2)
+    device.synchronize()
+    device.reset_memory()
+    assert calls == [("set_device", 2), ("synchronize", 2), ("reset_peak_memory_stats", 2)]
+    assert (device.backend, device.matmul_shape, device.torch_device) == ("nccl", 8192, torch.device("cuda", 2))
+    assert device.event().elapsed_s(device.event()) == 0.25
+    assert device.memory() == {"allocated_bytes": 7, "reserved_bytes": 8}
+    assert device.identity() == {
+        "name": "NVIDIA H200", "uuid": "GPU-aaaa0000", "memory_bytes": 10, "capability": "9.0", "multiprocessors": 132
+    }  # fmt: skip
+    assert [device.attention(name, False) for name in ("fp16", "bf16", "fp32")] == ["flash", "flash", "efficient"]
+    FakeEvent.clock_ms = iter((0.0,))
+    with pytest.raises(TypeError, match="two kinds of device"):
+        device.event().elapsed_s(HostEvent())
+
+
+def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from steelyard.accelerators import cuda
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr("torch.backends.cudnn.m.version", lambda: 91002)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert cuda.Device(0).versions() == {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"}
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert cuda.Device(0).versions()["nccl"] is None
+    assert cuda.cudnn_version(None) is None
+
+
+def test_tf32_only_where_asked_for() -> None:
+    """Every setting that torch or its compiler reads agrees, and none raises or warns."""
+    code = """
+import json, warnings
+import torch
+from steelyard.accelerators import cuda
+warnings.simplefilter("error")
+torch.cuda.set_device = lambda index: None
+device = cuda.Device(0)
+out = []
+for precision in ("fp32", "tf32", "bf16", "tf32", "fp16"):
+    device.set_precision(precision)
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    newer = matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+    out.append([matmul.allow_tf32, cudnn.allow_tf32, *newer, torch.get_float32_matmul_precision() == "high"])
+print(json.dumps(out))
+"""
+    assert python(code) == [[False] * 5, [True] * 5, [False] * 5, [True] * 5, [False] * 5]

@@ -1,0 +1,380 @@
+"""Cases: what a file may say, what the command line changes, where each value came from, and what makes two comparable."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from fixtures.cases import NAME, OWN, leaf, own, refusal
+from steelyard.case import case
+from steelyard.case.case import resolve
+from steelyard.case.precision import PRESETS
+
+# Files.
+
+
+def test_the_shipped_case() -> None:
+    found = resolve(NAME).case
+    assert (found.name, found.size, found.engines, found.divisions) == (
+        NAME, "full", ["torch", "transformers"], ["closed", "open"],
+    )  # fmt: skip
+    model = found.question.model
+    assert (model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab, model.positions) == (
+        32, 4096, 32, 32, 11008, 32000, 4096,
+    )  # fmt: skip
+    assert found.question.data.made is None
+    assert found.gate is not None
+    assert (found.gate.target, found.gate.within, found.gate.agree_within) == (0.458, 0.01, 0.005)
+    assert [(row.published_as, row.ran_as) for row in found.reference] == [("fp16", "fp16"), ("fp32", "tf32")]
+    assert found.reference[0].values["p_infer_core"] == 10052.2
+    assert NAME in case.names()
+
+
+def test_smoke_changes_what_it_names_and_nothing_else() -> None:
+    full, smoke = (resolve(NAME, size).case for size in ("full", "smoke"))
+    assert smoke.size == "smoke"
+    changed = {
+        "precision": smoke.question.precision,
+        "model": full.question.model.model_copy(
+            update={
+                "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 512, "positions": 512,
+                "nominal_parameters": 1e5,
+            }
+        ),
+        "data": full.question.data.model_copy(
+            update={"context": 256, "subjects": 4, "made": case.MadeQuestions(subjects=4, questions=12)}
+        ),
+    }  # fmt: skip
+    assert smoke.question == full.question.model_copy(update=changed)
+    assert smoke.question.precision.name == "fp32"
+    assert smoke.tune == full.tune.model_copy(update={"batch_tokens": 1024, "compile": False, "warmup": 1, "env": ONE_THREAD})
+    assert (smoke.gate, smoke.reference, smoke.title) == (full.gate, full.reference, full.title)
+
+
+def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = own(tmp_path)
+    found = resolve(path)
+    assert found.path == path
+    assert found.case.name == "own"
+    assert found.case.question.precision == PRESETS["score"]["fp16"]
+    assert found.case.question.data.shots == 5
+    monkeypatch.chdir(tmp_path)
+    assert resolve("own.toml").case == found.case
+    assert resolve("own.toml", "smoke").case == found.case.model_copy(update={"size": "smoke"})  # it has no smoke table
+
+
+def test_names_that_are_none(tmp_path: Path) -> None:
+    assert refusal("llama2-7b-mmul") == (
+        "no case 'llama2-7b-mmul'; did you mean 'llama2-7b-mmlu'? (a file of your own ends in .toml)"
+    )
+    known = ", ".join(case.names())
+    assert refusal("zzz") == f"no case 'zzz'; known cases: {known} (a file of your own ends in .toml)"
+    for path in (str(tmp_path / "absent.toml"), "../../etc/passwd.toml"):
+        assert refusal(path) == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known}"
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
+    assert "does not exist" in refusal(str(folder))
+    assert refusal("../cases/llama2-7b-mmlu").startswith("no case '../cases/llama2-7b-mmlu'")
+
+
+@pytest.mark.parametrize("size", ["tiny", "", "Full"])
+def test_sizes_that_are_none(size: str) -> None:
+    assert refusal(NAME, size) == f"size {size!r} is not known; allowed: smoke, full"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\xff\xfe", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"name = ", "Invalid value (at end of document)"),
+        (b"{}", "Invalid statement (at line 1, column 1)"),
+        (b"a = 1\na = 2\n", "Cannot overwrite a value (at line 2, column 6)"),
+        (b"\x00", "Invalid statement (at line 1, column 1)"),
+        (b"x = " + b"[" * 10_000, "maximum recursion depth exceeded"),
+        (b"x." * 2_000 + b"x = 1", "maximum recursion depth exceeded"),
+    ],
+)
+def test_files_that_are_not_toml(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    assert refusal(str(path)).startswith(f"case file {str(path)!r} is not TOML: {reason}")
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.toml"
+    with path.open("wb") as file:
+        file.truncate((64 << 10) + 1)
+    assert refusal(str(path)) == f"case file {str(path)!r} is larger than 65536 bytes; a case file is a few kilobytes"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('kind = "score"', 'kind = "score"\nfast = true', "question.fast"),
+        ("layers = 1", "layers = 1\nlayer = 2", "question.model.layer"),
+        ("context = 64", "context = 64\n[extra]\nx = 1", "extra"),
+        ("context = 64", "context = 64\n[tune]\nbatch = 1", "tune.batch"),
+    ],
+)
+def test_unknown_keys_are_refused_in_one_line(old: str, new: str, key: str, tmp_path: Path) -> None:
+    path = own(tmp_path, OWN, (old, new))
+    assert refusal(path) == f"case {path!r}: unknown key {key!r}; remove it, or see docs/cases.md"
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+TAG = "Input tag '{}' found using '{}' does not match any of the expected tags: {}"
+KIND = TAG.format("gsm8k", "kind", "'mmlu', 'lambada', 'openwebtext', 'alpaca', 'record'")
+SHOWN_MODEL = "{'family': 'bert', 'layers': 1, 'hidden': 8, 'heads': 2, 'kv_heads': 1, 'ffn': 12, 'vocab': 32, 'positions': 64}"
+FAMILY = TAG.format("bert", "family", "'llama', 'glm'")
+INTEGER = "Input should be a valid integer"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("context = 64", "context = 64\n[tune]\nenv = 3", "tune.env: Input should be a valid dictionary (it is 3)"),
+        (
+            "layers = 1",
+            'layers = "many"',
+            f"question.model.layers: {INTEGER}, unable to parse string as an integer (it is 'many')",
+        ),
+        (
+            "layers = 1",
+            "layers = 1.5",
+            f"question.model.layers: {INTEGER}, got a number with a fractional part (it is 1.5)",
+        ),
+        ("layers = 1", "layers = 0", "question.model.layers: Input should be greater than or equal to 1 (it is 0)"),
+        ("layers = 1\n", "", "question.model.layers: Field required"),
+        ("context = 64", "context = [64]", f"question.data.context: {INTEGER} (it is [64])"),
+        ('kind = "mmlu"', 'kind = "gsm8k"', f"question.data: {KIND} (it is {{'kind': 'gsm8k', 'context': 64}})"),
+        ('family = "llama"', 'family = "bert"', f"question.model: {FAMILY} (it is {SHOWN_MODEL})"),
+        (
+            "positions = 64",
+            "positions = 64\nnorm_eps = nan",
+            "question.model.norm_eps: Input should be a finite number (it is nan)",
+        ),
+        (
+            "positions = 64",
+            "positions = 64\nrope_base = inf",
+            "question.model.rope_base: Input should be a finite number (it is inf)",
+        ),
+        (
+            'name = "own"',
+            'name = "../own"',
+            "name: String should match pattern '^[a-z0-9][a-z0-9.-]{0,63}$' (it is '../own')",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(old: str, new: str, line: str, tmp_path: Path) -> None:
+    path = own(tmp_path, OWN, (old, new))
+    assert refusal(path) == f"case {path!r}: {line}; see docs/cases.md"
+
+
+def test_several_wrong_values_are_counted(tmp_path: Path) -> None:
+    path = own(tmp_path, OWN, ("layers = 1", "layers = 0"), ("ffn = 12", "ffn = 0"), ("vocab = 32", "vocab = 0"))
+    assert refusal(path).endswith("greater than or equal to 1 (it is 0) (and 2 more); see docs/cases.md")
+
+
+def test_a_long_value_is_shortened(tmp_path: Path) -> None:
+    path = own(tmp_path, OWN, ("layers = 1", f'layers = "{"x" * 60_000}"'))
+    assert len(refusal(path)) < 600
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "hidden"), [(3, 1, 8), (4, 3, 8), (8, 8, 8), (2, 1, 6)], ids=["heads", "groups", "odd", "odd 3"]
+)
+def test_dimensions_that_do_not_divide(heads: int, kv_heads: int, hidden: int, tmp_path: Path) -> None:
+    changes = (
+        ("hidden = 8", f"hidden = {hidden}"),
+        ("\nheads = 2", f"\nheads = {heads}"),
+        ("kv_heads = 1", f"kv_heads = {kv_heads}"),
+    )
+    expected = f"hidden {hidden} must be an even multiple of heads {heads}, and heads of kv_heads {kv_heads}"
+    assert f"question.model: Value error, {expected}" in refusal(own(tmp_path, OWN, *changes))
+
+
+@pytest.mark.parametrize("value", ["3", '"yes"', "[1]", "true"])
+def test_smoke_must_be_a_table(value: str, tmp_path: Path) -> None:
+    path = own(tmp_path, f"smoke = {value}\n{OWN}")
+    for size in ("full", "smoke"):
+        assert refusal(path, size).startswith(f"case {path!r}: smoke is ")
+
+
+@pytest.mark.parametrize("text", ["question = 3", "question = []", "", "[[question]]\nkind = 1"])
+def test_files_without_a_question(text: str, tmp_path: Path) -> None:
+    path = own(tmp_path, text)
+    for options in ({}, {"precision": "bf16", "division": "open"}):
+        assert refusal(path, **options).startswith(f"case {path!r}: ")
+    assert refusal(path, "full", "question.model.layers=2").startswith(("case ", "--set: "))
+
+
+def test_unknown_keys_inside_smoke(tmp_path: Path) -> None:
+    path = own(tmp_path, OWN + "\n[smoke.question.model]\nlayer = 2\n")
+    assert refusal(path, "smoke") == f"case {path!r}: unknown key 'question.model.layer'; remove it, or see docs/cases.md"
+
+
+# A case can come from a stranger: it must not choose programs or libraries.
+
+
+@pytest.mark.parametrize(
+    "name", ["LD_PRELOAD", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "PYTHONSTARTUP", "TORCHINDUCTOR_CACHE_DIR"]
+)
+def test_environment_that_is_not_allowed(name: str, tmp_path: Path) -> None:
+    path = own(tmp_path, OWN + f'\n[tune.env]\n{name} = "x"\n')
+    expected = f"environment variable {name} is not one a tune may set; allowed: {', '.join(sorted(case.ENV))}"
+    assert f"tune: Value error, {expected}" in refusal(path)
+    assert expected in refusal(NAME, "full", f"tune.env.{name}=x")
+    assert expected in refusal(NAME, "full", f'tune.env={{{name} = "x"}}')
+
+
+def test_environment_with_a_nul(tmp_path: Path) -> None:
+    path = own(tmp_path, OWN + '\n[tune.env]\nNCCL_ALGO = "a\\u0000b"\n')
+    assert "environment variable NCCL_ALGO holds a NUL character" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("tune.env.OMP_NUM_THREADS=2", "2"),
+        ('tune.env.OMP_NUM_THREADS="2"', "2"),
+        ("tune.env.OMP_NUM_THREADS=true", "true"),
+        ("tune.env.OMP_NUM_THREADS=a=b", "a=b"),
+        ("tune.env.OMP_NUM_THREADS=", ""),
+        ('tune.env={OMP_NUM_THREADS = "3"}', "3"),
+    ],
+)
+def test_environment_is_text(setting: str, value: str) -> None:
+    found = resolve(NAME, settings=[setting])
+    assert found.case.tune.env == {"OMP_NUM_THREADS": value}
+    assert found.origins["tune.env.OMP_NUM_THREADS"] == "command line"
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("tune.batch_tokens=16384", "tune.batch_tokens", 16384),
+        ("tune.batch_tokens=16_384", "tune.batch_tokens", 16384),
+        ("tune.compile=false", "tune.compile", False),
+        ("tune.compile=true", "tune.compile", True),
+        ("tune.attention=rows", "tune.attention", "rows"),
+        ('tune.attention="rows"', "tune.attention", "rows"),
+        ("tune.batching=single", "tune.batching", "single"),
+        ("question.model.rope_base=500000", "question.model.rope_base", 500000.0),
+        ("question.model.norm_eps=1e-6", "question.model.norm_eps", 1e-6),
+        ("question.model.tied=true", "question.model.tied", True),
+        ("question.division=open", "question.division", "open"),
+        ("question.seed=-3", "question.seed", -3),
+        ("question.data.fingerprint=none", "question.data.fingerprint", "none"),
+        ("question.data.made={subjects = 2, questions = 3}", "question.data.made.questions", 3),
+        ("question.data.made.seed=9", "question.data.made.seed", 9),
+        ("max_interval=0.5", "max_interval", 0.5),
+        ("gate.target=0.25", "gate.target", 0.25),
+    ],
+)
+def test_set(setting: str, key: str, value: object) -> None:
+    found = resolve(NAME, "smoke", settings=[setting])
+    assert leaf(found.case, key) == value
+    assert type(leaf(found.case, key)) is type(value)
+    assert found.origins[key] == "command line"
+    others = {k: v for k, v in found.origins.items() if v == "command line"}
+    expected = {"size", key} | ({"question.data.made.subjects"} if "{" in setting else set())
+    assert set(others) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("tune.batch_token=1", "--set: no key 'tune.batch_token'; did you mean 'tune.batch_tokens'?"),
+        ("batch_tokens=1", "--set: no key 'batch_tokens'; did you mean 'tune.batch_tokens'?"),
+        ("zzzzzz=1", f"--set: no key 'zzzzzz'; allowed: {', '.join(case.settable())}"),
+        ("tune.batch_tokens", "--set 'tune.batch_tokens' is not of the form key=value, such as tune.batch_tokens=16384"),
+        ("=3", "--set '=3' is not of the form key=value, such as tune.batch_tokens=16384"),
+        ("", "--set '' is not of the form key=value, such as tune.batch_tokens=16384"),
+    ],
+)
+def test_settings_without_a_known_key(setting: str, line: str) -> None:
+    assert refusal(NAME, "full", setting) == line
+
+
+@pytest.mark.parametrize(
+    "key", ["question.kind", "question.task", "question.model.family", "question.data.kind", "name", "size", "tune", "question"]
+)
+def test_keys_that_cannot_be_set(key: str) -> None:
+    assert refusal(NAME, "full", f"{key}=train").startswith(f"--set: no key {key!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("tune.batch_tokens=[1, 2]", f"tune.batch_tokens: {INTEGER} (it is [1, 2])"),
+        ("tune.batch_tokens=0", "tune.batch_tokens: Input should be greater than or equal to 1 (it is 0)"),
+        (
+            "tune.batch_tokens=many",
+            f"tune.batch_tokens: {INTEGER}, unable to parse string as an integer (it is 'many')",
+        ),
+        ("question.model.norm_eps=nan", "question.model.norm_eps: Input should be a finite number (it is nan)"),
+        ("max_interval=inf", "max_interval: Input should be a finite number (it is inf)"),
+        ("question.division=shut", "question.division: Input should be 'closed' or 'open' (it is 'shut')"),
+        ("tune.compile=7", "tune.compile: Input should be a valid boolean, unable to interpret input (it is 7)"),
+        ("tune.attention=7", "tune.attention: Input should be a valid string (it is 7)"),
+    ],
+)
+def test_settings_of_the_wrong_type(setting: str, line: str) -> None:
+    assert refusal(NAME, "full", setting) == f"case '{NAME}': {line}; see docs/cases.md"
+
+
+def test_deep_settings_are_refused() -> None:
+    assert "Input should be a valid dictionary" in refusal(NAME, "full", "tune.env=" + "[" * 100_000)
+
+
+def test_lists_are_not_settable_but_read() -> None:
+    """No settable key is a list; one given for a list is read as one and then refused by its type."""
+    assert not [key for key in case.settable() if key in ("engines", "divisions")]
+    assert "(it is ['a', 'b'])" in refusal(NAME, "full", 'tune.attention=["a", "b"]')
+
+
+def test_later_settings_win() -> None:
+    assert resolve(NAME, settings=["tune.warmup=3", "tune.warmup=5"]).case.tune.warmup == 5
+
+
+def test_a_setting_does_not_stay_for_the_next_case() -> None:
+    resolve(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring", "question.model.layers=7"])
+    assert resolve(NAME, "smoke").case.tune.env == ONE_THREAD
+    assert resolve(NAME, "smoke").case.question.model.layers == 2
+
+
+# Keys of other data, gates and kinds than this case has.
+OTHER_KIND = {
+    f"question.data.{key}"
+    for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations", "wrong", "queries", "evaluated")
+}
+OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
+OTHER_KIND |= {
+    "question.data.made.queries",
+    "question.data.made.entities",
+    *(key for key in case.settable() if key.startswith("question.train")),
+}
+
+
+def test_every_settable_key_can_be_set(tmp_path: Path) -> None:
+    """With the value it has: what --set lists, it takes."""
+    made = "\n[question.data.made]\nsubjects = 2\nquestions = 2\n"
+    gate = "\n[gate]\nmetric = 'acc'\ntarget = 0.5\nwithin = 0.1\nagree_within = 0.1\n"
+    path = own(tmp_path, OWN + made + gate)
+    before = resolve(path).case
+    for key in case.settable():
+        value = leaf(before, key) if key not in OTHER_KIND else None
+        if value is not None:
+            assert resolve(path, settings=[f"{key}={as_toml(value)}"]).case == before, key
+
+
+def as_toml(value: object) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_none=True)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)

@@ -1,0 +1,110 @@
+"""Precisions by name, and where every value of a case came from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.cases import NAME, OWN, own, refusal
+from steelyard.case.case import Resolved, resolve
+from steelyard.case.precision import PRESETS
+
+
+@pytest.mark.parametrize("key", ["question.precision.matmul", "question.precision.weights", "question.precision.name"])
+def test_a_precision_is_set_by_its_name_alone(key: str) -> None:
+    """A part of it under the name of the whole would be a wrong label on every number."""
+    assert refusal(NAME, "full", f"{key}=fp32").startswith(f"--set: no key {key!r}; ")
+
+
+@pytest.mark.parametrize("name", PRESETS["score"])
+def test_precisions(name: str) -> None:
+    expected = {
+        "fp32": ("fp32", "fp32", None, None), "tf32": ("tf32", "fp32", None, None),
+        "fp16": ("fp16", "fp16", None, None), "bf16": ("bf16", "bf16", None, None),
+    }[name]  # fmt: skip
+    for found in (resolve(NAME, precision=name), resolve(NAME, settings=[f"question.precision={name}"])):
+        precision = found.case.question.precision
+        assert precision.name == name
+        assert (precision.matmul, precision.weights, precision.gradients, precision.states) == expected
+        assert found.origins["question.precision.matmul"] == f"preset {name} (command line)"
+
+
+def test_training_precisions() -> None:
+    assert {name: (p.matmul, p.weights, p.gradients, p.states) for name, p in PRESETS["train"].items()} == {
+        "fp32": ("fp32", "fp32", "fp32", "fp32"),
+        "tf32": ("tf32", "fp32", "fp32", "fp32"),
+        "fp16": ("fp16", "fp32", "fp32", "fp32"),
+        "bf16": ("bf16", "fp32", "fp32", "fp32"),
+        "bf16-pure": ("bf16", "bf16", "bf16", "bf16"),
+    }
+
+
+def test_precisions_that_are_none() -> None:
+    line = "precision 'fp8' is not known; allowed for score: fp32, tf32, fp16, bf16"
+    assert refusal(NAME, precision="fp8") == refusal(NAME, "full", "question.precision=fp8") == line
+    assert refusal(NAME, precision="bf16-pure") == line.replace("fp8", "bf16-pure")
+
+
+def test_a_precision_spelled_out(tmp_path: Path) -> None:
+    table = '\n[question.precision]\nname = "mine"\nmatmul = "tf32"\nweights = "bf16"\n'
+    path = own(tmp_path, OWN + table, ('precision = "fp16"\n', ""))
+    precision = resolve(path).case.question.precision
+    assert (precision.name, precision.matmul, precision.weights) == ("mine", "tf32", "bf16")
+    assert resolve(path).origins["question.precision.matmul"] == "case"
+
+
+def test_origins() -> None:
+    def picked(found: Resolved) -> dict[str, str]:
+        keys = (
+            "name", "question.model.layers", "question.model.norm_eps", "question.model.rope_base", "question.division",
+            "question.precision.matmul", "question.data.shots", "question.data.context", "tune.batch_tokens", "tune.pad_to",
+            "tune.warmup", "gate.target", "question.seed",
+        )  # fmt: skip
+        return {key: found.origins[key] for key in keys}
+
+    full = {
+        "name": "case",
+        "question.model.layers": "case",
+        "question.model.norm_eps": "case",
+        "question.model.rope_base": "default",
+        "question.division": "case",
+        "question.precision.matmul": "preset bf16 (case)",
+        "question.data.shots": "case",
+        "question.data.context": "case",
+        "tune.batch_tokens": "case",
+        "tune.pad_to": "default",
+        "tune.warmup": "default",
+        "gate.target": "case",
+        "question.seed": "default",
+    }
+    assert picked(resolve(NAME)) == full
+    smoke = "case, size smoke"
+    assert picked(resolve(NAME, "smoke")) == full | {
+        "question.model.layers": smoke,
+        "question.precision.matmul": f"preset fp32 ({smoke})",
+        "question.data.context": smoke,
+        "tune.batch_tokens": smoke,
+        "tune.warmup": smoke,
+    }
+    changed = resolve(NAME, "full", "fp16", "open", ["tune.pad_to=8", "question.seed=1"])
+    assert picked(changed) == full | {
+        "question.division": "command line",
+        "question.precision.matmul": "preset fp16 (command line)",
+        "tune.pad_to": "command line",
+        "question.seed": "command line",
+    }
+
+
+def test_every_value_has_an_origin() -> None:
+    found = resolve(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring"])
+
+    def leaves(table: dict[str, Any], prefix: str = "") -> list[str]:
+        out = []
+        for key, value in table.items():
+            out += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+        return out
+
+    assert set(leaves(found.case.model_dump(mode="json"))) <= set(found.origins)
+
+
+# The key: equal where results can be compared, and only there.

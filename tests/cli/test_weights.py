@@ -1,0 +1,278 @@
+"""The verbs of checkpoints as their users meet them; the work itself, which is tested elsewhere, is a stand-in here."""
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import rich.console
+
+from fixtures.commands import CASE
+from steelyard import cli
+from steelyard.case import case
+from steelyard.errors import RequestError
+
+NAME = "steelyard.weights.convert"
+SHAPE = {"layers": 32, "hidden": 4096, "kv_heads": 32, "positions": None, "rope_base": 10000.0, "norm_eps": 1e-5, "tied": False}
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    layout: str = "megatron"
+    tp: int = 2
+    iteration: str | None = "0135000"
+    dtype: str = "bf16"
+    parameters: int = 6738415616
+    size_bytes: int = 13476831232
+    files: list[tuple[str, int]] = field(default_factory=lambda: [("mp_rank_00/m.pt", 6 << 30), ("mp_rank_01/m.pt", 700)])
+    shape: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    files: list[tuple[str, int]]
+    size_bytes: int
+    kept: int
+
+
+class Worker:
+    """What stands in for `steelyard.models.convert`: it answers `found` and `made`, or raises `error`."""
+
+    def __init__(self) -> None:
+        self.found = Inspection()
+        self.made = Conversion([("config.json", 600), ("model.safetensors", 3 << 29)], (3 << 29) + 600, 0)
+        self.error: BaseException | None = None
+        self.asked: list[tuple[Any, ...]] = []
+
+    def inspect(self, folder: Path) -> Inspection:
+        self.asked.append((folder,))
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+    def convert(self, source: Path, target: Path, to: str, tp: int, model: Any, progress: Any) -> Conversion:
+        self.asked.append((source, target, to, tp, model))
+        progress(512 << 20, 2048 << 20)
+        if self.error is not None:
+            raise self.error
+        return self.made
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    one, module = Worker(), ModuleType(NAME)
+    vars(module).update(inspect=one.inspect, convert=one.convert)
+    monkeypatch.setitem(sys.modules, NAME, module)
+    return one
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """A command in this process, as `main` ends it, in a folder with a checkpoint `src`."""
+    (tmp_path / "src").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        before = signal.getsignal(signal.SIGTERM)
+        monkeypatch.setattr(sys, "argv", ["steelyard", "weights", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        signal.signal(signal.SIGTERM, before)
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return command
+
+
+def test_help_teaches(run: Run) -> None:
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    assert "steelyard weights inspect" in out.split("Example:")[1]
+    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == ["inspect", "convert"]
+    assert run()[0::2] == (2, "")
+    for verb in ("inspect", "convert"):
+        code, out, err = run(verb, "--help")
+        assert (code, err) == (0, "")
+        assert f"steelyard weights {verb}" in out.split("Example", 1)[1]
+        assert "--json" in out
+
+
+def test_inspect(run: Run, worker: Worker) -> None:
+    worker.found = Inspection(notes=["values are stored for an interleaved\nrotary patch", "one more"])
+    code, out, err = run("inspect", "src")
+    assert (code, err) == (0, "")
+    assert worker.asked == [(Path("src"),)]
+    assert out.splitlines() == [
+        "layout      megatron",
+        "shards      2 (tensor parallel)",
+        "iteration   0135000",
+        "dtype       bf16",
+        "parameters  6738415616",
+        "size        12.55 GiB (13476831232 bytes)",
+        "layers      32",
+        "hidden      4096",
+        "kv_heads    32",
+        "positions   /",
+        "rope_base   10000.0",
+        "norm_eps    1e-05",
+        "tied        false",
+        "files       mp_rank_00/m.pt  6.00 GiB",
+        "            mp_rank_01/m.pt  700 bytes",
+        "note        values are stored for an interleaved rotary patch",
+        "note        one more",
+    ]
+
+
+def test_inspect_huggingface_of_many_files(run: Run, worker: Worker) -> None:
+    files = [(f"model-{i:05}.safetensors", 3 << 20) for i in range(11)]
+    worker.found = Inspection("huggingface", 1, None, "fp16+fp32", files=files)
+    lines = run("inspect", "src")[1].splitlines()
+    assert lines[1:4] == ["shards      1", "iteration   /", "dtype       fp16+fp32"]
+    assert lines[-9:-1] == [f"{'' if i else 'files':<12}model-{i:05}.safetensors  3.00 MiB" for i in range(8)]
+    assert lines[-1].strip() == "… and 3 more"
+    worker.found = Inspection(files=files[:8])
+    assert "more" not in run("inspect", "src")[1]
+
+
+@pytest.mark.parametrize(
+    "size_bytes, said",
+    [(0, "0 bytes"), (700, "700 bytes"), (3 << 19, "1.50 MiB (1572864 bytes)"), (5 << 10, "5.00 KiB (5120 bytes)")],
+)
+def test_inspect_small_ones(size_bytes: int, said: str, run: Run, worker: Worker) -> None:
+    worker.found = Inspection(size_bytes=size_bytes)
+    assert run("inspect", "src")[1].splitlines()[5] == f"size        {said}"
+
+
+def test_inspect_json(run: Run, worker: Worker) -> None:
+    code, out, err = run("inspect", "src", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "path": "src",
+        "layout": "megatron",
+        "tp": 2,
+        "iteration": "0135000",
+        "dtype": "bf16",
+        "parameters": 6738415616,
+        "size_bytes": 13476831232,
+        "files": [{"name": "mp_rank_00/m.pt", "size_bytes": 6 << 30}, {"name": "mp_rank_01/m.pt", "size_bytes": 700}],
+        "shape": SHAPE,
+        "notes": [],
+    }
+
+
+def test_convert(run: Run, worker: Worker) -> None:
+    code, out, err = run("convert", "src", "dst", "--to", "hf")
+    assert (code, err) == (0, "")
+    assert worker.asked == [(Path("src"), Path("dst"), "hf", 1, None)]
+    assert out.splitlines() == [
+        "dst/config.json        600 bytes",
+        "dst/model.safetensors  1.50 GiB",
+        "huggingface: 2 file(s), 1.50 GiB, in dst",
+    ]
+
+
+def test_convert_that_went_on(run: Run, worker: Worker) -> None:
+    worker.made = Conversion([("mp_rank_00/m.pt", 5 << 10), ("mp_rank_01/m.pt", 5 << 10)], 10 << 10, 1)
+    out = run("convert", "src", "dst", "--to", "megatron", "--tp", "2", "--case", CASE)[1]
+    assert worker.asked == [(Path("src"), Path("dst"), "megatron", 2, case.resolve(CASE).case.question.model)]
+    assert out.splitlines()[-1] == "megatron TP2: 2 file(s), 10.00 KiB, 1 of them kept from an earlier conversion, in dst"
+
+
+def test_convert_that_was_done(run: Run, worker: Worker) -> None:
+    worker.made = replace(worker.made, kept=2)
+    code, out, err = run("convert", "src", "dst", "--to", "hf")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "huggingface: already complete, 2 file(s), 1.50 GiB, in dst"
+
+
+def test_convert_json(run: Run, worker: Worker, terminal: io.StringIO) -> None:
+    code, out, err = run("convert", "src", "dst", "--to", "hf", "--json")
+    assert (code, err, terminal.getvalue()) == (0, "", "")
+    files = [{"name": "config.json", "size_bytes": 600}, {"name": "model.safetensors", "size_bytes": 3 << 29}]
+    assert json.loads(out) == {
+        "path": "dst",
+        "layout": "huggingface",
+        "tp": 1,
+        "files": files,
+        "size_bytes": (3 << 29) + 600,
+        "kept": 0,
+    }
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal on stderr would see of the progress."""
+    seen, console = io.StringIO(), rich.console.Console
+
+    def make(stderr: bool, quiet: bool) -> rich.console.Console:
+        assert stderr
+        return console(file=seen, force_terminal=True, width=120, quiet=quiet)
+
+    monkeypatch.setattr(rich.console, "Console", make)
+    return seen
+
+
+def test_convert_shows_progress(run: Run, worker: Worker, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((100.0, 104.0))
+    monkeypatch.setattr("steelyard.run.measure.now", lambda: next(clock))
+    code, out, err = run("convert", "src", "dst", "--to", "hf")
+    assert (code, err) == (0, "")
+    assert f"dst hf  MiB  {'━' * 6}{'╌' * 18}  512/2048  128.00/s  0:04, 0:12 left" in terminal.getvalue()
+    assert "\x1b" not in out
+
+
+def test_convert_interrupted(run: Run, worker: Worker) -> None:
+    worker.error = KeyboardInterrupt()
+    said = "interrupted; run the same command again to go on\n"
+    assert run("convert", "src", "dst", "--to", "hf") == (1, "", said)
+    assert run("convert", "src", "dst", "--to", "hf", "--json") == (1, "", said)
+
+
+@pytest.mark.parametrize(
+    "arguments,said",
+    [
+        (("inspect",), "Missing argument"),
+        (("inspect", "none"), "'none' is no folder; give a Hugging Face folder or a Megatron checkpoint"),
+        (("look", "src"), "No such command 'look'"),
+        (("convert", "src", "dst"), "Missing option '--to'"),
+        (("convert", "src", "--to", "hf"), "Missing argument"),
+        (("convert", "src", "dst", "--to", "gguf"), "--to 'gguf': allowed: hf, megatron"),
+        (("convert", "src", "dst", "--to", "megatron", "--tp", "0"), "--tp 0: must be at least 1"),
+        (("convert", "src", "dst", "--to", "hf", "--tp", "-1"), "--tp -1: must be at least 1"),
+        (("convert", "src", "dst", "--to", "megatron", "--tp", "two"), "--tp"),
+        (("convert", "src", "dst", "--to", "hf", "--tp", "2"), "--tp 2 --to hf: a Hugging Face folder is not sharded"),
+        (("convert", "src", "dst", "--to", "hf", "--case", "lama2-7b-mmlu"), "did you mean 'llama2-7b-mmlu'?"),
+        (("convert", "none", "dst", "--to", "hf"), "'none' is no folder"),
+    ],
+    ids=lambda value: "_".join(value)[-40:] if isinstance(value, tuple) else "",
+)
+def test_mistakes_get_one_line(run: Run, worker: Worker, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert said in err
+    assert worker.asked == []
+
+
+@pytest.mark.parametrize("arguments", [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")], ids=lambda one: one[0])
+def test_refusals_of_the_work_get_one_line(run: Run, worker: Worker, arguments: tuple[str, ...]) -> None:
+    worker.error = RequestError("'src' holds no weights;\nlook elsewhere")
+    assert run(*arguments) == (2, "", "error: 'src' holds no weights; look elsewhere\n")
+
+
+@pytest.mark.parametrize("arguments", [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")], ids=lambda one: one[0])
+def test_without_torch(run: Run, worker: Worker, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    monkeypatch.setattr("steelyard.cli.weights.find_spec", lambda name: None)
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err == "error: torch is not installed, and weights need it; pip install 'steelyard[torch]', then run again\n"
+    assert worker.asked == []

@@ -1,0 +1,379 @@
+"""Token files and the rows cut from them, on corpora small enough to work out by hand."""
+
+import hashlib
+import io
+import json
+import struct
+import subprocess
+import sys
+import zipfile
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from steelyard.case.question import MadeText
+from steelyard.data.corpus import Corpus, CorpusRows, check_ids, fingerprint, made, open_corpus, splits
+from steelyard.data.rows import IGNORED, Row
+from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.errors import RequestError
+
+X = IGNORED
+
+
+def corpus(*documents: list[int], dtype: str = "uint16") -> Corpus:
+    ids = np.array([token for document in documents for token in document], dtype=dtype)
+    return Corpus(ids, np.cumsum([len(document) for document in documents], dtype=np.int64), "hand")
+
+
+def write(prefix: Path, ids: Any, lens: Any, docs: Any) -> Path:
+    np.save(f"{prefix}_ids.npy", ids)
+    np.savez(f"{prefix}_idx.npz", lens=lens, docs=docs)
+    return prefix
+
+
+def pair(prefix: Path, dtype: str = "uint16") -> Path:
+    """Three documents: 1 2 3 (two sentences), 4 5, 6."""
+    return write(
+        prefix, np.arange(1, 7, dtype=dtype), np.array([2, 1, 2, 1], dtype=np.int32), np.array([0, 2, 3, 4], dtype=np.int64)
+    )
+
+
+def plain(row: Row) -> tuple[list[int], list[int], tuple[int, ...], int, int]:
+    return row.tokens.tolist(), row.targets.tolist(), row.lens, row.real, row.samples
+
+
+def order(found: Corpus, seed: int, epoch: int) -> list[int]:
+    """The first token of each training document in the order of an epoch, which is one row of its length."""
+    whole = int(found.ends[splits(len(found.ends))[0][-1]])
+    row = CorpusRows(found, whole, 1, seed, 1).row(epoch)
+    return [int(row.tokens[begin]) for begin in accumulate((0, *row.lens[:-1]))]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64", ">u2", ">i4"])
+def test_a_document_is_its_sentences(tmp_path: Path, dtype: str) -> None:
+    found = open_corpus(pair(tmp_path / "c", dtype))
+    assert found.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert found.ends.tolist() == [3, 5, 6]
+    assert found.ends.dtype == np.int64
+    assert found.name == "c"
+
+
+def test_one_sentence_a_document_and_compressed_indexes(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", np.arange(6, dtype=np.uint16), np.array([3, 2, 1]), np.arange(4))
+    assert open_corpus(prefix).ends.tolist() == [3, 5, 6]
+    np.savez_compressed(
+        f"{prefix}_idx.npz", lens=np.array([3, 2, 1], np.uint64), docs=np.arange(4, dtype=np.uint8), sents=[0.5]
+    )
+    assert open_corpus(prefix).ends.tolist() == [3, 5, 6]
+
+
+def test_a_corpus_is_found_by_prefix_file_and_folder(tmp_path: Path) -> None:
+    pair(tmp_path / "one.two")
+    for source in ("one.two", "one.two_ids.npy", "one.two_idx.npz", ""):
+        assert open_corpus(tmp_path / source).name == "one.two"
+    (tmp_path / "one.two").mkdir()
+    assert open_corpus(tmp_path / "one.two").name == "one.two"
+    pair(tmp_path / "three")
+    assert open_corpus(tmp_path / "three").name == "three"
+    with pytest.raises(RequestError, match=r"2 pairs in it \(one.two, three\); name one, such as .*one.two$"):
+        open_corpus(tmp_path)
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    pair(tmp_path / "c")
+    (tmp_path / "other.npy").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    for source, reason in (
+        ("none", "does not exist; give the prefix or the folder"),
+        ("other.npy", "no token file; allowed: NAME_ids.npy or NAME_idx.npz"),
+        ("empty", r"no \*_ids.npy in it"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            open_corpus(tmp_path / source)
+    kept = (tmp_path / "c_ids.npy").rename(tmp_path / "away")
+    for source in ("c", "c_idx.npz", ""):
+        with pytest.raises(RequestError, match=r"c_ids.npy is missing, and its partner needs it"):
+            open_corpus(tmp_path / source)
+    kept.rename(tmp_path / "c_ids.npy")
+    (tmp_path / "c_idx.npz").unlink()
+    for source in ("c", "c_ids.npy", ""):
+        with pytest.raises(RequestError, match=r"c_idx.npz is missing, and its partner needs it"):
+            open_corpus(tmp_path / source)
+
+
+def npy(array: Any, **options: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array, **options)
+    return out.getvalue()
+
+
+WHOLE = npy(np.arange(6, dtype=np.uint16))
+HEADER = b"\x93NUMPY\x01\x00"
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "not a .npy array"),
+        (b"PK\x03\x04 and no array at all", "not a .npy array"),
+        (WHOLE[:40], "not a .npy array"),
+        (b"\x93NUMPY\x09\x00" + WHOLE[8:], "version 9.0 of .npy"),
+        (HEADER + b"\x20\x00" + b"__import__('os').system('true') \n", "not a .npy array"),
+        (HEADER + b"\xff\xff" + b"(" * 65535, "not a .npy array"),
+        (WHOLE[:-1], "139 bytes instead of 140 for 6 tokens"),
+        (WHOLE + b"\x00", "141 bytes instead of 140 for 6 tokens"),
+        (WHOLE.replace(b"(6,), }", b"(10000000000000,), }")[: len(WHOLE)], "not a .npy array|bytes instead of"),
+        (npy(np.array([{}, []], dtype=object), allow_pickle=True), "object of shape"),
+        (npy(np.zeros((3, 2), np.uint16)), r"uint16 of shape \(3, 2\)"),
+        (npy(np.zeros((), np.uint16)), r"uint16 of shape \(\)"),
+        (npy(np.zeros(6, np.float32)), "float32 of shape"),
+        (npy(np.zeros(6, bool)), "bool of shape"),
+        (npy(np.zeros(6, np.uint8)), "tokens of type uint8; allowed: uint16, int32"),
+        (npy(np.zeros(0, np.uint16)), "no tokens"),
+    ],
+)
+def test_bad_tokens_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    pair(tmp_path / "c")
+    (tmp_path / "c_ids.npy").write_bytes(content)
+    with pytest.raises(RequestError, match=reason) as error:
+        open_corpus(tmp_path / "c")
+    assert str(error.value).startswith(str(tmp_path / "c_ids.npy"))
+    assert "\n" not in str(error.value)
+
+
+def archive(compression: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as file:
+        for name, content in members.items():
+            file.writestr(f"{name}.npy", content)
+    return out.getvalue()
+
+
+LENS, DOCS = np.array([2, 1, 2, 1], np.int32), np.array([0, 2, 3, 4])
+GOOD = archive(lens=npy(LENS), docs=npy(DOCS))
+SHORT = npy(LENS).replace(b"(4,), }", b"(9,), }")
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "not a readable .npz"),
+        (b"no zip", "not a readable .npz"),
+        (GOOD[:-30], "not a readable .npz"),
+        (GOOD.replace(npy(LENS)[-16:], bytes([3]) + npy(LENS)[-15:]), "not a readable .npz: Bad CRC-32"),
+        (archive(lens=npy(LENS)), "no docs in it"),
+        (archive(docs=npy(DOCS)), "no lens in it"),
+        (archive(lens=b"no array", docs=npy(DOCS)), "lens.npy: not a .npy array"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, "a"], object), allow_pickle=True)), "docs.npy: object of shape"),
+        (archive(lens=npy(LENS.reshape(2, 2)), docs=npy(DOCS)), r"lens.npy: int32 of shape \(2, 2\)"),
+        (archive(lens=npy(LENS.astype(float)), docs=npy(DOCS)), "lens.npy: float64 of shape"),
+        (archive(lens=SHORT, docs=npy(DOCS)), "lens.npy: 9 int32 in 144 bytes"),
+        (archive(lens=npy(np.ones(7, np.int32)), docs=npy(DOCS)), "7 int32 in 156 bytes; allowed: at most 6"),
+        (archive(lens=npy(LENS[:0]), docs=npy(DOCS)), "0 lens and 4 docs; allowed: 1 and more"),
+        (archive(lens=npy(LENS), docs=npy(DOCS[:0])), "4 lens and 0 docs; allowed: 1 and more"),
+        (archive(lens=npy(np.array([7, -1])), docs=npy(DOCS)), "lens holds -1; allowed: 1 to 6"),
+        (archive(lens=npy(np.array([6, 0])), docs=npy(DOCS)), "lens holds 0; allowed: 1 to 6"),
+        (archive(lens=npy(np.array([1 << 62] * 4)), docs=npy(DOCS)), "lens holds 4611686018427387904; allowed: 1 to 6"),
+        (
+            archive(lens=npy(np.array([2, 2, 1])), docs=npy(DOCS)),
+            "lens adds up to 5; the tokens are 6; the two files are not a pair",
+        ),
+        (archive(lens=npy(LENS), docs=npy(np.array([1, 2, 4]))), "docs goes from 1 to 4; allowed: ever larger from 0 to 4"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 2, 3]))), "docs goes from 0 to 3; allowed: ever larger from 0 to 4"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 3, 4]))), "docs goes from 0 to 4; allowed: ever larger"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, -3, 4]))), "docs goes from 0 to 4; allowed: ever larger"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 2, 4], np.uint64))), "docs goes from 0 to 4; allowed: ever larger"),
+    ],
+)
+def test_bad_indexes_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    pair(tmp_path / "c")
+    (tmp_path / "c_idx.npz").write_bytes(content)
+    with pytest.raises(RequestError, match=reason) as error:
+        open_corpus(tmp_path / "c")
+    assert str(error.value).startswith(str(tmp_path / "c_idx.npz"))
+    assert "\n" not in str(error.value)
+
+
+def test_an_index_that_unpacks_to_too_much_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair(tmp_path / "c")
+    bomb = archive(zipfile.ZIP_DEFLATED, lens=npy(np.ones(40 << 20, np.uint8)), docs=npy(DOCS))
+    assert len(bomb) < 100_000
+    (tmp_path / "c_idx.npz").write_bytes(bomb)
+    with pytest.raises(RequestError, match="41943040 uint8 in 41943168 bytes; allowed: at most 6"):
+        open_corpus(tmp_path / "c")
+    monkeypatch.setattr("steelyard.data.corpus.MAX_INDEX_BYTES", 40 << 20)
+    with pytest.raises(RequestError, match="lens and docs are 41943328 bytes; allowed: at most 41943040 in all"):
+        open_corpus(tmp_path / "c")
+
+
+def test_opening_reads_no_tokens(tmp_path: Path) -> None:
+    ids = np.lib.format.open_memmap(tmp_path / "c_ids.npy", "w+", np.uint16, (100 << 20,))
+    ids[-3:] = 7
+    ids.flush()
+    np.savez(tmp_path / "c_idx.npz", lens=np.full(100, 1 << 20, np.int32), docs=np.arange(101))
+    code = (
+        "import psutil, sys; from pathlib import Path; from steelyard.data.corpus import CorpusRows, open_corpus\n"
+        "before = psutil.Process().memory_info().rss\n"
+        "found = open_corpus(Path(sys.argv[1])); row = CorpusRows(found, 2048, 4, 0, 2).row(5)\n"
+        "print(psutil.Process().memory_info().rss - before, len(found.ids))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)
+    grown, tokens = map(int, done.stdout.split())
+    assert tokens == 100 << 20
+    assert grown < 32 << 20
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steelyard.data.corpus.BLOCK_TOKENS", 4)
+    found = open_corpus(pair(tmp_path / "c"))
+    check_ids(found, 7)
+    check_ids(found, 1 << 17)
+    with pytest.raises(RequestError, match=r"c_ids.npy: token 5 \(counted from 0\) is 6; allowed: 0 to 5, the vocabulary"):
+        check_ids(found, 6)
+    with pytest.raises(RequestError, match=r"hand: token 1 \(counted from 0\) is -2; allowed: 0 to 9"):
+        check_ids(corpus([1, -2, 3], dtype="int32"), 10)
+
+
+def test_a_fingerprint_is_of_tokens_and_borders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = fingerprint(open_corpus(pair(tmp_path / "c")), None)
+    assert one == hashlib.sha256(struct.pack("<6i3q", 1, 2, 3, 4, 5, 6, 3, 5, 6)).hexdigest()
+    for dtype in ("int32", "int64", ">u2"):
+        assert fingerprint(open_corpus(pair(tmp_path / "c", dtype)), None) == one
+    monkeypatch.setattr("steelyard.data.corpus.BLOCK_TOKENS", 4)
+    assert fingerprint(corpus([1, 2, 3], [4, 5], [6]), None) == one
+    others = {
+        fingerprint(corpus([1, 2, 3], [4, 5], [6]), "vocabulary"),
+        fingerprint(corpus([1, 2], [3, 4, 5], [6]), None),
+        fingerprint(corpus([1, 2, 3], [4, 5], [7]), None),
+    }
+    assert len(others) == 3
+    assert one not in others
+
+
+@pytest.mark.parametrize(
+    "documents, train, valid, test",
+    [(3, 1, 1, 1), (4, 2, 1, 1), (500, 498, 1, 1), (1000, 998, 1, 1), (1500, 1496, 2, 2), (100_000, 99_800, 100, 100)],
+)
+def test_splits(documents: int, train: int, valid: int, test: int) -> None:
+    parts = splits(documents)
+    assert [len(part) for part in parts] == [train, valid, test]
+    assert [i for part in parts for i in part] == list(range(documents))
+
+
+@pytest.mark.parametrize("documents", [1, 2])
+def test_too_few_documents_are_refused(documents: int) -> None:
+    with pytest.raises(RequestError, match=f"^{documents} documents; allowed: 3 and more"):
+        CorpusRows(corpus(*[[1, 2]] * documents), 2, 1, 0, 1)
+
+
+def test_rows_worked_out_by_hand() -> None:
+    """One training document, so the order of an epoch is known: 1 2 3 4 5, again and again."""
+    rows = CorpusRows(corpus([1, 2, 3, 4, 5], [7, 8, 9], [6]), 3, 2, 0, 1)
+    assert plain(rows.row(0)) == ([1, 2, 3], [2, 3, 4], (3,), 3, 1)
+    assert plain(rows.row(1)) == ([4, 5, 1], [5, X, 2], (2, 1), 3, 1)
+    assert plain(rows.row(2)) == ([2, 3, 4], [3, 4, 5], (3,), 3, 1)
+    assert plain(rows.row(3)) == ([5, 1, 2], [X, 2, 3], (1, 2), 3, 1)
+    assert plain(rows.row(4)) == ([3, 4, 5], [4, 5, X], (3,), 3, 1)
+    assert plain(rows.row(5)) == plain(rows.row(0))
+    assert rows.row(0).tokens.dtype == rows.row(0).targets.dtype == np.int64
+    assert [rows.batch(step) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_rows_longer_than_epochs() -> None:
+    rows = CorpusRows(corpus([1, 2], [7], [6]), 5, 1, 0, 1)
+    assert plain(rows.row(0)) == ([1, 2, 1, 2, 1], [2, X, 2, X, 2], (2, 2, 1), 5, 1)
+    assert plain(rows.row(1)) == ([2, 1, 2, 1, 2], [X, 2, X, 2, X], (1, 2, 2), 5, 1)
+
+
+def test_rows_of_several_documents() -> None:
+    documents = [[10, 11, 12], [20, 21], [30, 31, 32, 33], [7], [6]]
+    rows = CorpusRows(corpus(*documents), 4, 1, 5, 1)
+    begun = {document[0]: document for document in documents}
+    stream = [begun[token] for epoch in range(4) for token in order(corpus(*documents), 5, epoch)]
+    tokens = [token for document in stream for token in document]
+    follow = [token for document in stream for token in (*document[1:], X)]
+    borders = {0, *accumulate(map(len, stream))}
+    for k in range(9):
+        cuts = sorted({4 * k, *(b for b in borders if 4 * k < b < 4 * k + 4), 4 * k + 4})
+        lens = tuple(b - a for a, b in pairwise(cuts))
+        assert plain(rows.row(k)) == (tokens[4 * k : 4 * k + 4], follow[4 * k : 4 * k + 4], lens, 4, 1)
+
+
+def test_held_out_rows_are_whole_rows_of_the_validation_documents() -> None:
+    few = [[i] for i in range(100, 2096)]
+    found = corpus(*few, [1, 2, 3, 4, 5], [7, 8], [60], [61])
+    assert [len(part) for part in splits(len(found.ends))] == [1996, 2, 2]
+    rows = CorpusRows(found, 3, 1, 0, 9)
+    assert rows.held_out() == [("valid", 0), ("valid", 1)] == rows.held_out()
+    assert [plain(rows.row(key)) for key in rows.held_out()] == [
+        ([1, 2, 3], [2, 3, 4], (3,), 3, 1),
+        ([4, 5, 7], [5, X, 8], (2, 1), 3, 1),
+    ]
+    assert CorpusRows(found, 3, 1, 0, 1).held_out() == [("valid", 0)]
+    assert CorpusRows(found, 3, 1, 0, 0).held_out() == []
+    short = CorpusRows(found, 10, 1, 0, 4)
+    assert short.held_out() == [("valid", 0)]
+    tokens = [1, 2, 3, 4, 5, 7, 8, 0, 0, 0]
+    assert plain(short.row(("valid", 0))) == (tokens, [2, 3, 4, 5, X, 8, X, X, X, X], (5, 2, 3), 7, 1)
+
+
+MANY = corpus(*[[i] * (1 + i % 7) for i in range(40)])
+
+
+def test_every_training_token_is_seen_once_an_epoch() -> None:
+    tokens = int(MANY.ends[37])
+    rows = CorpusRows(MANY, 1, 1, 3, 1)
+    for epoch in range(3):
+        seen = [int(rows.row(k).tokens[0]) for k in range(epoch * tokens, (epoch + 1) * tokens)]
+        assert sorted(seen) == MANY.ids[:tokens].tolist()
+
+
+def test_the_order_changes_with_epoch_and_seed_alone() -> None:
+    orders = [order(MANY, seed, epoch) for seed in (3, 4) for epoch in (0, 1)]
+    assert all(sorted(one) == list(range(38)) for one in orders)
+    assert len({tuple(one) for one in orders}) == 4
+    # Drawn once and kept here: every version of numpy must draw the same.
+    assert order(corpus(*[[i] for i in range(12)]), 3, 0) == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]
+
+
+def test_processes_agree() -> None:
+    code = (
+        "import json, numpy as np; from steelyard.data.corpus import Corpus, CorpusRows\n"
+        "documents = [[i] * (1 + i % 7) for i in range(40)]\n"
+        "ends = np.cumsum([len(one) for one in documents], dtype=np.int64)\n"
+        "rows = CorpusRows(Corpus(np.array(sum(documents, []), np.uint16), ends, 'x'), 16, 2, 3, 1)\n"
+        "print(json.dumps([rows.row(k).tokens.tolist() for k in (90, 3, 41)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rows = CorpusRows(MANY, 16, 2, 3, 1)
+    assert json.loads(done.stdout) == [rows.row(k).tokens.tolist() for k in (90, 3, 41)]
+
+
+def test_random_access_is_sequential_access() -> None:
+    rows, other = CorpusRows(MANY, 16, 2, 3, 1), CorpusRows(MANY, 16, 2, 3, 1)
+    one = {k: plain(rows.row(k)) for k in range(60)}
+    for k in np.random.default_rng(0).permutation(60):
+        assert plain(other.row(int(k))) == one[int(k)]
+        assert sum(one[int(k)][2]) == 16
+        assert 0 not in one[int(k)][2]
+
+
+def test_made_text_is_seeded_and_learnable() -> None:
+    tokenizer = MadeTokenizer(512)
+    found = made(MadeText(documents=50), tokenizer)
+    assert len(found.ends) == 50
+    assert found.name == "made"
+    check_ids(found, 512)
+    begins = [0, *found.ends[:-1]]
+    assert {int(found.ids[i]) for i in begins} == {1}
+    assert [i + 1 for i, token in enumerate(found.ids) if token == tokenizer.end] == found.ends.tolist()
+    assert fingerprint(made(MadeText(documents=50), tokenizer), None) == fingerprint(found, None)
+    assert fingerprint(made(MadeText(documents=50, seed=1), tokenizer), None) != fingerprint(found, None)
+    # Who is followed by what they do, always.
+    potter, turns = tokenizer.encode(["a potter turns"])[0][-2:]
+    follow = {int(found.ids[i + 1]) for i, token in enumerate(found.ids[:-1]) if token == potter}
+    assert follow == {turns}
+    assert CorpusRows(found, 64, 2, 0, 2).row(0).real == 64

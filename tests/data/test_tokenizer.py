@@ -1,0 +1,460 @@
+"""Tokenizers: ids as published, one vocabulary from two kinds of file, where one is looked for, and files that are none."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Inner
+from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend, Replace
+from tokenizers.normalizers import Sequence as Normalizers
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+
+from steelyard.case.case import MadeQuestions
+from steelyard.data import tokenizer
+from steelyard.data.tokenizer import BytePairTokenizer, JsonTokenizer, MadeTokenizer, SentencePieceTokenizer
+from steelyard.errors import RequestError
+from steelyard.tasks.mmlu import data
+
+TEXTS = ["Hello world", "The lake holds 12 stones.\n\nAnswer:", " two  spaces", "naïve 你好 🦙", "Answer: D", ""]
+
+
+def refusal(*places: Path) -> str:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.load(list(places))
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.fixture(scope="module")
+def llama_json(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama vocabulary as a tokenizer.json: its pieces, and as merges every pair of pieces that is a piece, by score."""
+    inner: Any = sentencepiece.SentencePieceProcessor(model_file=str(data_dir / "tokenizers" / "llama" / "tokenizer.model"))
+    ids = {inner.id_to_piece(i): i for i in range(inner.get_piece_size())}
+    pairs = [
+        ((-inner.get_score(i), ids[piece[:cut]], ids[piece[cut:]]), (piece[:cut], piece[cut:]))
+        for piece, i in ids.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in ids and piece[cut:] in ids
+    ]
+    merges = [pair for _, pair in sorted(pairs)]
+    made = Inner(BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    made.normalizer = Normalizers([Prepend("▁"), Replace(" ", "▁")])
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    path = tmp_path_factory.mktemp("llama") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def gpt2(data_dir: Path) -> Inner:
+    folder = data_dir / "tokenizers" / "gpt2"
+    made = Inner(BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return made
+
+
+def test_made_tokens() -> None:
+    tokens = MadeTokenizer(512)
+    ids = tokens.encode(["Answer: B", "Answer:", " A B C D", "A", ""])
+    assert ids[0] == [1, *ids[1][1:], 3]
+    assert len(ids[1]) == 3  # beginning, "Answer", ":"
+    assert ids[2] == [1, 2, 3, 4, 5]
+    expected = 6 + int.from_bytes(hashlib.sha256(b"A").digest()[:4], "big") % 506
+    assert ids[3] == [1, expected]
+    assert ids[4] == [1]
+    assert data.answer_tokens(tokens) == [2, 3, 4, 5]
+    assert tokens.end == 0  # no text holds it: pieces begin at 6, answers at 2, and 1 begins
+
+
+def test_made_tokens_stay_in_the_vocabulary_and_off_the_answers() -> None:
+    subjects = data.make(MadeQuestions(subjects=4, questions=12), 5)
+    texts = [data.prompt(subject, row, 5) for subject in subjects for row in subject.test]
+    for vocab in (7, 64, 512):
+        rows = MadeTokenizer(vocab).encode(texts)
+        assert all(1 <= one < vocab for row in rows for one in row)
+        for text, row in zip(texts, rows, strict=True):
+            assert sum(2 <= one <= 5 for one in row) == 5  # the five answered examples
+            assert row.count(1) == 1, text
+
+
+def test_made_vocabularies_are_told_apart() -> None:
+    assert MadeTokenizer(512).sha256 == hashlib.sha256(b"made-1:512").hexdigest()
+    assert MadeTokenizer(512).sha256 != MadeTokenizer(513).sha256
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 6])
+def test_made_vocabulary_has_a_least_size(vocab: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        MadeTokenizer(vocab)
+    assert str(caught.value) == f"question.model.vocab={vocab} has no room for made data; allowed: 7 and more"
+
+
+def test_llama_ids(data_dir: Path) -> None:
+    found = tokenizer.load([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
+    assert isinstance(found, SentencePieceTokenizer)
+    assert (found.source, found.vocab) == ("tokenizer.model", 32000)
+    assert found.encode(["Hello world", ""]) == [[1, 15043, 3186], [1]]
+    assert found.end == 2
+    assert data.answer_tokens(found) == [319, 350, 315, 360]
+
+
+def test_one_vocabulary_from_two_files(data_dir: Path, llama_json: Path) -> None:
+    one = tokenizer.load([data_dir / "tokenizers" / "llama"])
+    other = tokenizer.load([llama_json])
+    assert isinstance(other, JsonTokenizer)
+    assert (one.vocab, one.sha256) == (other.vocab, other.sha256)
+    texts = TEXTS[:-1]  # "Prepend" leaves an empty text empty
+    assert one.encode(texts) == other.encode(texts)
+    subject = data.read(data_dir / "mmlu" / "mmlu_data.tar.gz")[7]
+    prompts = [data.prompt(subject, row, 5) for row in subject.test[:20]]
+    assert one.encode(prompts) == other.encode(prompts)
+    assert data.answer_tokens(other) == [319, 350, 315, 360]
+
+
+def test_byte_level_answers_have_a_leading_space(data_dir: Path, tmp_path: Path) -> None:
+    made = gpt2(data_dir)
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer.load([tmp_path])
+    assert (found.source, found.vocab) == ("tokenizer.json", 50257)
+    assert found.encode(["Hello world"]) == [[15496, 995]]
+    pieces = json.loads((data_dir / "tokenizers" / "gpt2" / "vocab.json").read_text())
+    assert data.answer_tokens(found) == [pieces[f"Ġ{letter}"] for letter in "ABCD"] == [317, 347, 327, 360]
+    in_order = sorted(pieces, key=lambda piece: pieces[piece])
+    assert found.sha256 == hashlib.sha256(json.dumps(in_order).encode()).hexdigest()
+
+
+def test_padding_and_truncation_of_a_file_are_not_followed(data_dir: Path, tmp_path: Path) -> None:
+    made = gpt2(data_dir)
+    made.enable_padding(length=9)
+    made.enable_truncation(3)
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["truncation"]["max_length"] == 3
+    assert tokenizer.load([tmp_path]).encode(["Hello world", " A B C D"]) == [[15496, 995], [317, 347, 327, 360]]
+
+
+def test_added_tokens_count(data_dir: Path, tmp_path: Path) -> None:
+    made = gpt2(data_dir)
+    made.add_tokens(["<one more>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer.load([tmp_path])
+    assert found.vocab == 50258
+    assert found.encode(["<one more>"]) == [[50257]]
+
+
+@pytest.mark.parametrize("size", [31000 + 1 - 1024, 30000, 31000])
+def test_vocabularies_that_fit(size: int) -> None:
+    tokenizer.check_vocab(MadeTokenizer(size), 31000)
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab", "allowed"), [(31001, 31000, "29977 to 31000"), (29976, 31000, "29977 to 31000"), (513, 512, "1 to 512")]
+)
+def test_vocabularies_that_do_not_fit(size: int, vocab: int, allowed: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.check_vocab(MadeTokenizer(size), vocab)
+    assert str(caught.value) == (
+        f"tokenizer made has {size} tokens and the model {vocab}; allowed: {allowed}; "
+        "name the model's own tokenizer with --tokenizer"
+    )
+
+
+def test_search_order(data_dir: Path, tmp_path: Path) -> None:
+    """Places in their order; in each the json first, then the model, then the folder tokenizer/."""
+    model = (data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()
+    empty, nested, both, file = (tmp_path / name for name in ("empty", "nested", "both", "my-own.json"))
+    for folder in (empty, nested / "tokenizer", both):
+        folder.mkdir(parents=True)
+    (nested / "tokenizer" / "tokenizer.model").write_bytes(model)
+    (both / "tokenizer.model").write_bytes(model)
+    gpt2(data_dir).save(str(both / "tokenizer.json"))
+    gpt2(data_dir).save(str(file))
+    archive = tmp_path / "data.tar"
+    archive.write_bytes(b"")
+    assert tokenizer.load([tmp_path / "absent", empty, archive, nested, both]).vocab == 32000
+    assert tokenizer.load([empty, both, nested]).vocab == 50257
+    assert tokenizer.load([both / "tokenizer.model", both]).vocab == 32000
+    assert tokenizer.load([file]).source == "my-own.json"
+    (nested / "tokenizer.json").write_bytes((both / "tokenizer.json").read_bytes())
+    assert tokenizer.load([nested]).vocab == 50257
+
+
+def test_nothing_found(tmp_path: Path) -> None:
+    advice = (
+        "put tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt beside the weights or the data, "
+        "or name it with --tokenizer"
+    )
+    assert refusal() == f"no tokenizer found (looked in: nowhere); {advice}"
+    other = tmp_path / "notes.md"
+    other.write_text("x")
+    assert refusal(tmp_path, other) == f"no tokenizer found (looked in: {tmp_path}, {other}); {advice}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not a tokenizer.json: EOF while parsing a value at line 1 column 0"),
+        (b"\xff\xfe\x00", "not a tokenizer.json: stream did not contain valid UTF-8"),
+        (b'{"a":\n', "not a tokenizer.json: "),
+        (b"[1, 2]", "not a tokenizer.json: "),
+        (b"[" * 100_000, "not a tokenizer.json: "),
+        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "a tokenizer.json without tokens"),
+        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}', "not a tokenizer.json: "),
+    ],
+)
+def test_garbage_json(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{path}: {reason}")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe" * 100, b"hello\nworld" * 50, b"{}"])
+def test_garbage_model(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{path}: not a SentencePiece model: ")
+
+
+def test_truncated_model(data_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes((data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()[:400_000])
+    assert refusal(tmp_path).startswith(f"{path}: not a SentencePiece model: ")
+
+
+def test_a_pointer_in_place_of_a_model(tmp_path: Path) -> None:
+    """What a clone without Git LFS leaves."""
+    path = tmp_path / "tokenizer.model"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:9e556afd\nsize 499723\n")
+    assert refusal(tmp_path).startswith(f"{path}: not a SentencePiece model: ")
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    assert refusal(tmp_path) == f"{path}: 268435457 bytes; a tokenizer has at most 268435456"
+
+
+def test_a_sentencepiece_model_may_have_no_end(tmp_path: Path) -> None:
+    texts = (f"the lake holds {number} stones" for number in range(200))
+    train: Any = sentencepiece.SentencePieceTrainer
+    train.train(
+        sentence_iterator=texts,
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=40,
+        eos_id=-1,
+        minloglevel=2,
+        num_threads=1,
+    )
+    assert tokenizer.load([tmp_path]).end is None
+
+
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [
+        (None, None),
+        ({}, None),
+        ({"eos_token": None}, None),
+        ({"eos_token": "<|endoftext|>"}, 50256),
+        ({"eos_token": {"content": "<|endoftext|>", "lstrip": False}}, 50256),
+        ({"eos_token": "no such token"}, None),
+    ],
+)
+def test_a_tokenizer_json_has_the_end_that_its_config_names(
+    config: Any, end: int | None, data_dir: Path, tmp_path: Path
+) -> None:
+    gpt2(data_dir).save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert tokenizer.load([tmp_path]).end == end
+
+
+EOS = "allowed: a string, or a table with a string as content"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b'{"eos_token": ', "not JSON: Expecting value: line 1 column 15 (char 14)"),
+        (b'{"eos_token": "\xff"}', "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 15: invalid start byte"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        (b"[1]", "[1]; a tokenizer_config.json is a table; repair or remove it"),
+        (b'{"eos_token": 2}', f"eos_token is 2; {EOS}"),
+        (b'{"eos_token": ["a"]}', f"eos_token is ['a']; {EOS}"),
+        (b'{"eos_token": {"content": 2}}', f"eos_token is {{'content': 2}}; {EOS}"),
+        (b'{"eos_token": {}}', f"eos_token is {{}}; {EOS}"),
+        (b'{"eos_token": ' + b"[" * 900 + b"]" * 900 + b"}", f"eos_token is [[[[[[[...]]]]]]]; {EOS}"),
+        (b" " * ((16 << 20) + 1), "16777217 bytes; it has at most 16777216"),
+    ],
+)
+def test_a_config_that_is_none(content: bytes, reason: str, data_dir: Path, tmp_path: Path) -> None:
+    gpt2(data_dir).save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{path}: {reason}")
+
+
+def test_a_real_folder_names_its_end(smollm2: Path) -> None:
+    found = tokenizer.load([smollm2])
+    assert (found.source, found.end) == ("tokenizer.json", 2)
+    assert found.encode(["<|im_end|>"]) == [[2]]
+
+
+BYTES = sorted(ByteLevel.alphabet())
+PIECES = [*BYTES, "ab", "Ġab", "</s>"]
+MERGES = "#version: 0.2\na b\nĠ ab\n"
+
+
+def bpe_folder(folder: Path, pieces: Any = PIECES, merges: str | None = MERGES, special: str | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    table = {piece: i for i, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
+    for name, text in (("vocab.json", json.dumps(table)), ("merges.txt", merges), ("special_tokens.txt", special)):
+        if text is not None:
+            (folder / name).write_bytes(text.encode())
+    return folder
+
+
+def test_byte_level_bpe_by_hand(tmp_path: Path) -> None:
+    found = tokenizer.load([bpe_folder(tmp_path, special="[X]\r\n[CLS]\n")])
+    assert isinstance(found, BytePairTokenizer)
+    assert (found.source, found.vocab, found.end) == ("vocab.json", 261, 258)
+    a, space = BYTES.index("a"), BYTES.index("Ġ")
+    assert found.encode(["ab ab a b", "", " "]) == [[260, 256, 257, space, a, space, BYTES.index("b")], [260], [260, space]]
+    assert found.sha256 == hashlib.sha256(json.dumps([*PIECES, "[X]", "[CLS]"]).encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("more", "special", "begin", "end"),
+    [
+        ([], None, [], None),
+        (["<|endoftext|>"], None, [], 256),
+        (["<|endoftext|>"], "</s>\n[CLS]", [258], 257),
+        (["</s>", "<|endoftext|>"], "[CLS]\n", [258], 256),
+        (["[CLS]"], "", [], None),
+    ],
+)
+def test_what_begins_and_ends_byte_level_bpe(
+    more: list[str], special: str | None, begin: list[int], end: int | None, tmp_path: Path
+) -> None:
+    found = tokenizer.load([bpe_folder(tmp_path, [*BYTES, *more], "", special)])
+    assert found.encode([""]) == [begin]
+    assert found.end == end
+
+
+def test_aquila(data_dir: Path) -> None:
+    folder = data_dir / "tokenizers" / "aquila"
+    found = tokenizer.load([folder])
+    assert isinstance(found, BytePairTokenizer)
+    assert (found.source, found.vocab, found.end) == ("vocab.json", 100008, 100007)
+    assert found.sha256 == "312061798430e4d1e665aeb7223e6dd943fcd21966938b6a12df62bca4dd39ef"
+    assert found.encode(["Hello world 你好，世界"]) == [[100006, 22299, 3117, 221, 34856, 261, 1996]]
+    assert found.encode(["</s>", "[CLS]"]) == [[100006, 1780, 83, 30], [100006, 59, 6450, 51, 61]]
+    assert tokenizer.load([folder / "vocab.json"]).sha256 == found.sha256
+    tokenizer.check_vocab(found, 100008)
+
+
+def test_gpt2_from_two_files_and_from_one(data_dir: Path, tmp_path: Path) -> None:
+    gpt2(data_dir).save(str(tmp_path / "tokenizer.json"))
+    found, other = tokenizer.load([data_dir / "tokenizers" / "gpt2"]), tokenizer.load([tmp_path])
+    assert isinstance(found, BytePairTokenizer)
+    assert isinstance(other, JsonTokenizer)
+    assert (found.vocab, found.sha256) == (other.vocab, other.sha256)
+    assert found.encode(TEXTS) == other.encode(TEXTS)
+    assert (found.end, found.encode(["<|endoftext|>"])) == (50256, [[27, 91, 437, 1659, 5239, 91, 29]])
+
+
+def test_byte_level_bpe_is_looked_for_last(data_dir: Path, tmp_path: Path) -> None:
+    model = (data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()
+    nested = bpe_folder(tmp_path / "nested" / "tokenizer").parent
+    assert tokenizer.load([nested]).vocab == tokenizer.load([nested / "tokenizer" / "vocab.json"]).vocab == 259
+    (nested / "tokenizer" / "tokenizer.model").write_bytes(model)
+    assert tokenizer.load([nested]).vocab == 32000
+    assert tokenizer.load([nested / "tokenizer" / "vocab.json"]).vocab == 259
+    gpt2(data_dir).save(str(nested / "tokenizer" / "tokenizer.json"))
+    assert tokenizer.load([nested]).vocab == 50257
+    bpe_folder(nested)
+    assert tokenizer.load([nested]).vocab == 259
+
+
+def ids(**changes: Any) -> dict[str, Any]:
+    return {**{piece: i for i, piece in enumerate(PIECES)}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        (3, "not a vocabulary; allowed: a table of pieces and their ids, which are integers"),
+        (ids(ab="256"), "not a vocabulary; allowed: a table of pieces and their ids, which are integers"),
+        (ids(ab=True), "not a vocabulary; allowed: a table of pieces and their ids, which are integers"),
+        (ids(ab=256.0), "not a vocabulary; allowed: a table of pieces and their ids, which are integers"),
+        ({}, "no piece '!'; a byte-level vocabulary has one for each of the 256 bytes"),
+        (ids(x=300, ab=300), "'x' and 'ab' have the id 300; an id is one piece's"),
+        (ids(ab=300), "no piece has the id 256; the ids of 259 pieces are 0 to 258"),
+        (ids(ab=-1), "no piece has the id 256; the ids of 259 pieces are 0 to 258"),
+    ],
+)
+def test_a_vocabulary_that_is_none(pieces: Any, reason: str, tmp_path: Path) -> None:
+    assert refusal(bpe_folder(tmp_path, pieces)) == f"{tmp_path / 'vocab.json'}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b'{"a": 0, "a": 1}', "not JSON: a key stands twice in one table"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
+        (b"\xff", "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_vocabulary_that_is_no_json(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = bpe_folder(tmp_path) / "vocab.json"
+    path.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{path}: {reason}")
+
+
+@pytest.mark.parametrize("line", ["a", "a b c", "a c", "a unknown", "", " a b"])
+def test_a_merge_that_is_none(line: str, tmp_path: Path) -> None:
+    bpe_folder(tmp_path, merges=f"#version: 0.2\na b\n{line}\nĠ ab\n")
+    assert refusal(tmp_path) == (
+        f"{tmp_path / 'merges.txt'}: line 3 is {line!r}; a merge is two pieces of vocab.json, a space between them, "
+        "that are a third one together"
+    )
+
+
+@pytest.mark.parametrize(
+    ("special", "number", "shown"),
+    [("[CLS]\n\n</t>\n", 2, ""), ("[CLS] \n", 1, "[CLS] "), ("<x>\n<y>\n<x>\n", 3, "<x>"), ("[CLS]\nab", 2, "ab")],
+)
+def test_a_special_token_that_is_none(special: str, number: int, shown: str, tmp_path: Path) -> None:
+    bpe_folder(tmp_path, special=special)
+    assert refusal(tmp_path) == (
+        f"{tmp_path / 'special_tokens.txt'}: line {number} is {shown!r}; allowed: one token a line, with no space around it, "
+        "that stands nowhere else"
+    )
+
+
+def test_byte_level_bpe_needs_its_merges(tmp_path: Path) -> None:
+    path = bpe_folder(tmp_path, merges=None) / "vocab.json"
+    assert (
+        refusal(path)
+        == refusal(tmp_path)
+        == (f"{path}: no merges.txt beside it; put it there, or name another tokenizer with --tokenizer")
+    )
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "special_tokens.txt"])
+def test_files_beside_a_vocabulary_have_limits_too(name: str, tmp_path: Path) -> None:
+    path = bpe_folder(tmp_path) / name
+    with path.open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    assert refusal(tmp_path) == f"{path}: 268435457 bytes; it has at most 268435456"
+    path.write_bytes(b"\xff")
+    assert refusal(tmp_path).startswith(f"{path}: not UTF-8: ")

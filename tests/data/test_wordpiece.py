@@ -1,0 +1,137 @@
+"""BERT's word pieces from a vocab.txt: by hand, with the real vocabulary, and files that are none."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from steelyard.data import tokenizer
+from steelyard.data.tokenizer import BytePairTokenizer, JsonTokenizer, WordPieceTokenizer
+from steelyard.errors import RequestError
+from steelyard.tasks.superglue_record import queries as superglue
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[MASK]", "os", "##lo", "cafe", "[", "]", "mask", "cls", ".", "a"]
+REAL_SHA256 = "862782a2264648a2a9f2fe0ffedb5b702c097f03e4e1fb97cb88380302342c2e"
+
+
+def vocabulary(folder: Path, *pieces: str, name: str = "vocab.txt") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(f"{piece}\n" for piece in pieces or PIECES))
+    return folder / name
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.load([path])
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_pieces_by_hand(tmp_path: Path) -> None:
+    found = WordPieceTokenizer(vocabulary(tmp_path))
+    assert (found.source, found.vocab, found.end) == ("vocab.txt", 13, None)
+    assert (found.pad, found.cls, found.mask) == (0, 2, 3)
+    assert found.sha256 == hashlib.sha256(json.dumps(PIECES).encode()).hexdigest()
+    texts = ["Oslo.", " OSLO\n oslo", "Café", "lo oslolo xos", "", "[MASK][CLS]", "a\u200ba", "a" * 101]
+    assert found.encode(texts) == [
+        [4, 5, 11],
+        [4, 5, 4, 5],
+        [6],
+        [1, 4, 5, 5, 1],
+        [],
+        [7, 9, 8, 7, 10, 8],
+        [1],  # the invisible letter is cleaned away, and no piece is "aa"
+        [1],
+    ]
+
+
+def test_ids_are_lines_whatever_ends_them(tmp_path: Path) -> None:
+    one = WordPieceTokenizer(vocabulary(tmp_path / "one", *reversed(PIECES)))
+    assert (one.pad, one.cls, one.mask, one.encode(["oslo"])) == (12, 10, 9, [[8, 7]])
+    other = vocabulary(tmp_path / "two", *reversed(PIECES))
+    other.write_bytes(other.read_bytes().replace(b"\n", b"\r\n")[:-2])
+    assert WordPieceTokenizer(other).sha256 == one.sha256
+
+
+@pytest.mark.parametrize("name", ["[PAD]", "[UNK]", "[CLS]", "[MASK]"])
+def test_a_vocabulary_needs_its_special_pieces(name: str, tmp_path: Path) -> None:
+    path = vocabulary(tmp_path, *(piece for piece in PIECES if piece != name))
+    assert refusal(tmp_path) == (
+        f"{path}: no piece {name}; BERT's vocab.txt has [PAD], [UNK], [CLS], [MASK]; name that with --tokenizer"
+    )
+
+
+@pytest.mark.parametrize(("piece", "shown"), [("", "''"), (" os", "' os'"), ("two words ", "'two words '"), ("os", "'os'")])
+def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
+    path = vocabulary(tmp_path, piece, *PIECES)
+    assert refusal(path) == (
+        f"{path}: line 1 is {shown}; allowed: one piece a line, with no space around it, that stands nowhere else"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no piece [PAD]; "),
+        (b"[PAD]\n\xff\n", "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 6: invalid start byte"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:07ec\nsize 231508\n", "no piece [PAD]; "),
+    ],
+)
+def test_a_file_that_is_none(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{path}: {reason}")
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    with path.open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    assert refusal(tmp_path) == f"{path}: 268435457 bytes; a tokenizer has at most 268435456"
+
+
+def test_word_pieces_are_looked_for_last(data_dir: Path, tmp_path: Path) -> None:
+    path = vocabulary(tmp_path)
+    own = vocabulary(tmp_path / "own", name="my-own.txt")
+    assert isinstance(tokenizer.load([tmp_path]), WordPieceTokenizer)
+    assert tokenizer.load([own]).source == "my-own.txt"
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((data_dir / "tokenizers" / "gpt2" / name).read_bytes())
+    assert isinstance(tokenizer.load([tmp_path]), BytePairTokenizer)
+    assert isinstance(tokenizer.load([path]), WordPieceTokenizer)
+
+
+def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> None:
+    """As in a Hugging Face folder of BERT."""
+    path = vocabulary(tmp_path / "tokenizer")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordPiece({piece: i for i, piece in enumerate(PIECES)}))
+    inner.save(str(path.with_name("tokenizer.json")))
+    assert isinstance(tokenizer.load([tmp_path]), JsonTokenizer)
+    found = tokenizer.load_pieces([tmp_path / "absent", tmp_path])
+    assert (found.source, found.cls) == ("vocab.txt", 2)
+    path.unlink()
+    with pytest.raises(RequestError) as caught:
+        tokenizer.load_pieces([tmp_path])
+    assert str(caught.value) == (
+        f"no tokenizer found (looked in: {tmp_path}); put BERT's vocab.txt beside the weights or the data, "
+        "or name it with --tokenizer"
+    )
+
+
+def test_the_real_vocabulary(data_dir: Path) -> None:
+    found = tokenizer.load_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
+    assert (found.vocab, found.pad, found.cls, found.mask, found.sha256) == (30522, 0, 101, 103, REAL_SHA256)
+    assert found.encode(["Hello world", "[CLS] naïve"]) == [[7592, 2088], [1031, 18856, 2015, 1033, 15743]]
+
+
+def test_real_texts_are_read_as_the_librarys_own_bert_reads_them(data_dir: Path) -> None:
+    folder = data_dir / "tokenizers" / "bert-large-uncased"
+    theirs = tokenizers.BertWordPieceTokenizer(str(folder / "vocab.txt"), lowercase=True)
+    queries = superglue.read(data_dir / "record" / "record_dev32.jsonl")
+    texts = [text for one in queries for text in (one.passage, *one.entities)]
+    found = tokenizer.load_pieces([folder]).encode(texts)
+    assert found == [one.ids for one in theirs.encode_batch(texts, add_special_tokens=False)]
+    assert (len(found), sum(map(len, found))) == (401, 7587)

@@ -1,0 +1,255 @@
+"""GLM's trainers: losses and gradients of the literal implementation, in every division, precision and way of computing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.glm import CPU, SHAPE, TRAINING, build, job, literal_loss, literal_scores, packed, samples, trainer
+from steelyard.engines.reference.glm import ReferenceTrainer, padded
+from steelyard.engines.torch import model as score
+from steelyard.engines.torch.glm import GlmTrainer, to_device
+from steelyard.errors import RequestError
+from steelyard.models import glm_fused
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DROPPED = SHAPE.model_copy(update={"dropout": 0.1})
+TARGETS = torch.tensor(5.0)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(score.DTYPES, "fp32", torch.float64)
+
+
+def micros(division: str, *groups: list[int]):
+    some = samples(5)
+    return [to_device(packed(division, [some[i] for i in group]), CPU) for group in groups]
+
+
+def gradients(of: GlmTrainer) -> list[Tensor]:
+    return [of.adam.gradient(p).clone() for p in of.adam.own]
+
+
+def literal_gradients() -> tuple[float, list[Tensor]]:
+    model = build()
+    loss = literal_loss(model, samples(5)) / 5
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("kind", [GlmTrainer, ReferenceTrainer])
+@pytest.mark.parametrize("division", ["closed", "open"])
+def test_loss_and_gradients_are_the_literal_ones(division: str, kind: type[GlmTrainer], monkeypatch) -> None:
+    """The samples in two micro-batches; in the fused way logits are read a few rows at a time."""
+    monkeypatch.setattr(glm_fused, "ROWS", 4)
+    made = trainer(job(), kind)
+    loss = made.learn(micros(division, [0, 1, 2], [3, 4]), TARGETS)
+    wanted, grads = literal_gradients()
+    assert float(loss) == pytest.approx(wanted, abs=1e-10)
+    for (name, _), found, expected in zip(made.model.named_parameters(), gradients(made), grads, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    assert min(float(grad.abs().max()) for grad in grads) > 1e-5
+
+
+@pytest.mark.parametrize("kind", [GlmTrainer, ReferenceTrainer])
+def test_in_fp32_the_ways_agree(kind: type[GlmTrainer]) -> None:
+    made = trainer(job(), kind)
+    loss = made.learn(micros("closed", [0, 1, 2, 3, 4]), TARGETS)
+    wanted, grads = literal_gradients()
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(wanted, rel=1e-6)
+    for found, expected in zip(gradients(made), grads, strict=True):
+        most = float(expected.abs().max())
+        torch.testing.assert_close(found, expected.float(), atol=3e-6 * max(most, 1), rtol=0)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("kind", [GlmTrainer, ReferenceTrainer])
+def test_scores_drop_nothing(kind: type[GlmTrainer]) -> None:
+    made = trainer(job(shape=DROPPED), kind)
+    found = made.scores(micros("open", [0, 1, 2, 3, 4])[0])
+    assert not found.requires_grad
+    for row, wanted in zip(found.tolist(), literal_scores(build(), samples(5)), strict=True):
+        assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], abs=1e-10)
+    assert np.isneginf(found[0, 2:].numpy()).all()
+    losses = [float(made.loss(micros("open", [0])[0]).detach()) for _ in range(2)]
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.usefixtures("wide")
+def test_what_is_computed_again_drops_the_same() -> None:
+    found = {}
+    for how in ("none", "full"):
+        made = trainer(job(shape=DROPPED, recompute=how))
+        torch.manual_seed(7)
+        loss = made.learn(micros("closed", [0, 1, 2]), TARGETS)
+        found[how] = float(loss), gradients(made)
+    assert found["none"][0] == found["full"][0]
+    for one, other in zip(found["none"][1], found["full"][1], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_dropped_loss_has_its_own_gradient() -> None:
+    """Finite differences along one direction, with the same numbers dropped at both ends."""
+    made = trainer(job(shape=DROPPED))
+    micro = micros("open", [0, 1, 2])
+    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(made.adam.own)]
+
+    def loss_at(step: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(made.adam.own, direction, strict=True):
+                p.add_(d, alpha=step)
+            torch.manual_seed(11)
+            value = float(made.loss(micro[0]) / TARGETS)
+            for p, d in zip(made.adam.own, direction, strict=True):
+                p.add_(d, alpha=-step)
+        return value
+
+    torch.manual_seed(11)
+    made.learn(micro, TARGETS)
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients(made), direction, strict=True))
+    assert (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+def test_warming_up_changes_nothing() -> None:
+    made = trainer(job(shape=DROPPED))
+    before = [p.detach().clone() for p in made.adam.own]
+    made.warm(micros("open", [0, 1])[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, made.adam.own, strict=True))
+    assert not any(bool(grad.count_nonzero()) for grad in gradients(made))
+    assert len(made.buckets) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure", "tf32"])
+def test_every_precision_learns(precision: str) -> None:
+    made = trainer(job(precision))
+    micro = micros("open", [0, 1, 2], [3, 4])
+    losses = []
+    for _ in range(12):
+        losses.append(float(made.learn(micro, made.total(5))))
+        norm = made.update(3e-3)
+        assert 0 < float(norm) < 1e4
+    assert losses[0] == pytest.approx(literal_gradients()[0], rel=0.05)
+    assert losses[-1] < losses[0] / 2
+    kept = {"bf16": torch.float32, "fp16": torch.float32, "bf16-pure": torch.bfloat16, "tf32": torch.float32}[precision]
+    assert {p.dtype for p in made.adam.kept} == {kept} == {flat.dtype for flat in made.buckets}
+    assert made.details() == {"attention": "padded", "weights": {"source": "random", "seed": 0}}
+
+
+def test_gradients_lie_in_few_rows(monkeypatch) -> None:
+    monkeypatch.setattr("steelyard.engines.torch.glm.BUCKET", 5000)
+    made = trainer(job("bf16"))
+    assert 2 < len(made.buckets) < 12
+    made.learn(micros("open", [0, 1]), TARGETS)
+    every = [one.flatten() for one in gradients(made)]
+    assert torch.equal(torch.cat(every), torch.cat(made.buckets))
+    made.update(1e-3)
+    assert not any(bool(flat.count_nonzero()) for flat in made.buckets)
+
+
+def test_a_replica_without_samples_takes_its_step() -> None:
+    made = trainer(job("fp16"))
+    assert float(made.learn([], TARGETS)) == 0.0
+    assert float(made.update(1e-3)) == 0.0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_goes_on_where_another_stopped(precision: str) -> None:
+    """To the bit: three steps, or two and what they keep handed to a fresh trainer for the third."""
+    whole, first, second = (trainer(job(precision)) for _ in range(3))
+    micro = micros("open", [0, 1, 2], [3, 4])
+
+    def step(made: GlmTrainer) -> tuple[float, float]:
+        return float(made.learn(micro, TARGETS)), float(made.update(1e-3))
+
+    expected = [step(whole) for _ in range(3)]
+    assert [step(first), step(first)] == expected[:2]
+    kept = {name: tensor.clone() for name, tensor in first.state().items()}
+    assert {f"weights.{name}" for name, _ in first.model.named_parameters()} < kept.keys()
+    for name, tensor in second.state().items():
+        tensor.copy_(kept[name])
+    second.restore(first.numbers())
+    assert step(second) == expected[2] != expected[1]
+
+
+def test_refusals() -> None:
+    for tune, words in (
+        ({"attention": "rows"}, "tune.attention='rows' is not known; allowed: auto, flash, padded"),
+        ({"recompute": "selective"}, "tune.recompute='selective' is not there for a GLM; allowed: none, full"),
+    ):
+        with pytest.raises(RequestError, match=words) as caught:
+            GlmTrainer(job(**tune))
+        assert "\n" not in str(caught.value)
+    odd = SHAPE.model_copy(update={"hidden": 24, "heads": 4})
+    with pytest.raises(RequestError, match="takes heads of 8, 16, … 256 numbers, not 6; choose padded"):
+        GlmTrainer(job(shape=odd, attention="flash"))
+
+
+def test_padding_of_the_reference() -> None:
+    some = samples(3)
+    lengths = [len(one.context) + len(piece) + 1 for one in some for piece in one.candidates]
+    for division in ("closed", "open"):
+        assert padded(packed(division, some), 24) == 24 * len(lengths) - sum(lengths)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("wide")
+def test_compiled_equals_eager() -> None:
+    """And sizes that were never met are compiled no more: each micro-batch has other ones."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    made = trainer(job(compile=True))
+    parts = micros("closed", [0, 1], [2], [3, 4])
+    made.warm(parts[0])
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    loss = made.learn(parts, TARGETS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
+    wanted, grads = literal_gradients()
+    assert float(loss) == pytest.approx(wanted, abs=1e-10)
+    for found, expected in zip(gradients(made), grads, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.full
+def test_compiled_dropout_drops_the_same_backward() -> None:
+    torch.compiler.reset()
+    pieces = glm_fused.Pieces(True, 1e-5, 0.5)
+    norm = torch.nn.LayerNorm(32)
+    for rows in (40, 57):
+        x, delta = torch.randn(rows, 32), torch.randn(rows, 32, requires_grad=True)
+        out, normed = pieces.join(x, delta, norm, 0.5)
+        weight = torch.randn(rows, 32)
+        kept = (out - x).abs() > 1e-6
+        torch.testing.assert_close(out, x + torch.where(kept, 2 * delta, 0), atol=1e-5, rtol=0)
+        assert 0.4 < float(kept.float().mean()) < 0.6
+        (grad,) = torch.autograd.grad((out, normed), delta, (weight, weight.flip(0)))  # donated buffers: once only
+        same = x + torch.where(kept, 2 * delta, 0)
+        (wanted,) = torch.autograd.grad((same, norm(same)), delta, (weight, weight.flip(0)))
+        torch.testing.assert_close(grad, wanted, atol=1e-4, rtol=0)
+        assert not bool(grad[~kept].count_nonzero())
+
+
+def test_two_replicas_are_one(tmp_path: Path) -> None:
+    """Real processes over gloo, in float64: five samples dealt unevenly, three steps with clipping; weights, losses, norms."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0"]
+    command += [str(Path(__file__).parents[1] / "ranks" / "glm_replicas.py"), str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(2))
+    assert first["samples"] == second["samples"] == 5.0
+    assert first["both"] == second["both"]
+    assert first["both"]["losses"] == pytest.approx(first["alone"]["losses"], abs=1e-11)
+    assert first["both"]["norms"] == pytest.approx(first["alone"]["norms"], abs=1e-11)
+    assert first["both"]["weights"] == pytest.approx(first["alone"]["weights"], abs=1e-11)
+    assert len(set(first["alone"]["losses"])) == 3
+    assert max(first["alone"]["norms"]) > TRAINING.clip

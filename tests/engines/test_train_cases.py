@@ -1,0 +1,122 @@
+"""Training from the command line: losses that end a run, and weights that it begins with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from fixtures.commands import Shell
+from steelyard.case.case import resolve
+from steelyard.engines.transformers.score import config
+
+CASE = "llama1-7b-openwebtext"
+RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu")
+
+
+def record(shell: Shell) -> dict[str, Any]:
+    [path] = shell.out.glob("*.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def steps(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [s for s in found["samples"] if s["pass"] == "train"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run(shell: Shell) -> None:
+    done = shell(*RUN, "--set=question.train.lr=1e30", "--set=question.train.warmup_steps=0", "--out", shell.out)
+    assert done.code == 1
+    found = record(shell)
+    losses = [s["values"]["loss"] for s in steps(found)]
+    bad = losses.index(None)
+    assert found["status"] == "invalid"
+    assert found["reasons"][0] == {"code": "nan", "text": f"step {bad}: the loss is not finite"}
+    assert len(losses) == bad + 1 < 40
+    assert found["metrics"]["loss"]["value"] is None
+    assert f"nan: step {bad}" in done.err
+
+
+def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
+    done = shell(*RUN, "--set=question.train.bound=5.0", "--out", shell.out)
+    assert done.code == 1
+    found = record(shell)
+    losses = [s["values"]["loss"] for s in steps(found)]
+    assert losses[0] > 5.0
+    assert len(losses) == 1
+    [reason] = [one for one in found["reasons"] if one["code"] == "loss_bound"]
+    assert reason["text"] == f"step 0: the loss is {losses[0]}, beyond the bound 5.0; the run was ended"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    LlamaForCausalLM(config(resolve(CASE, "smoke").case.question.model)).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, saved: Path) -> None:
+    """Into shards of two, and into one device and a pipeline."""
+    assert shell("weights", "convert", saved, shell.folder / "shards", "--to", "megatron", "--tp", "2").code == 0
+    losses = {}
+    for number, (weights, more) in enumerate(
+        [(saved, ()), (shell.folder / "shards", ()), (shell.folder / "shards", ("--devices", "2", "--parallel", "PP2"))]
+    ):
+        one = Shell(shell.folder / str(number))
+        one.folder.mkdir()
+        done = one(*RUN, "--steps", "4", "--weights", weights, *more, "--out", one.out)
+        assert done.code == 0, done.err
+        found = record(one)
+        assert found["weights"]["source"] == ("megatron" if number else "huggingface"), found["weights"]
+        losses[number] = [s["values"]["loss"] for s in steps(found) if s["rank"] == 0]
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["1", "3"])
+def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: str) -> None:
+    losses = []
+    for devices in ("1", "2"):
+        one = Shell(shell.folder / devices)
+        one.folder.mkdir()
+        more = ("--devices", devices, "--engine", "transformers", f"--set=tune.sharding={sharding}", "--steps", "5")
+        done = one(*RUN, *more, "--out", one.out)
+        assert done.code == 0, done.err
+        found = record(one)
+        losses.append([s["values"]["loss"] for s in steps(found) if s["rank"] == 0])
+    assert found["engine"]["details"]["sharding"] == int(sharding)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_transformers_over_two_devices_says_what_to_add(shell: Shell) -> None:
+    done = shell(*RUN, "--devices", "2", "--engine", "transformers", "--out", shell.out)
+    assert done.code == 2
+    assert "add --set tune.sharding=3" in done.lines[-1]
+
+
+WHICH = """
+import sys, torch
+from steelyard.run import worker
+before = torch.are_deterministic_algorithms_enabled()
+worker._always_the_same()
+print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+"""
+
+
+def test_the_same_bits_where_asked(shell: Shell) -> None:
+    """On a CPU runs are alike anyway, so that torch was told is looked at on its own."""
+    told = subprocess.run([sys.executable, "-c", WHICH], env=shell.env(), capture_output=True, text=True, check=True)
+    assert told.stdout == "False True False\n"
+    losses = []
+    for name in ("one", "two"):
+        one = Shell(shell.folder / name)
+        one.folder.mkdir()
+        done = one(*RUN, "--steps", "5", "--set=tune.deterministic=true", "--out", one.out, OMP_NUM_THREADS="2")
+        assert done.code == 0, done.err
+        found = record(one)
+        losses.append([s["values"] for s in steps(found)])
+    assert losses[0] == losses[1]
+    assert found["tune"]["deterministic"] is True

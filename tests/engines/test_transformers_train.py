@@ -1,0 +1,233 @@
+"""Engine transformers trains as engine torch does: the same losses and norms, segments that do not see each other."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fixtures.commands import Shell
+from steelyard import engines
+from steelyard.accelerators.cpu import Device
+from steelyard.case import case
+from steelyard.data.rows import IGNORED, Row
+from steelyard.engines import Job
+from steelyard.engines.torch.tensor_parallel import Team
+from steelyard.errors import RequestError
+from steelyard.plan import degrees
+from steelyard.record.record import Plan
+from steelyard.run.measure import Work
+from steelyard.tasks.table import TASKS, Sources
+from steelyard.training.loop import packed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = ("llama1-7b-openwebtext", "aquila2-7b-alpaca")
+STEPS = 10
+
+
+def engine(name: str, of: str = CASES[0], precision: str | None = None, dp: int = 1, settings: tuple[str, ...] = ()) -> Any:
+    layout = Plan(nodes=1, devices=dp, tp=1, pp=1, dp=dp, launcher="local")
+    resolved = case.resolve(of, "smoke", precision, settings=list(settings)).case
+    question = resolved.question
+    job = Job(
+        case=resolved,
+        texts=TASKS[question.task].prepare(question, Sources(None, None, None), None).texts,
+        weights=None,
+        device=Device(0),
+        rank=0,
+        world=dp,
+        plan=layout,
+        place=degrees.place(layout, 0),
+        team=Team(),
+        steps=STEPS,
+    )
+    return engines.load(name, "train")(job)
+
+
+def trained(one: Any) -> dict[str, list[float]]:
+    """Losses and norms of every step, and the held-out loss before and after."""
+    out = {}
+    for name in ("before", "train", "after"):
+        one.prepare(name, lambda part: nullcontext())
+        works = [item for item in one.work(name) if isinstance(item, Work)]
+        assert len(works) == one.total(name)
+        if name == "train":
+            out |= {key: [float(work.values[key]) for work in works] for key in ("loss", "grad_norm")}
+        else:
+            found = one.outputs(name)
+            out[name] = [found["nll"] / found["targets"]]
+    return out
+
+
+def same(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    for key in ("loss", "before", "after"):
+        assert found[key] == pytest.approx(expected[key], abs=1e-5, rel=0), key
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def torch_trained() -> dict[str, dict[str, list[float]]]:
+    return {of: trained(engine("torch", of)) for of in CASES}
+
+
+@pytest.mark.parametrize("attention", ["auto", "rows"])
+@pytest.mark.parametrize("of", CASES)
+def test_ten_steps_as_engine_torch(of: str, attention: str, torch_trained: dict[str, Any]) -> None:
+    one = engine("transformers", of, settings=(f"tune.attention={attention}",))
+    same(trained(one), torch_trained[of])
+    details = one.details()
+    assert details["attention"] == {"auto": "sdpa"}.get(attention, attention)
+    assert details["weights"]["source"] == "random"
+    if attention == "auto":
+        assert 0 < details["masked"] <= details["batches"]
+
+
+@pytest.mark.parametrize("settings", [("tune.recompute=full",), ("tune.micro_batch=1",), ("tune.micro_batch=3",)])
+def test_how_it_is_computed_changes_nothing(settings: tuple[str, ...], torch_trained: dict[str, Any]) -> None:
+    same(trained(engine("transformers", settings=settings)), torch_trained[CASES[0]])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
+def test_other_precisions(precision: str) -> None:
+    ours, theirs = (trained(engine(name, precision=precision)) for name in ("torch", "transformers"))
+    assert theirs["loss"][0] == pytest.approx(ours["loss"][0], rel=0.01)
+    assert theirs["loss"][-1] == pytest.approx(ours["loss"][-1], rel=0.05)
+    assert theirs["after"][0] < theirs["before"][0]
+
+
+def test_biases_that_a_llama_of_ours_has_not_stay_zero() -> None:
+    settings = ("question.model.qkv_bias=true",)
+    one = engine("transformers", settings=settings)
+    same(trained(one), trained(engine("torch", settings=settings)))
+    biases = {name: p for name, p in one.trainer.hf.named_parameters() if name.endswith("bias")}
+    assert all(bool((p == 0).all()) == name.endswith("o_proj.bias") for name, p in biases.items())
+    assert len(biases) == 2 * 4
+
+
+def test_tied_tables() -> None:
+    settings = ("question.model.tied=true",)
+    same(trained(engine("transformers", settings=settings)), trained(engine("torch", settings=settings)))
+
+
+# Segments of a row.
+
+
+def row(lens: tuple[int, ...], padding: int, seed: int) -> Row:
+    """Segments of random tokens, and padding. Nothing is learned from the last token of a segment."""
+    rng = np.random.default_rng(seed)
+    real = sum(lens)
+    tokens = np.concatenate((rng.integers(0, 256, real), np.zeros(padding, dtype=np.int64)))
+    targets = np.append(tokens[1:], IGNORED)
+    targets[np.cumsum(lens) - 1] = IGNORED
+    targets[real:] = IGNORED
+    return Row(tokens, targets, (*lens, padding) if padding else lens, real, len(lens))
+
+
+def by_segment(one: Any, rows: list[Row]) -> list[float]:
+    """The loss of each segment from which something is learned."""
+    pack = packed(rows)
+    out, begin = [], 0
+    for size in pack.lens:
+        inside = (begin <= pack.pick) & (pack.pick < begin + size)
+        begin += size
+        if inside.any():
+            micro = one._to_device(replace(pack, pick=pack.pick[inside], targets=pack.targets[inside]))
+            with torch.no_grad():
+                out.append(float(one.trainer.loss(replace(micro, alone=False))))
+    return out
+
+
+@pytest.fixture(scope="module", params=["auto", "rows"])
+def ready(request: pytest.FixtureRequest) -> Any:
+    one = engine("transformers", settings=("tune.micro_batch=2", f"tune.attention={request.param}"))
+    one.prepare("train", lambda part: nullcontext())
+    return one
+
+
+def test_segments_do_not_see_each_other(ready: Any) -> None:
+    rows = [row((40, 1, 50), 37, 0), row((2, 2, 124), 0, 1)]
+    before = by_segment(ready, rows)
+    learning = [(0, 0), (0, 41), (1, 0), (1, 2), (1, 4)]  # row and first token of each; a segment of one learns nothing
+    assert len(before) == len(learning)
+    for changed, (which, first) in enumerate(learning):
+        tokens = [one.tokens.copy() for one in rows]
+        tokens[which][first] ^= 1
+        after = by_segment(ready, [replace(one, tokens=new) for one, new in zip(rows, tokens, strict=True)])
+        differs = [abs(a - b) > 1e-5 for a, b in zip(after, before, strict=True)]
+        assert differs == [i == changed for i in range(len(before))]
+
+
+def test_no_mask_where_it_would_change_nothing() -> None:
+    one = engine("transformers", settings=("tune.micro_batch=2",))
+    one.prepare("train", lambda part: nullcontext())
+    whole, padded, two = row((128,), 0, 2), row((60,), 68, 3), row((60, 60), 8, 4)
+    for rows, alone in (((whole, padded), True), ((whole, two), False), ((two, two), False)):
+        micro = one._to_device(packed(list(rows)))
+        assert micro.alone is alone
+        with torch.no_grad():
+            masked, unmasked = (float(one.trainer.loss(replace(micro, alone=how))) for how in (False, True))
+        assert (abs(masked - unmasked) <= 1e-3) is alone  # a sum over more than 100 tokens
+    assert one.details()["masked"] == 3
+    assert one.details()["batches"] == 6
+
+
+@pytest.mark.parametrize("segments", [((128,), 0), ((60, 60), 8)])
+def test_warming_up_meets_both_graphs(segments: tuple[tuple[int, ...], int]) -> None:
+    one = engine("transformers", settings=("tune.micro_batch=1",))
+    one.prepare("train", lambda part: nullcontext())
+    seen = set()
+
+    def look(module: Any, given: Any, named: dict[str, Any]) -> None:
+        seen.add((named["attention_mask"] is not None, torch.is_grad_enabled()))
+
+    one.trainer.hf.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    one.trainer.warm(one._to_device(packed([row(*segments, 5)])))
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+    assert one.details()["batches"] == 0
+    assert all(p.grad is None for p in one.trainer.hf.parameters())
+
+
+# Compiled, refused, and from the command line.
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [(), ("tune.recompute=full",)])
+def test_compiled(settings: tuple[str, ...], torch_trained: dict[str, Any]) -> None:
+    """Nothing is compiled once a pass begins, with a mask or without."""
+    torch._dynamo.reset()
+    counters.clear()
+    one = engine("transformers", settings=("tune.compile=true", *settings))
+    one.prepare("train", lambda part: nullcontext())
+    graphs = counters["stats"]["unique_graphs"]
+    same(trained(one), torch_trained[CASES[0]])
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dp", "words"),
+    [
+        (("tune.recompute=selective",), 1, "whole layers; allowed: tune.recompute=none or full"),
+        (("tune.attention=magic",), 1, "allowed: auto, sdpa, cudnn, efficient, flash, packed, rows"),
+        ((), 2, "add --set tune.sharding=3"),
+    ],
+)
+def test_refusals(settings: tuple[str, ...], dp: int, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as failure:
+        engine("transformers", dp=dp, settings=settings)
+    assert "\n" not in str(failure.value)
+
+
+def test_command_line(shell: Shell) -> None:
+    done = shell(
+        "run", CASES[0], "--size", "smoke", "--accelerator", "cpu", "--engine", "transformers", "--out", shell.out, "--json"
+    )
+    assert done.code == 0, done.err
+    (record,) = shell.records()
+    assert record["engine"]["name"] == "transformers"
+    assert record["engine"]["details"]["attention"] == "sdpa"
+    assert record["status"] == "valid", record["reasons"]

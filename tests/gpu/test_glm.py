@@ -1,0 +1,287 @@
+"""GLM on a GPU: attention and kernels against plain formulas, with what they really dropped; the trainer in 16 bit.
+
+Which probabilities a call drops depends on the seed, the head and the place, not on the values. So they are read off: with a
+value of its own for every key (the rows of an identity) the output is the matrix of probabilities, zero where one is dropped.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.glm import SHAPE, build, dense, job, literal_scores, packed, samples, trainer
+from steelyard.engines.torch.glm import GlmTrainer, to_device
+from steelyard.models.glm_attention import ClozeLayout, attend, layout
+from steelyard.models.glm_fused import Gelu, Joined, Seen
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = torch.device("cuda")
+HEADS, DIM = 4, 64
+# Contexts, their spans, spans a context. Those of `SHORT` have at most 64 keys in a row: 48 of a context, 16 of a span.
+LONG = {
+    "closed": ([300, 300, 257, 31], [2, 4, 9, 3], [1, 1, 1, 1]),
+    "open": ([300, 3, 511, 128], [2, 4, 1, 3, 2, 5, 17, 6], [2, 3, 1, 2]),
+}
+SHORT = {"closed": ([48, 48, 7], [2, 16, 5], [1, 1, 1]), "open": ([48, 7, 20], [2, 16, 1, 3, 2, 5], [2, 3, 1])}
+PRECISE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def made(lengths: tuple[list[int], ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """QKV and a gradient, exact in 16 bit."""
+    total = sum(lengths[0]) + sum(lengths[1])
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(total, 3, HEADS, DIM, generator=generator).to(GPU, dtype)
+    return qkv, torch.randn(total, HEADS, DIM, generator=generator).to(GPU, dtype)
+
+
+def flash(qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5) -> list[Tensor]:
+    """The output and, where one is given to go back with, the gradient."""
+    torch.manual_seed(seed)
+    leaf = qkv.detach().requires_grad_(True)
+    out = attend(leaf, rows, "flash", dropout)
+    return [out.detach(), *(() if grad is None else torch.autograd.grad(out, leaf, grad))]
+
+
+def kernels(qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5) -> list[Tensor]:
+    """The same by one call of flash attention and the kernel for spans on themselves; last, the column sum of the gradient."""
+    torch.manual_seed(seed)
+    order, summed = rows.joint.order, torch.zeros(qkv[0].numel(), device=GPU)
+    leaf = qkv[order].requires_grad_(True)
+    out = Seen.apply(leaf, rows, dropout, summed)
+    grads = [] if grad is None else [*torch.autograd.grad(out, leaf, grad[order]), summed.view(qkv.shape[1:])]
+    back = order.argsort()
+    return [out.detach()[back], *(one[back] if len(one) == len(back) else one for one in grads)]
+
+
+WAYS = {"flash": flash, "kernels": kernels}
+
+
+def close(found: Tensor, wanted: Tensor, most: float) -> None:
+    """Of the largest number, so that small ones are not asked for more than 16 bit have."""
+    assert found.isfinite().all()
+    assert float((found.double() - wanted).abs().max()) <= most * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize("division", LONG)
+def test_flash_is_the_padded_meaning(division: str, dtype: torch.dtype, way: str) -> None:
+    qkv, grad = made(LONG[division], dtype)
+    rows = layout(*LONG[division], GPU)
+    leaf = qkv.double().requires_grad_(True)
+    out = attend(leaf, rows, "padded", 0.0)
+    (wanted,) = torch.autograd.grad(out, leaf, grad.double())
+    found, found_grad, *summed = WAYS[way](qkv, rows, grad)
+    close(found, out.detach(), PRECISE[dtype])
+    if summed:
+        close(summed[0], found_grad.double().sum(0), 1e-3)
+    for part in range(3):
+        for where in (slice(0, rows.context_tokens), slice(rows.context_tokens, None)):
+            close(found_grad[where, part], wanted[where, part], PRECISE[dtype])
+
+
+def kept(qkv: Tensor, lengths: tuple[list[int], ...], rows: ClozeLayout, dropout: float, seed: int, way: str) -> Tensor:
+    """What dropout leaves of each probability [heads, T, T], scaled; read off from what flash attention computes."""
+    contexts, spans, groups = lengths
+    n = rows.context_tokens
+    place = torch.tensor(
+        [*[i for length in contexts for i in range(length)], *[48 + i for length in spans for i in range(length)]]
+    )
+    marked = qkv.clone()
+    marked[:, 2] = torch.eye(DIM, device=GPU, dtype=qkv.dtype)[place.to(GPU)][:, None].expand(-1, HEADS, -1)
+    shown = WAYS[way](marked, rows, None, dropout, seed)[0]  # [T, heads, 64]
+    owner = [i for i, length in enumerate(contexts) for _ in range(length)]
+    seen_by = [i for i, count in enumerate(groups) for _ in range(count)]
+    span = [i for i, length in enumerate(spans) for _ in range(length)]
+    keep = torch.zeros(HEADS, len(qkv), len(qkv), dtype=torch.float64, device=GPU)
+    for i in range(len(qkv)):
+        mine = owner[i] if i < n else seen_by[span[i - n]]
+        keys = [j for j in range(n) if owner[j] == mine]
+        keys += [j for j in range(n, i + 1) if span[j - n] == span[i - n]] if i >= n else []
+        keep[:, i, keys] = (shown[i][:, place[keys].to(GPU)] != 0).double() / (1 - dropout)
+    return keep
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize("division", SHORT)
+def test_flash_with_dropout_is_exact_for_what_it_dropped(division: str, dtype: torch.dtype, way: str) -> None:
+    lengths = SHORT[division]
+    qkv, grad = made(lengths, dtype)
+    qkv[:, :2] /= 2  # no probability so small that it is zero in 16 bit
+    rows = layout(*lengths, GPU)
+    keep = kept(qkv, lengths, rows, 0.1, 5, way)
+    possible = int((kept(qkv, lengths, rows, 0.0, 5, way) != 0).sum())
+    assert 0.08 < 1 - int((keep != 0).sum()) / possible < 0.12
+    leaf = qkv.double().requires_grad_(True)
+    out = dense(leaf, *lengths, keep)
+    (wanted,) = torch.autograd.grad(out, leaf, grad.double())
+    found, found_grad = WAYS[way](qkv, rows, grad, 0.1, 5)[:2]
+    close(found, out.detach(), PRECISE[dtype])
+    for part in range(3):
+        close(found_grad[:, part], wanted[:, part], PRECISE[dtype])
+    other = WAYS[way](qkv, rows, grad, 0.1, 6)[0]
+    assert float((other.double() - out.detach()).abs().max()) > 3 * PRECISE[dtype] * float(out.detach().abs().max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("division", LONG)
+def test_dropped_attention_is_linear_in_its_values(division: str, way: str) -> None:
+    """Also where rows are long: out(v + w) = out(v) + out(w) under one seed, and <grad, out(v)> = <dv, v>."""
+    qkv, grad = made(LONG[division], torch.float16)
+    rows = layout(*LONG[division], GPU)
+    other = qkv.clone()
+    other[:, 2] = qkv[:, 2].flip(0)
+    both = qkv.clone()
+    both[:, 2] = qkv[:, 2] + other[:, 2]
+    (one, back), (two, _), (sum_of, _) = (WAYS[way](each, rows, grad, 0.1)[:2] for each in (qkv, other, both))
+    close(sum_of, one.double() + two.double(), 6e-3)
+    outer, inner = (grad.double() * one.double()).sum(), (back[:, 2].double() * qkv[:, 2].double()).sum()
+    assert float(outer) == pytest.approx(float(inner), abs=2e-3 * float(grad.double().norm() * one.double().norm()) / 10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_keeps_the_mean(way: str) -> None:
+    qkv, _ = made(LONG["open"], torch.float16)
+    rows = layout(*LONG["open"], GPU)
+    still = WAYS[way](qkv, rows)[0].double()
+    mean = torch.stack([WAYS[way](qkv, rows, None, 0.1, seed)[0].double() for seed in range(200)]).mean(0)
+    spread = float((WAYS[way](qkv, rows, None, 0.1, 1)[0].double() - still).square().mean().sqrt())
+    assert float((mean - still).square().mean().sqrt()) < 1.3 * spread / math.sqrt(200) + 1e-4
+
+
+@pytest.mark.parametrize("dtype", [*PRECISE, torch.float32])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("tokens", "width", "last"), [(2003, 1024, False), (700, 1024, True), (37, 48, False)])
+def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: float, dtype: torch.dtype) -> None:
+    """`last`: nothing is made from the stream itself. With a delta of ones the stream says what is dropped."""
+    generator = torch.Generator().manual_seed(1)
+    x, delta, more, grad = (torch.randn(tokens, width, generator=generator).to(GPU, dtype) for _ in range(4))
+    norm = torch.nn.LayerNorm(width, device=GPU, dtype=dtype)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    sums = [torch.zeros(width, device=GPU) for _ in range(3)]
+    torch.manual_seed(7)
+    marks = Joined.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
+    assert abs(float((~marks).double().mean()) - dropout) < (0.02 if width == 48 else 0.002)
+    scale = marks.double() / (1 - dropout)
+    torch.manual_seed(7)
+    found = Joined.apply(x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), dropout)
+    wide = [one.detach().double().requires_grad_(True) for one in (x, delta, norm.weight, norm.bias)]
+    stream = wide[0] + wide[1] * scale
+    wanted = stream, torch.nn.functional.layer_norm(stream, (width,), wide[2], wide[3], norm.eps)
+    part = slice(1, 2) if last else slice(0, 2)
+    given = (more, grad)[part]
+    found_grads = torch.autograd.grad(found[part], (x, delta), given)
+    grads = torch.autograd.grad(wanted[part], wide, tuple(one.double() for one in given))
+    most = {torch.float32: 1e-5}.get(dtype) or PRECISE[dtype]
+    for one, other in zip((*found, *found_grads, *sums), (*wanted, *grads, grads[1].sum(0)), strict=True):
+        close(one.detach(), other.detach(), most)
+    torch.manual_seed(8)
+    other = Joined.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
+    assert bool((other != marks).any()) == (dropout > 0)
+
+
+@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize(("tokens", "width"), [(2003, 4096), (37, 48)])
+def test_gelu_and_the_sum_of_its_gradient(tokens: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, grad = ((3 * torch.randn(tokens, width, generator=generator)).to(GPU, dtype) for _ in range(2))
+    summed = torch.ones(width, device=GPU)
+    (found,) = torch.autograd.grad(Gelu.apply(x.requires_grad_(True), summed), x, grad)
+    leaf = x.detach().double().requires_grad_(True)
+    (wanted,) = torch.autograd.grad(torch.nn.functional.gelu(leaf, approximate="tanh"), leaf, grad.double())
+    close(found, wanted, PRECISE[dtype])
+    close(summed - 1, wanted.sum(0), 1e-3)
+
+
+class Device:
+    """What a trainer asks of an accelerator."""
+
+    torch_device = GPU
+
+    def attention(self, dtype_name: str, shared: bool) -> str:
+        return {"fp16": "flash", "bf16": "flash"}.get(dtype_name, "efficient")
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+def on_gpu(precision: str, dropout: float = 0.0, **tune) -> GlmTrainer:
+    of: SimpleNamespace = job(precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune)
+    of.device = Device()
+    return trainer(of)
+
+
+def gradients(of: GlmTrainer) -> list[Tensor]:
+    return [of.adam.gradient(p).double().cpu() for p in of.adam.own]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("division", ["closed", "open"])
+def test_scores_and_gradients(division: str, precision: str, compiled: bool, monkeypatch) -> None:
+    monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)  # the tiny model's gradients are large
+    made = on_gpu(precision, compile=compiled)
+    assert made.kernel == ("padded" if precision == "fp32" else "flash")
+    some = samples(5)
+    micro = to_device(packed(division, some), GPU)
+    most = {"bf16": 4e-2, "fp16": 6e-3, "fp32": 1e-5}[precision]
+    for row, wanted in zip(made.scores(micro).tolist(), literal_scores(build(), some), strict=True):
+        assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], rel=most)
+    alone = trainer(job())  # fp32 on a CPU
+    targets = torch.tensor(5.0)
+    expected = float(alone.learn([to_device(packed(division, some), torch.device("cpu"))], targets))
+    scale = made.adam.scaler.get_scale() if made.adam.scaler.is_enabled() else 1.0
+    found = float(made.learn([micro], targets.to(GPU)))
+    assert found == pytest.approx(expected, rel=2 * most)
+    for one, wanted in zip(gradients(made), gradients(alone), strict=True):
+        assert float((one / scale - wanted).norm()) <= 3 * most * float(wanted.norm())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_computed_again_drops_the_same(compiled: bool) -> None:
+    found = []
+    for how in ("none", "full"):
+        made = on_gpu("bf16", 0.1, compile=compiled, recompute=how)
+        micro = to_device(packed("open", samples(5)), GPU)
+        made.warm(micro)
+        torch.manual_seed(3)
+        made.learn([micro], torch.tensor(5.0, device=GPU))
+        found.append(torch.cat([grad.flatten() for grad in gradients(made)]))
+    assert float((found[0] - found[1]).norm()) <= 2e-2 * float(found[0].norm())
+    assert float(found[0].norm()) > 0
+
+
+@pytest.mark.parametrize("division", ["closed", "open"])
+def test_a_step_waits_for_nothing_and_compiles_nothing_new(division: str) -> None:
+    made, some = on_gpu("bf16", 0.1, compile=True), samples(5)
+    first, *others = (
+        to_device(packed(division, [some[i] for i in group]), GPU) for group in ([0, 1, 2], [3, 4], [2, 3], [4, 1])
+    )
+    made.warm(first)
+    targets = made.total(5)
+    made.learn([first], targets)
+    made.update(1e-4)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = made.learn(others, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
+    assert math.isfinite(float(losses))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tiny_model_learns_with_dropout(compiled: bool) -> None:
+    made = on_gpu("bf16", 0.1, compile=compiled)
+    micro = to_device(packed("open", samples(5)), GPU)
+    losses = []
+    for _ in range(60):
+        losses.append(float(made.learn([micro], made.total(5))))
+        made.update(3e-3)
+    assert sum(losses[-5:]) < sum(losses[:5]) / 2

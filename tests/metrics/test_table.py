@@ -1,0 +1,365 @@
+"""Metrics and validity of records put together from exact samples: every number worked out by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from steelyard.case import case
+from steelyard.metrics import table as metrics
+from steelyard.record import record
+from steelyard.record.record import Plan, Record, Scope
+from steelyard.run import assemble
+
+GIB = 1 << 30
+TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank
+
+
+def resolved(**changes: Any) -> case.Resolved:
+    """The MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16, vocabulary 32."""
+    sets = ["layers=2", "hidden=8", "heads=2", "kv_heads=2", "ffn=16", "vocab=32", "nominal_parameters=1000"]
+    settings = [f"question.model.{one}" for one in sets] + list(changes.pop("settings", []))
+    return replace(case.resolve("llama2-7b-mmlu", settings=settings, **changes), origins={})  # as if a file said so
+
+
+def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden_s: float = 0.0, **over: Any) -> dict[str, Any]:
+    samples: list[dict[str, Any]] = []
+    windows = []
+    for start_s, name in ((10.0, "val"), (30.0, "infer")):
+        time_s = step_s * (2 if name == "val" else 1)
+        for step, tokens in enumerate(TOKENS):
+            counts = {"tokens": tokens, "samples": 2, "padded": 0, "logits": 2, "pairs": 2525, "square": 5000}
+            sample = {"pass": name, "rank": rank, "step": step, "start_s": step * time_s, "end_s": (step + 1) * time_s}
+            sample |= {"host_start_s": 0.0, "host_end_s": 0.0, "phases": {"compute": compute_s * time_s}, "counts": counts}
+            samples.append(sample)
+        wall = len(TOKENS) * time_s + hidden_s
+        windows.append({"pass": name, "rank": rank, "start_s": start_s, "wall_s": wall, "allocated_bytes": 3 * GIB})
+        windows[-1]["reserved_bytes"] = 4 * GIB
+    items = list(range(12))
+    table = {"items": items, "best": [4] * 12, "choice": [0] * 12, "finite": [1] * 12}
+    out = {
+        "rank": rank,
+        "device": f"cuda:{rank}",
+        "status": "done",
+        "error": None,
+        "ended_s": 20.0,
+        "budget": {"imports": 2.0, "val": 12.0, "infer": 6.0, "harness": 0.5},
+        "windows": windows,
+        "samples": samples,
+        "outputs": {"val": table, "infer": table},
+        "identity": {"name": "chip"},
+        "versions": {"cuda": "13.0"},
+        "matmul_flops_per_s": 5e5,
+        "details": {"attention": "flash", "weights": {"source": "random"}},
+        "data": {"fingerprint": "f" * 64, "tokens": 600, "published": False, "rows": 12},
+        "common": {"gold": "ABCD" * 3, "subjects": ["a", "b"], "subject_of": [0] * 8 + [1] * 4, "index": items}
+        | {"letters": [4, 5, 6, 7], "passes": {}},
+    }
+    return out | over
+
+
+def series(device: str = "cuda:0", **columns: Any) -> dict[str, Any]:
+    base = {
+        "t_s": [0.0, 31.0, 33.0, 35.0, 50.0],
+        "memory_bytes": [1 * GIB, 5 * GIB, 7 * GIB, 6 * GIB, 90 * GIB],
+        "energy_j": [0.0, 3100.0, 3300.0, 3500.0, 5000.0],
+        "processes": [0, 1, 1, 1, 0],
+        "reasons": [[], ["sw_power_cap"], ["sw_power_cap"], [], []],
+    }
+    return {"device": device, "period_s": 2.0, "baseline_processes": 0, "columns": base | columns}
+
+
+def facts(devices: int = 1, **over: Any) -> assemble.Facts:
+    hardware = {
+        "devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}],
+        "peak": {"name": "chip", "flops_per_s": {"bf16": 1e6}, "source": "datasheet"},
+    }
+    base: dict[str, Any] = {
+        "origin_s": 1000.0,
+        "spawned_s": 1000.25,
+        "ended_s": 1025.0,
+        "created": "2026-01-01T00:00:00.000+00:00",
+        "environment": {"hardware": hardware, "software": {"cuda": None}, "source": {}},
+        "site": {},
+        "telemetry": [series(f"cuda:{i}") for i in range(devices)],
+        "plan": Plan(nodes=1, devices=devices, tp=1, pp=1, dp=devices, launcher="local"),
+        "scope": Scope(kind="full"),
+    }
+    return assemble.Facts(**(base | over))
+
+
+def outcome(*ranks: dict[str, Any], code: str | None = None) -> assemble.Outcome:
+    return assemble.Outcome(code, "text", 0 if code is None else 1, "tail", list(ranks))
+
+
+def made(*ranks: dict[str, Any], **options: Any) -> Record:
+    one = options.pop("resolved", None) or resolved()
+    chosen = ranks or (rank_file(),)
+    known = options.pop("facts", None) or facts(len(chosen))
+    return assemble.assemble(one, "torch", known, outcome(*chosen, **options), clock=lambda: 1025.5)
+
+
+def value(found: Record, name: str) -> float | None:
+    return found.metrics[name].value
+
+
+def test_budget_adds_up_to_e2e_time():
+    found = made()
+    assert found.budget == {
+        "start": 0.25,
+        "launch": 25.0 - 0.25 - 20.5,
+        "imports": 2.0,
+        "val": 12.0,
+        "infer": 6.0,
+        "harness": 0.5,
+        "record": 0.5,
+    }
+    assert value(found, "e2e_time") == sum(found.budget.values()) == 25.5
+
+
+def test_rates_are_total_work_over_total_time():
+    found = made()
+    assert value(found, "p_infer_whole") == 600 / 6.0
+    assert value(found, "p_infer_core") == 600 / 3.0
+    assert value(found, "p_val_whole") == 600 / 12.0
+    assert value(found, "p_val_core") == 600 / 6.0
+    assert value(found, "tokens_per_device_s") == 100.0
+    assert value(found, "samples_per_s") == 2.0
+    assert found.metrics["p_infer_whole"].unit == "tokens/s"
+    assert found.metrics["p_infer_whole"].interval == (100.0, 100.0)  # equal steps: no spread
+
+
+def test_in_division_open_work_is_questions():
+    found = made(resolved=resolved(division="open"))
+    assert (value(found, "p_infer_whole"), found.metrics["p_infer_whole"].unit) == (2.0, "questions/s")
+
+
+def test_hidden_time_lowers_the_whole_rate_and_is_caught():
+    found = made(rank_file(hidden_s=6.0))
+    assert value(found, "p_infer_whole") == 600 / 12.0
+    assert found.status == "invalid"
+    assert {reason.code for reason in found.reasons} == {"unaccounted"}
+    assert "50.0%" in found.reasons[1].text
+
+
+def test_two_ranks_add_their_work_and_the_slower_one_sets_the_time():
+    slow = rank_file(1, step_s=2.0)
+    halves = ({"items": list(range(6))}, {"items": list(range(6, 12))})
+    ranks = []
+    for rank, half in zip((rank_file(0), slow), halves, strict=True):
+        table = {"items": half["items"], "best": [4] * 6, "choice": [0] * 6, "finite": [1] * 6}
+        ranks.append(rank | {"outputs": {"val": table, "infer": table}, "data": rank["data"] | {"tokens": 1200}})
+    found = made(*ranks)
+    assert value(found, "p_infer_whole") == 1200 / 12.0
+    assert value(found, "p_infer_core") == 1200 / 6.0
+    assert value(found, "tokens_per_device_s") == 50.0
+    assert found.status == "valid", found.reasons
+
+
+def test_mfu_in_three_conventions():
+    found = made()
+    # A layer: 8·(2+4)·4 for QKV, 8·8 out, 3·8·16 feed-forward = 640 weights; two layers 1280.
+    causal = 2 * 1280 * 600 + 2 * 32 * 8 * 12 + 4 * 2 * 8 * 2525 * 6
+    # Trained numbers without the input table: 1280 + 5 norms of 8 + output table 256.
+    palm = 2 * (1280 + 40 + 256) * 600 + 4 * 2 * 8 * 5000 * 6
+    assert value(found, "flops_causal") == causal
+    assert value(found, "flops_palm") == palm
+    assert value(found, "flops_nominal") == 2 * 1000 * 600
+    assert value(found, "mfu") == causal / 6.0 / 1e6
+    assert value(found, "mfu_core") == causal / 3.0 / 1e6
+    assert value(found, "mfu_achievable") == causal / 6.0 / 5e5
+    assert value(found, "mfu_palm") == palm / 6.0 / 1e6
+    assert value(found, "mfu_nominal") == 1_200_000 / 6.0 / 1e6
+
+
+def test_without_a_datasheet_row_there_is_no_mfu():
+    known = facts()
+    known.environment["hardware"]["peak"] = None
+    found = made(facts=known)
+    assert value(found, "mfu") is None
+    assert found.metrics["mfu"].note == "this accelerator has no datasheet row"
+    assert value(found, "mfu_achievable") is not None
+
+
+def test_a_precision_without_a_datasheet_rate_has_no_mfu():
+    found = made(resolved=resolved(precision="tf32"))
+    assert (value(found, "mfu"), found.metrics["mfu"].note) == (None, "the datasheet row of chip has no tf32 rate")
+
+
+def test_memory_and_energy_are_those_of_the_headline_pass():
+    found = made()
+    assert value(found, "mem") == 7.0  # the 90 GiB came after the pass
+    assert value(found, "mem_total") == 80.0
+    assert (value(found, "mem_allocated"), value(found, "mem_reserved")) == (3.0, 4.0)
+    assert value(found, "energy") == pytest.approx(600.0)  # 100 W over 30 s to 36 s
+    assert value(found, "energy_per_token") == pytest.approx(1.0)
+
+
+def test_a_pass_between_two_readings_has_the_memory_around_it():
+    late = series(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])  # the pass is from 30 s to 36 s, a reading every 2 s
+    found = made(facts=facts(telemetry=[late]))
+    assert value(found, "mem") == 7.0
+    assert found.metrics["mem"].note == "read just before and after the pass, which was over between two readings"
+
+
+def test_a_device_that_tells_nothing_has_null_with_a_reason():
+    found = made(facts=facts(telemetry=[series(memory_bytes=[None] * 5, energy_j=[None] * 5)]))
+    assert (value(found, "mem"), value(found, "energy")) == (None, None)
+    assert found.metrics["mem"].note == "no memory reading fell into the pass"
+    assert "no energy counter" in str(found.metrics["energy"].note)
+
+
+def test_quality_is_worked_out_from_the_answers():
+    found = made()  # every answer is A; gold is ABCD three times
+    assert value(found, "acc") == 0.25
+    assert value(found, "acc_choice") == 0.25
+    assert value(found, "acc_se") == pytest.approx((0.25 * 0.75 / 12) ** 0.5)
+    assert value(found, "agreement") == 1.0
+    assert (found.quality.evaluated, found.quality.value) == (False, 0.25)
+    assert found.quality.note == "the weights are random; the data are not the published set"
+
+
+def real(**answers: Any) -> Record:
+    """A run that the gate applies to: full scope, weights that are not random, the published data."""
+    rank = rank_file()
+    rank["details"]["weights"] = {"source": "huggingface"}
+    rank["data"]["published"] = True
+    for name, table in answers.items():
+        rank["outputs"] = rank["outputs"] | {name: rank["outputs"][name] | table}
+    target = ["gate.target=0.25", "gate.within=0.01"]
+    return made(rank, resolved=resolved(settings=target))
+
+
+def test_a_changed_question_is_not_judged_and_says_so():
+    one = case.resolve("llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"])
+    rank = rank_file()
+    rank["details"]["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
+    found = made(rank, resolved=one)
+    assert found.quality.note == "the question was changed on the command line"
+    assert found.notes[-2:] == [
+        "another question than the case's: question.data.shots changed on the command line",
+        "other limits than the case's: max_interval, gate.within changed on the command line",
+    ]
+
+
+def test_a_sample_of_open_says_that_it_shares_less():
+    found = made(resolved=resolved(division="open"), facts=facts(scope=Scope(kind="window", sample=12)))
+    assert found.notes[-1] == "a sample shares fewer tokens than the whole set: its rate is not that of a full run"
+
+
+def test_the_gate_passes_and_fails():
+    assert (real().status, real().quality.evaluated) == ("valid", True)
+    two_right = {"best": [4, 9, 9, 9] * 2 + [9] * 4}
+    wrong = real(infer=two_right, val=two_right)
+    assert wrong.status == "invalid"
+    assert [reason.code for reason in wrong.reasons] == ["quality"]
+    assert wrong.reasons[0].text == "acc is 0.1667; the gate is 0.25 within 0.01"
+
+
+def test_infer_and_val_must_agree():
+    apart = real(val={"best": [9] * 12})
+    assert [reason.code for reason in apart.reasons] == ["quality"]
+    assert apart.reasons[0].text == "infer and val are 0.2500 apart; allowed: 0.005"
+
+
+def test_a_power_cap_is_a_note_and_a_thermal_slowdown_invalidates():
+    assert made().status == "valid"
+    assert "sw_power_cap in 67% of the readings" in made().notes[0]
+    hot = made(facts=facts(telemetry=[series(reasons=[[], [], ["hw_thermal_slowdown"], [], []])]))
+    assert [reason.code for reason in hot.reasons] == ["slowdown"]
+
+
+def test_another_process_on_the_device_invalidates():
+    found = made(facts=facts(telemetry=[series(processes=[0, 1, 2, 1, 0])]))
+    assert [reason.code for reason in found.reasons] == ["shared"]
+
+
+def test_smoke_is_exempt_from_clocks_and_interval():
+    hot = facts(telemetry=[series(reasons=[[], [], ["hw_thermal_slowdown"], [], []])])
+    assert made(resolved=resolved(size="smoke"), facts=hot).status == "valid"
+
+
+def test_a_wide_interval_invalidates():
+    rank = rank_file()
+    start = 0.0
+    for sample in rank["samples"]:
+        if sample["pass"] == "infer":
+            time_s = 0.4 if sample["step"] % 2 else 1.6
+            sample["start_s"], sample["end_s"] = start, start + time_s
+            start += time_s
+    found = made(rank)
+    assert [reason.code for reason in found.reasons] == ["interval"]
+
+
+def test_wrong_counts_are_caught():
+    rank = rank_file()
+    rank["samples"][0]["counts"]["tokens"] = 101
+    found = made(rank)
+    assert [(r.code, r.text) for r in found.reasons] == [("tokens", "val: samples count 601 tokens, the data have 600")]
+
+
+@pytest.mark.parametrize(
+    "table, code",
+    [
+        ({"finite": [1] * 11 + [0]}, "nan"),
+        ({"items": [*range(11), 0]}, "coverage"),
+    ],
+)
+def test_bad_answers_are_caught(table, code):
+    rank = rank_file()
+    rank["outputs"] = {"infer": rank["outputs"]["infer"] | table}
+    rank["windows"], rank["samples"] = rank["windows"][1:], rank["samples"][6:]
+    assert code in {reason.code for reason in made(rank).reasons}
+
+
+def test_a_loss_that_is_not_a_number_is_caught():
+    rank = rank_file()
+    rank["samples"][7]["values"] = {"loss": None}
+    assert [(r.code, r.text) for r in made(rank).reasons] == [("nan", "infer: step 1 on rank 0 has a value that is not finite")]
+
+
+def test_a_failed_run_keeps_what_there_is():
+    rank = rank_file(status="raised", error="ValueError: x")
+    found = made(rank, code="raised")
+    assert found.status == "failed"
+    assert found.reasons[0].code == "raised"
+    assert found.failure is not None
+    assert (found.failure.rank, found.failure.stderr_tail) == (0, "tail")
+    assert value(found, "p_infer_whole") == 100.0
+    empty = made(code="killed", facts=facts(), resolved=resolved()).status
+    assert empty == "failed"
+
+
+def test_a_run_that_left_nothing_still_makes_a_record():
+    found = assemble.assemble(resolved(), "torch", facts(), outcome(code="killed"), clock=lambda: 1025.5)
+    assert found.status == "failed"
+    assert all(one.value is None for name, one in found.metrics.items() if name not in ("e2e_time", "mem_total"))
+    assert all(one.note for one in found.metrics.values() if one.value is None)
+    assert value(found, "e2e_time") == 25.5
+
+
+def test_harness_overhead_compares_with_the_bare_pass():
+    rank = rank_file()
+    rank["windows"].append(
+        {"pass": "bare", "rank": 0, "start_s": 40.0, "wall_s": 5.0, "allocated_bytes": 0, "reserved_bytes": 0}
+    )
+    assert value(made(rank), "harness_overhead") == pytest.approx(0.2)
+    assert made().metrics["harness_overhead"].note == "the bare pass was not asked for (--passes infer,bare)"
+
+
+def test_padding_is_recorded_and_never_counted():
+    rank = rank_file()
+    for sample in rank["samples"]:
+        sample["counts"]["padded"] = 100
+    found = made(rank)
+    assert value(found, "padded_share") == 0.5
+    assert value(found, "p_infer_whole") == 100.0
+    assert value(found, "mfu") == value(made(), "mfu")
+
+
+def test_every_unknown_has_a_reason_and_every_record_is_sealed():
+    found = made()
+    assert all(one.note for one in found.metrics.values() if one.value is None)
+    assert set(found.hashes) == {"samples", "record"}
+    assert found.metrics == metrics.derive(found)
+    assert record.seal(found).hashes == found.hashes

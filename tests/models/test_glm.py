@@ -1,0 +1,225 @@
+"""GLM's model and attention against a literal, dense, per-candidate implementation; closed against open; masks; the merge."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.glm import CPU, SHAPE, build, dense, literal, literal_scores, packed, samples
+from steelyard.data.cloze import Cloze
+from steelyard.engines.torch.glm import ClozeMicro, scores_of, to_device
+from steelyard.models import glm
+from steelyard.models.glm_attention import Blocks, Merged, Rows, attend, layout, merge
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DIVISIONS = ["closed", "open"]
+LENGTHS = {"closed": ([6, 6, 3, 3], [2, 4, 1, 3], [1, 1, 1, 1]), "open": ([6, 3, 9], [2, 4, 1, 3, 2, 5], [2, 3, 1])}
+
+
+def scores(model: glm.Glm, micro: ClozeMicro) -> Tensor:
+    logits = model(micro.tokens, micro.positions, micro.blocks, micro.layout, "padded")
+    return scores_of(logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0], micro)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_scores_are_those_of_the_literal_implementation(division: str) -> None:
+    model, some = build(), samples(4)
+    expected = literal_scores(model, some)
+    found = scores(model, to_device(packed(division, some), CPU))
+    assert found.shape == (4, 4)
+    for row, wanted in zip(found.tolist(), expected, strict=True):
+        assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], abs=1e-10)
+        assert row[len(wanted) :] == [-math.inf] * (4 - len(wanted))
+    flat = [float(one.detach()) for row in expected for one in row]
+    assert len({round(one, 3) for one in flat}) == len(flat) == 2 + 3 + 4 + 2  # one taken for another would show
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_closed_equals_open(dtype: torch.dtype, most: float) -> None:
+    some, found = samples(4), {}
+    for division in DIVISIONS:
+        model = build(dtype)
+        got = scores(model, to_device(packed(division, some), CPU))
+        (torch.logsumexp(got, 1) - got[:, 0]).sum().backward()
+        found[division] = got.detach(), {name: p.grad for name, p in model.named_parameters()}
+    both = found["closed"][0].isfinite()
+    assert float((found["closed"][0] - found["open"][0])[both].abs().max()) <= most  # scores of about 20
+    for name, grad in found["closed"][1].items():
+        assert float((grad - found["open"][1][name]).abs().max()) <= most * max(1, float(grad.abs().max())), name
+        assert float(grad.abs().max()) > 1e-6, name  # each is used
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_a_candidate_is_seen_by_nobody_else(division: str) -> None:
+    model, some = build(), samples(4)
+    last = some[2].candidates[-1]
+    other = Cloze(**{**vars(some[2]), "candidates": (*some[2].candidates[:-1], (*last[:-1], last[-1] + 1))})
+    before, after = (to_device(packed(division, every), CPU) for every in (some, [*some[:2], other, some[3]]))
+    moved = (scores(model, before) - scores(model, after)).abs() > 1e-9
+    assert moved.nonzero().tolist() == [[2, len(some[2].candidates) - 1]]
+    with torch.no_grad():
+        streams = [
+            sum(model.streams(model.embed(m.tokens, m.positions, m.blocks), m.layout, "padded", 0.0)) for m in (before, after)
+        ]
+    moved = (streams[0] - streams[1]).abs().amax(1) > 1e-12
+    changed = (before.tokens != after.tokens).nonzero().tolist()
+    assert moved.nonzero().tolist() == changed  # the last of its span: no context, no other span, not its own past
+    n = len(some[0].context)
+    alone = literal(dict(model.named_parameters()), some[0], some[0].candidates[0])[1]
+    assert torch.allclose(streams[0][:n], alone, atol=1e-10)
+
+
+def test_a_span_sees_its_past() -> None:
+    model, some = build(), samples(4)
+    first = Cloze(**{**vars(some[1]), "candidates": (some[1].candidates[0], (2, 3, 4))})
+    other = Cloze(**{**vars(some[1]), "candidates": (some[1].candidates[0], (7, 3, 4))})
+    one, two = (to_device(packed("open", [every]), CPU) for every in (first, other))
+    said = [model(m.tokens, m.positions, m.blocks, m.layout, "padded") for m in (one, two)]
+    moved = (said[0] - said[1]).abs().amax(1) > 1e-9
+    own = len(some[1].candidates[0]) + 1
+    assert moved.tolist() == [False] * own + [False, True, True, True]
+
+
+def made_qkv(division: str) -> Tensor:
+    contexts, spans, _ = LENGTHS[division]
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(sum(contexts) + sum(spans), 3, 2, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+def seen_and_grad(run, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    out = run(qkv)
+    weight = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
+    (grad,) = torch.autograd.grad((out * weight).sum(), qkv)
+    return out, grad
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_padded_attention_is_the_dense_one(division: str) -> None:
+    qkv, rows = made_qkv(division), layout(*LENGTHS[division], CPU)
+    wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division]), qkv)
+    for found, expected in zip(seen_and_grad(lambda x: attend(x, rows, "padded", 0.0), qkv), wanted, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+class Plain:
+    """What stands in for flash attention's two calls: it takes what they take, and drops what `keep` [T, T] says. Rows of q
+    and k are found in it by their place in the pack, as `offsets` gives them call by call."""
+
+    def __init__(self, keep: Tensor | None, n: int) -> None:
+        self.keep, self.offsets = keep, [(0, 0), (n, 0), (n, n)]
+        self.calls = 0
+
+    def blocks(self) -> Blocks:
+        return Blocks(self.forward, self.backward)
+
+    def rows(self, queries: Rows, keys: Rows):
+        q, k = queries.cu.tolist(), keys.cu.tolist()
+        return [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
+
+    def probabilities(self, q, k, lse, rows, causal, state):
+        scores = q[rows[0]].transpose(0, 1) @ k[rows[1]].permute(1, 2, 0) / math.sqrt(q.shape[-1])
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -math.inf)
+        lse = scores.logsumexp(-1) if lse is None else lse[:, rows[0]]
+        keep = 1.0
+        if self.keep is not None:
+            a, b = ((part.start + at, part.stop + at) for part, at in zip(rows, state, strict=True))
+            keep = self.keep[a[0] : a[1], b[0] : b[1]]
+        return (scores - lse[..., None]).exp(), keep, lse
+
+    def forward(self, q, k, v, queries, keys, dropout, causal):
+        out, lse = torch.full_like(q, torch.nan).contiguous(), torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=q.dtype)
+        state = self.offsets[self.calls]
+        self.calls += 1
+        for rows in self.rows(queries, keys):
+            p, keep, lse[:, rows[0]] = self.probabilities(q, k, None, rows, causal, state)
+            out[rows[0]] = ((p * keep) @ v[rows[1]].transpose(0, 1)).transpose(0, 1)
+        return out, lse, state
+
+    def backward(self, grad, q, k, v, out, lse, state, queries, keys, dropout, causal):
+        assert out.is_contiguous()
+        assert lse.is_contiguous()
+        dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
+        for rows in self.rows(queries, keys):
+            p, keep, _ = self.probabilities(q, k, lse, rows, causal, state)
+            do, o = grad[rows[0]].transpose(0, 1), out[rows[0]].transpose(0, 1)
+            dv[rows[1]] = ((p * keep).transpose(1, 2) @ do).transpose(0, 1)
+            dp = do @ v[rows[1]].permute(1, 2, 0) * keep
+            ds = p * (dp - (do * o).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+            dq[rows[0]] = (ds @ k[rows[1]].transpose(0, 1)).transpose(0, 1)
+            dk[rows[1]] = (ds.transpose(1, 2) @ q[rows[0]].transpose(0, 1)).transpose(0, 1)
+        return dq, dk, dv
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_the_merge_of_halves_is_the_whole_softmax(division: str, dropped: bool) -> None:
+    """Value and gradients, with what flash attention computes written out: in the second case a fixed quarter is dropped."""
+    qkv, rows = made_qkv(division), layout(*LENGTHS[division], CPU)
+    total = len(qkv)
+    keep = (torch.arange(total * total).view(total, total) % 7 > 1).double() / 0.75 if dropped else None
+    wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division], keep), qkv)
+    plain = Plain(keep, rows.context_tokens)
+    found = seen_and_grad(lambda x: Merged.apply(x, rows, 0.25, plain.blocks(), merge), qkv)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+def test_dropout_of_padded_attention_drops() -> None:
+    qkv, rows = made_qkv("open"), layout(*LENGTHS["open"], CPU)
+    still, dropped = (attend(qkv, rows, "padded", rate) for rate in (0.0, 0.5))
+    assert not torch.allclose(still, dropped)
+
+
+def test_rows_of_a_layout() -> None:
+    rows = layout(*LENGTHS["open"], CPU)
+    assert rows.contexts.cu.tolist() == [0, 6, 9, 18]
+    assert rows.groups.cu.tolist() == [0, 6, 12, 17]
+    assert rows.spans.cu.tolist() == [0, 2, 6, 7, 10, 12, 17]
+    assert [rows.contexts.longest, rows.groups.longest, rows.spans.longest, rows.context_tokens] == [9, 6, 5, 18]
+    assert rows.contexts.cu.dtype == torch.int32
+    with pytest.raises(ValueError, match="every context"):
+        layout([3], [1, 1], [1], CPU)
+
+
+def test_dropout_is_on_embeddings_and_outputs() -> None:
+    model = build()
+    micro = to_device(packed("open"), CPU)
+    ids = micro.tokens, micro.positions, micro.blocks
+    with torch.no_grad():
+        still = model(*ids, micro.layout, "padded")
+        assert torch.equal(still, model(*ids, micro.layout, "padded", 0.0))
+        assert not torch.allclose(still, model(*ids, micro.layout, "padded", 0.1), atol=1e-3)
+        x = glm.joined(torch.zeros(4000, 32), torch.ones(4000, 32), torch.nn.LayerNorm(32), 0.1)[0]
+    assert x.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
+    assert float(x.mean()) == pytest.approx(1, abs=0.01)
+
+
+def test_names_and_sizes_are_those_of_the_checkpoints() -> None:
+    with torch.device("meta"):
+        found = {name: tuple(p.shape) for name, p in glm.Glm(SHAPE).named_parameters()}
+    layer = {
+        "input_layernorm": (32,), "post_attention_layernorm": (32,), "attention.query_key_value": (96, 32),
+        "attention.dense": (32, 32), "mlp.dense_h_to_4h": (48, 32), "mlp.dense_4h_to_h": (32, 48),
+    }  # fmt: skip
+    expected = {"word_embeddings.weight": (61, 32), "transformer.position_embeddings.weight": (25, 32)}
+    expected |= {"transformer.block_position_embeddings.weight": (25, 32)}
+    expected |= {f"transformer.final_layernorm.{one}": (32,) for one in ("weight", "bias")}
+    for i in range(2):
+        expected |= {f"transformer.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        expected |= {f"transformer.layers.{i}.{name}.bias": shape[:1] for name, shape in layer.items()}
+    assert found == expected
+
+
+def test_random_weights_depend_on_seed_and_name() -> None:
+    one, same, other = (glm.build(SHAPE, CPU, torch.float32) for _ in range(3))
+    for model, seed in ((one, 1), (same, 1), (other, 2)):
+        glm.fill_random(model, seed)
+    first = dict(one.named_parameters())
+    assert all(torch.equal(p, first[name]) for name, p in same.named_parameters())
+    assert not torch.equal(other.word_embeddings.weight, one.word_embeddings.weight)
+    matrices = [p.flatten() for p in first.values() if p.dim() == 2]
+    assert float(torch.cat(matrices).std()) == pytest.approx(0.02, rel=0.03)
+    assert len({float(p[0]) for p in matrices}) == len(matrices)
+    assert all(bool((p == (0 if name.endswith("bias") else 1)).all()) for name, p in first.items() if p.dim() == 1)

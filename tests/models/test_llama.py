@@ -1,0 +1,235 @@
+"""The model against transformers' LlamaForCausalLM, with the same weights, saved by it and loaded by us."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from steelyard.models.attention import Prefix, layout
+from steelyard.models.llama import Llama, LlamaShape
+from steelyard.weights import load
+
+CPU = torch.device("cpu")
+BASE = LlamaShape(layers=3, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=112, vocab=131, positions=64)
+SHAPES = {
+    "mha": BASE,
+    "gqa": replace(BASE, kv_heads=2),
+    "mqa": replace(BASE, kv_heads=1),
+    "bias": replace(BASE, kv_heads=2, qkv_bias=True),
+    "tied": replace(BASE, tied=True),
+    "rope": replace(BASE, rope_base=500000.0),
+    "eps": replace(BASE, norm_eps=1e-2),
+    "all": replace(BASE, kv_heads=2, qkv_bias=True, tied=True, rope_base=1e6, norm_eps=1e-6),
+}
+LENGTHS = [7, 1, 19, 12]
+
+
+def reference(shape: LlamaShape) -> Any:
+    """A Hugging Face model of this shape, with weights large enough that every part of it moves the logits."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.ffn,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.positions,
+        rms_norm_eps=shape.norm_eps,
+        tie_word_embeddings=shape.tied,
+        attention_bias=shape.qkv_bias,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
+    )
+    build: Any = LlamaForCausalLM  # untyped in transformers
+    model = build(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("o_proj.bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.3)
+            else:
+                parameter.normal_(0.0, 0.1)
+    return model
+
+
+def loaded(shape: LlamaShape, folder: Path, model: Any) -> Llama:
+    model.save_pretrained(folder)
+    ours = load.build(shape, CPU, torch.float32)
+    load.load(ours, folder, ours.shape)
+    return ours
+
+
+def rows_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Tensor]:
+    """Rows of random tokens, every row different from the start."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
+    for i, row in enumerate(rows):
+        row[0] = i
+    return rows
+
+
+def packed(model: Llama, rows: list[Tensor], pick: Tensor | None = None) -> Tensor:
+    tokens = torch.cat(rows)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    every = torch.arange(len(tokens)) if pick is None else pick
+    with torch.no_grad():
+        out: Tensor = model(tokens, positions, layout([len(row) for row in rows], None, CPU), "rows", every)
+    return out
+
+
+def alone(model: Any, row: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(row[None]).logits[0]
+    return out
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    theirs = reference(shape)
+    ours = loaded(shape, tmp_path, theirs)
+    rows = rows_of(LENGTHS, shape.vocab)
+    each = [alone(theirs, row) for row in rows]
+    assert gap(packed(ours, rows), torch.cat(each)) <= 1e-5
+
+    last = torch.tensor(LENGTHS).cumsum(0) - 1
+    picked = packed(ours, rows, last)
+    assert gap(picked, torch.stack([one[-1] for one in each])) <= 1e-5
+    assert picked.shape == (len(rows), shape.vocab)
+
+
+@pytest.mark.parametrize("name", ["rope", "eps"])
+def test_the_comparison_sees_a_wrong_constant(name: str, tmp_path: Path) -> None:
+    theirs = reference(SHAPES[name])
+    ours = loaded(SHAPES[name], tmp_path, theirs)
+    wrong = load.build(BASE, CPU, torch.float32)
+    wrong.load_state_dict(ours.state_dict())
+    row = rows_of([19], BASE.vocab)[0]
+    assert gap(packed(wrong, [row]), alone(theirs, row)) > 1e-2
+
+
+def test_the_comparison_sees_permuted_rows(tmp_path: Path) -> None:
+    shape = SHAPES["gqa"]
+    theirs = reference(shape)
+    ours = loaded(shape, tmp_path, theirs)
+    rows = rows_of([12, 12, 12], shape.vocab)
+    each = torch.cat([alone(theirs, row) for row in rows])
+    assert gap(packed(ours, rows), each) <= 1e-5
+    permuted = packed(ours, [rows[1], rows[0], rows[2]])
+    assert gap(permuted[:24], each[:24]) > 1e-2
+    assert gap(permuted[24:], each[24:]) <= 1e-5
+
+
+def test_rows_do_not_see_each_other() -> None:
+    shape = SHAPES["gqa"]
+    model = load.build(shape, CPU, torch.float32)
+    load.fill_random(model, 3)
+    rows = rows_of(LENGTHS, shape.vocab)
+    before = packed(model, rows)
+    start, end = sum(LENGTHS[:2]), sum(LENGTHS[:3])
+    changed = [*rows[:2], (rows[2] + 1) % shape.vocab, rows[3]]
+    after = packed(model, changed)
+    assert torch.equal(before[:start], after[:start])
+    assert torch.equal(before[end:], after[end:])
+    assert not torch.isclose(before[start:end], after[start:end]).all(dim=1).any()
+
+
+def test_a_token_does_not_see_the_ones_after_it() -> None:
+    model = load.build(BASE, CPU, torch.float32)
+    load.fill_random(model, 3)
+    row = rows_of([19], BASE.vocab)[0]
+    changed = torch.cat((row[:10], (row[10:] + 1) % BASE.vocab))
+    before, after = packed(model, [row]), packed(model, [changed])
+    assert torch.equal(before[:10], after[:10])
+    assert not torch.isclose(before[10:], after[10:]).all(dim=1).any()
+
+
+def shared_batch(model: Llama, room: list[Prefix], prefix: Tensor, tails: list[Tensor], with_prefix: bool) -> list[Tensor]:
+    """Logits of the tails' tokens. The prefix is computed in this batch and kept, or read from what was kept."""
+    size, head = len(prefix), [prefix] if with_prefix else []
+    rows = [*head, *tails]
+    starts = [0] * len(head) + [size] * len(tails)
+    offset = len(room[0][0])  # keys of this batch come after the room for the cached ones
+    where = torch.arange(size) + (offset if with_prefix else 0)
+    gather, at = [where] if with_prefix else [], offset + (size if with_prefix else 0)
+    for tail in tails:
+        gather += [where, torch.arange(len(tail)) + at]
+        at += len(tail)
+    lens = [len(row) for row in rows]
+    keys = [n + start for n, start in zip(lens, starts, strict=True)]
+    positions = torch.cat([torch.arange(n) + start for n, start in zip(lens, starts, strict=True)])
+    keep = slice(0, size) if with_prefix else None
+    with torch.no_grad():
+        rows_layout = layout(lens, keys, CPU, torch.cat(gather))
+        every = torch.arange(sum(lens))
+        out = model(torch.cat(rows), positions, rows_layout, "rows", every, room, keep)
+    return list(out.split(lens))[len(head) :]
+
+
+@pytest.mark.parametrize("name", ["mha", "all"])
+def test_shared_prefix_equals_closed(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    theirs = reference(shape)
+    model = loaded(shape, tmp_path, theirs)
+    prefix, *tails = rows_of([23, 5, 1, 9, 14, 3], shape.vocab)
+    room = model.empty_prefix(len(prefix) + 2)  # more room than is used
+    first = shared_batch(model, room, prefix, tails[:3], with_prefix=True)
+    second = shared_batch(model, room, prefix, tails[3:], with_prefix=False)
+    for tail, found in zip(tails, first + second, strict=True):
+        whole = torch.cat((prefix, tail))
+        assert gap(found, packed(model, [whole])[len(prefix) :]) <= 1e-5
+        assert gap(found, alone(theirs, whole)[len(prefix) :]) <= 1e-5
+
+
+def test_the_comparison_sees_a_prefix_that_was_not_kept() -> None:
+    model = load.build(BASE, CPU, torch.float32)
+    load.fill_random(model, 3)
+    prefix, tail = rows_of([23, 5], BASE.vocab)
+    found = shared_batch(model, model.empty_prefix(len(prefix)), prefix, [tail], with_prefix=False)[0]
+    whole = packed(model, [torch.cat((prefix, tail))])[len(prefix) :]
+    assert gap(found, whole) > 1e-3
+
+
+def test_shared_rows_need_their_prefix() -> None:
+    model = load.build(BASE, CPU, torch.float32)
+    rows = layout([2], [2], CPU, torch.arange(2))
+    with pytest.raises(ValueError, match="needs their cached keys"):
+        model.hidden(torch.tensor([1, 2]), torch.arange(2), rows, "rows")
+
+
+@pytest.mark.full
+def test_real_smollm2_equals_transformers(smollm2: Path) -> None:
+    theirs: Any = AutoModelForCausalLM.from_pretrained(smollm2)
+    theirs.float().eval()
+    shape = LlamaShape(
+        layers=30,
+        hidden=576,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        ffn=1536,
+        vocab=49152,
+        positions=8192,
+        rope_base=100000.0,
+        tied=True,
+    )
+    ours = load.build(shape, CPU, torch.float32)
+    source = load.load(ours, smollm2, ours.shape)
+    assert source["parameters"] == 134_515_008
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = ["The capital of France is", "def add(a, b):\n    return", "Water boils at a temperature of"]
+    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
+    found = torch.split(packed(ours, rows), [len(row) for row in rows])
+    for row, logits in zip(rows, found, strict=True):
+        assert gap(logits, alone(theirs, row)) <= 1e-4
+    assert tokenizer.decode(found[0][-1].argmax()) == " Paris"

@@ -1,0 +1,188 @@
+"""Plans from texts as published pages write them, and what cannot be."""
+
+import pytest
+
+from steelyard.case.case import resolve
+from steelyard.errors import RequestError
+from steelyard.plan import degrees as plan
+from steelyard.record.record import Plan
+
+
+@pytest.mark.parametrize(
+    "text, world, degrees",
+    [
+        ("DP", 1, (1, 1, 1)),
+        ("DP", 8, (1, 1, 8)),
+        ("TP", 8, (8, 1, 1)),
+        ("TP2", 8, (2, 1, 4)),
+        ("TP2DP4", 8, (2, 1, 4)),
+        ("TP2DP", 8, (2, 1, 4)),
+        ("TPDP2", 8, (4, 1, 2)),
+        ("TP2PP4DP1", 8, (2, 4, 1)),
+        ("TP2PPDP1", 8, (2, 4, 1)),
+    ],
+)
+def test_degrees(text, world, degrees):
+    assert plan.degrees(text, world) == degrees
+
+
+@pytest.mark.parametrize(
+    "text, world, says",
+    [
+        ("TP3", 8, "--parallel 'TP3' takes a multiple of 3 devices and there are 8"),
+        ("TP2DP2", 8, "--parallel 'TP2DP2' takes 4 devices and there are 8"),
+        ("TP2PP4DP1", 1, "takes 8 devices and there are 1"),
+        ("TPDP", 8, "one factor may go without a number"),
+        ("TP0", 8, "others are 1 or more"),
+    ],
+)
+def test_degrees_that_do_not_fit(text, world, says):
+    with pytest.raises(RequestError, match=says) as error:
+        plan.degrees(text, world)
+    assert "\n" not in str(error.value)
+
+
+def lambada(parallel: str):
+    return resolve("aquila2-34b-lambada", settings=[f"tune.parallel={parallel}"]).case
+
+
+def test_the_default_of_each_case():
+    assert plan.make(resolve("aquila2-34b-lambada").case, 1, 8).tp == 8
+    assert plan.make(resolve("llama2-7b-mmlu").case, 1, 8).dp == 8
+
+
+@pytest.mark.parametrize(
+    "parallel, devices, says",
+    [
+        ("TP3", 3, "TP3 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
+        ("TP16", 16, "TP16 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
+        ("PP2", 2, "PP2: aquila2-34b-lambada scores, and scoring has no pipeline; allowed: PP1"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
+    with pytest.raises(RequestError, match=says):
+        plan.make(lambada(parallel), 1, devices)
+
+
+@pytest.mark.parametrize("text", ["TP-2", "XP2", "DP2TP2", "TP2.5", "tp2", "TP2 DP2", "TP99999", "TP٢", ""])
+def test_texts_that_are_no_plan(text):
+    with pytest.raises(RequestError, match="not degrees; give them as TP2"):
+        plan.degrees(text, 8)
+
+
+def test_places_of_ranks():
+    layout = Plan(nodes=2, devices=8, tp=2, pp=4, dp=2, launcher="local")
+    places = [plan.place(layout, rank) for rank in range(16)]
+    assert places[0] == plan.Place(tp=0, pp=0, dp=0)
+    assert places[1] == plan.Place(tp=1, pp=0, dp=0)
+    assert places[2] == plan.Place(tp=0, pp=1, dp=0)
+    assert places[8] == plan.Place(tp=0, pp=0, dp=1)
+    assert places[15] == plan.Place(tp=1, pp=3, dp=1)
+    assert len(set(places)) == 16
+
+
+def test_weights_must_fit_a_device_in_shares():
+    case = resolve("aquila2-34b-lambada").case
+    one = plan.make(case, 1, 1)
+    gib = 1 << 30
+    with pytest.raises(RequestError, match=r"take 62.\d GiB a device and one has 40.0 GiB; .*--parallel TP"):
+        plan.check_fits(case, one, 40 * gib)
+    plan.check_fits(case, plan.make(case, 1, 8), 40 * gib)
+    plan.check_fits(case, one, 139 * gib)
+    plan.check_fits(case, one, None)
+
+
+def training(parallel: str, *settings: str, size: str = "full", name: str = "llama1-7b-openwebtext"):
+    return resolve(name, size, settings=[f"tune.parallel={parallel}", *settings]).case
+
+
+@pytest.mark.parametrize("parallel", ["DP8", "TP2DP4", "TP2PP4DP1", "PP8", "TP8", "TP2PP2DP2"])
+def test_plans_that_train(parallel):
+    for sharding in range(4):
+        made = plan.make(training(parallel, f"tune.sharding={sharding}"), 1, 8)
+        assert made.tp * made.pp * made.dp == 8
+
+
+@pytest.mark.parametrize(
+    "parallel, settings, devices, says",
+    [
+        ("TP3", [], 3, "TP3 does not divide the model's 32 key groups; allowed: 1, 2, 4, 8, 16, 32"),
+        ("TP8", ["question.model.ffn=11004"], 8, "TP8 does not divide the model's 11004 FFN columns; allowed: 1, 2, 4"),
+        ("TP8", ["question.train.length=2046"], 8, "TP8 does not divide the 2046 tokens of a row"),
+        ("PP33", [], 33, "PP33: the model has 32 layers; allowed: PP1 to PP32"),
+        ("PP2", ["question.model.tied=true"], 2, "a table that is input and output cannot be divided; allowed: TP1PP1"),
+        ("DP8", ["question.model.tied=true", "tune.sharding=1"], 8, "a table that is input and output cannot be divided"),
+        (
+            "DP8",
+            ["tune.sharding=2", "tune.sharding_degree=3"],
+            8,
+            "tune.sharding_degree=3 does not divide DP8; allowed: 1, 2, 4, 8",
+        ),
+        (
+            "PP4DP2",
+            ["question.train.batch=12"],
+            8,
+            "PP4 takes an accumulation of 4 micro-batches or more, and 12 rows over DP2 in micro-batches of 2 make 3; lower PP",
+        ),
+    ],
+)
+def test_plans_that_cannot_train(parallel, settings, devices, says):
+    with pytest.raises(RequestError, match=says) as error:
+        plan.make(training(parallel, *settings), 1, devices)
+    assert "\n" not in str(error.value)
+
+
+def test_a_sample_makes_fewer_micro_batches():
+    case = training("PP4")
+    plan.make(case, 1, 4, sample=8)
+    with pytest.raises(RequestError, match="6 rows over DP1 in micro-batches of 2 make 3"):
+        plan.make(case, 1, 4, sample=6)
+    conversations = training("PP4", "question.train.batch=1", name="aquila2-7b-alpaca")
+    assert plan.make(conversations, 1, 4).pp == 4  # how many rows they fill, the data tell
+
+
+def test_what_does_nothing_is_allowed():
+    assert plan.make(training("DP1", "tune.sharding=3"), 1, 1).dp == 1
+    assert plan.shard_degree(training("DP1", "tune.sharding=3"), 1) == 1
+    assert plan.make(training("DP8", "tune.sharding_degree=3"), 1, 8).dp == 8  # of nothing
+    scoring = resolve("llama2-7b-mmlu", settings=["tune.sharding=3", "tune.sharding_degree=3"]).case
+    assert plan.make(scoring, 1, 8).dp == 8
+
+
+def test_the_degree_of_sharding():
+    assert plan.shard_degree(training("DP8", "tune.sharding=0"), 8) == 1
+    assert plan.shard_degree(training("DP8", "tune.sharding=1"), 8) == 8
+    assert plan.shard_degree(training("DP8", "tune.sharding=3", "tune.sharding_degree=2"), 8) == 2
+
+
+def test_engines_that_hold_a_whole_model_train_on_replicas():
+    assert plan.able("transformers", plan.make(training("DP"), 1, 8))
+    assert not plan.able("transformers", plan.make(training("TP2"), 1, 8))
+    assert not plan.able("transformers", plan.make(training("PP2"), 1, 8))
+    assert plan.able("torch", plan.make(training("TP2PP2"), 1, 8))
+
+
+@pytest.mark.parametrize(
+    "parallel, settings, bytes_each",
+    [
+        ("DP1", [], 4 + 8 + 4 + 2),  # weights, two states, gradients, and the copy that is computed with
+        ("DP8", ["tune.sharding=1"], (4 + 8) / 8 + 4 + 2),
+        ("DP8", ["tune.sharding=2"], (4 + 8 + 4) / 8 + 2),
+        ("DP8", ["tune.sharding=3"], (4 + 8 + 4) / 8),
+        ("TP2PP4DP1", [], (4 + 8 + 4 + 2) / 8),
+        ("DP1", ["question.precision=bf16-pure"], 8),
+        ("DP1", ["question.precision=fp32"], 16),
+    ],
+)
+def test_what_training_holds(parallel, settings, bytes_each):
+    case = training(parallel, *settings)
+    made = plan.make(case, 1, 1 if parallel == "DP1" else 8)
+    assert plan.held_bytes(case, made) / 6_738_415_616 == pytest.approx(bytes_each, rel=1e-6)
+
+
+def test_training_must_fit_a_device():
+    case = training("DP1")
+    says = r"weights, gradients and optimiser states of .* take 113.0 GiB a device and one has 80.0 GiB; choose .* or PP, --set"
+    with pytest.raises(RequestError, match=says):
+        plan.check_fits(case, plan.make(case, 1, 1), 80 << 30)
+    plan.check_fits(case, plan.make(case, 1, 1), 139 << 30)

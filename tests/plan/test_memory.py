@@ -1,0 +1,220 @@
+"""Memory of training: the published figures by hand, parameters against the modules, activations against what torch saves."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from steelyard.case.case import Model, Tune
+from steelyard.case.precision import TRAIN
+from steelyard.case.question import Train
+from steelyard.models import llama, llama_fused, placements
+from steelyard.models.attention import Layout, layout
+from steelyard.models.llama import Block, Llama, rotary
+from steelyard.models.placements import Share
+from steelyard.plan import flops, memory
+from steelyard.record.record import Plan
+from steelyard.weights import load
+
+GIB = 1 << 30
+LLAMA_7B = Model(family="llama", layers=32, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocab=32000, positions=2048)
+LLAMA_13B = LLAMA_7B.model_copy(update={"layers": 40, "hidden": 5120, "heads": 40, "kv_heads": 40, "ffn": 13824})
+SMALL = Model(family="llama", layers=6, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=71, positions=64)
+LIKE = {"length": 2048, "batch": 2048, "steps": 100, "lr": 3e-4, "min_lr": 3e-5, "schedule": "cosine", "warmup_steps": 2000}
+TRAINED = Train.model_validate(LIKE | {"decay_steps": 10000, "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0})
+
+
+def plan(tp: int = 1, pp: int = 1, dp: int = 1) -> Plan:
+    return Plan(nodes=1, devices=tp * pp * dp, tp=tp, pp=pp, dp=dp, launcher="local")
+
+
+def predict(model: Model, precision: str = "bf16", over: Plan | None = None, **tune: object) -> list[memory.Parts]:
+    return memory.predict(model, TRAIN[precision], Tune.model_validate(tune), over or plan(), TRAINED)
+
+
+def state(parts: memory.Parts) -> int:
+    return parts.parameters + parts.copies + parts.gradients + parts.states
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "each", "gib"),
+    [
+        (LLAMA_7B, "bf16", 4 + 2 + 4 + 8, 113),  # fp32 weights, a 16-bit copy, fp32 gradients, two fp32 states
+        (LLAMA_7B, "fp16", 18, 113),
+        (LLAMA_7B, "fp32", 16, 100),  # no copy
+        (LLAMA_7B, "tf32", 16, 100),
+        (LLAMA_7B, "bf16-pure", 8, 50),
+        (LLAMA_13B, "bf16-pure", 2 + 2 + 4, 97),
+        (LLAMA_13B, "bf16", 18, 218),
+    ],
+)
+def test_state_on_one_device(model, precision, each, gib):
+    [parts] = predict(model, precision)
+    assert state(parts) == each * flops.parameters(model)
+    assert round(state(parts) / GIB) == gib
+    assert parts.total == state(parts) + parts.activations + parts.logits
+
+
+def test_activations_of_7b_by_hand():
+    """A token and layer in 16 bit: 4 of 4096 around the norms, 3 for qkv, 2 rotated, 1 attended, 3 of 11008, and in fp32 a
+    log-sum-exp a head and a scale a norm."""
+    each = 2 * (10 * 4096 + 3 * 11008) + 4 * (32 + 2)
+    [parts] = predict(LLAMA_7B, micro_batch=4)
+    assert parts.activations == 4 * 2048 * 32 * each
+    assert parts.logits == 4 * 2048 * (2 * 2 * 4096 + 2 * 2 * 32000)
+    [eager] = predict(LLAMA_7B, micro_batch=4, compile=False)
+    assert eager.activations == 4 * 2048 * 32 * (each + 2 * 11008)
+    assert eager.logits == 4 * 2048 * (2 * 2 * 4096 + (2 + 4 + 4) * 32000)
+    [wide] = predict(LLAMA_7B, "tf32")
+    assert wide.activations == 2048 * 32 * (4 * (10 * 4096 + 3 * 11008) + 4 * 34)
+
+
+def test_recomputation_keeps_less_and_one_layer_whole():
+    none = 2 * (10 * 4096 + 3 * 11008) + 4 * 34
+    full, selective = 2 * 2 * 4096, 2 * (7 * 4096 + 2 * 11008) + 4 * 32
+    for name, kept in (("none", none), ("selective", selective), ("full", full)):
+        [parts] = predict(LLAMA_7B, recompute=name)
+        assert parts.activations == 2048 * (32 * kept + none - kept)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "divided"),
+    [
+        (0, ()),
+        (1, ("parameters", "states")),
+        (2, ("parameters", "states", "gradients")),
+        (3, ("parameters", "states", "gradients", "copies")),
+    ],
+)
+def test_sharding_divides_over_its_degree(sharding, divided):
+    [whole] = predict(LLAMA_7B)
+    for degree, over in ((None, 8), (4, 4)):
+        [parts] = predict(LLAMA_7B, over=plan(dp=8), sharding=sharding, sharding_degree=degree)
+        for name in ("parameters", "states", "gradients", "copies"):
+            assert getattr(parts, name) == getattr(whole, name) // (over if name in divided else 1)
+        assert parts.activations == whole.activations
+
+
+def test_without_a_copy_parameters_are_divided_last():
+    sizes = [predict(LLAMA_13B, "bf16-pure", plan(dp=8), sharding=stage)[0] for stage in range(4)]
+    assert [one.parameters * 8 // sizes[0].parameters for one in sizes] == [8, 8, 8, 1]
+    assert [one.states * 8 // sizes[0].states for one in sizes] == [8, 1, 1, 1]
+
+
+def test_a_pipeline_holds_more_micro_batches_the_sooner_the_stage():
+    stages = predict(LLAMA_7B, over=plan(pp=4))
+    last = stages[3].activations
+    assert [one.activations // last for one in stages] == [4, 3, 2, 1]
+    assert [bool(one.logits) for one in stages] == [False, False, False, True]
+    [few] = {one.activations for one in predict(LLAMA_7B, over=plan(pp=4), micro_batch=2048)}
+    assert few == 2048 * last  # one micro-batch in all: no stage holds more
+    assert sum(map(state, stages)) == 18 * flops.parameters(LLAMA_7B)
+
+
+def test_layers_that_do_not_divide_go_to_the_first_stages():
+    assert [memory.stage_layers(10, 4, stage) for stage in range(4)] == [3, 3, 2, 2]
+    uneven = predict(LLAMA_7B.model_copy(update={"layers": 10}), over=plan(pp=4))
+    assert [one.activations * 3 // uneven[0].activations for one in uneven] == [3, 2, 1, 0]
+    assert uneven[3].activations * 6 == uneven[0].activations
+
+
+def test_a_team_divides_all_but_the_norms():
+    [whole], [half] = predict(LLAMA_7B), predict(LLAMA_7B, over=plan(tp=2))
+    assert half.activations * 2 == whole.activations
+    assert half.logits * 2 == whole.logits
+    norms = 65 * 4096
+    assert half.states // 8 - norms == (whole.states // 8 - norms) // 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qkv_bias": True}])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parameters_are_the_modules(changes, tp):
+    model = SMALL.model_copy(update=changes)
+    with torch.device("meta"):
+        made = Llama(placements.local(load.shape_of(model), Share(0, tp)))
+    assert memory.stage_parameters(model, plan(tp=tp), 0) == sum(p.numel() for p in made.parameters())
+    stages = [memory.stage_parameters(model, plan(tp=tp, pp=3), stage) for stage in range(3)]
+    again = memory.vocab_rows(71, tp) * 64 if model.tied else 0  # the first and the last stage have a table each
+    assert sum(stages) == sum(p.numel() for p in made.parameters()) + again
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 8])
+def test_the_vocabulary_is_padded_as_the_models_pad_it(tp):
+    for vocab in (71, 32000, 100008):
+        assert memory.vocab_rows(vocab, tp) == placements.vocab_rows(vocab, tp)
+
+
+@pytest.mark.parametrize("pp", [0, 7, 10**12])
+def test_a_plan_that_cannot_be_has_no_prediction(pp):
+    over = plan().model_copy(update={"pp": pp})
+    with pytest.raises(ValueError, match="stages for 6 layers"):
+        predict(SMALL, over=over)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: object) -> Tensor:
+    """Attention whose output is what it saved, as that of fused kernels on packed rows is."""
+    q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm as a fused kernel does it: only its input and a scale a token are kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        scale = x.float().square().mean(-1, keepdim=True).add(eps).rsqrt()
+        ctx.save_for_backward(x, scale, weight)
+        return (x.float() * scale).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError
+
+
+def saved_bytes(model: Model, compiled: bool, monkeypatch: pytest.MonkeyPatch, tokens: int = 32, lean: bool = False) -> int:
+    """What torch keeps for the backward of a layer: storages, each once, without weights and rotary tables."""
+    monkeypatch.setattr(llama, "attend", _attend)
+    monkeypatch.setattr(llama_fused, "attend", _attend)
+    shape = load.shape_of(model)
+    block = Block(shape).to(torch.bfloat16)
+    run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
+    if lean:
+        run = llama_fused.FusedBlock(block, torch.zeros_like, llama_fused.Pieces(False))
+    elif not compiled:
+        monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight, self.eps))
+    x, delta = (torch.randn(tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    cos, sin = rotary(torch.arange(tokens), shape, torch.bfloat16)
+    aside = {one.untyped_storage().data_ptr() for one in (*block.parameters(), cos, sin)}
+    seen: dict[int, Tensor] = {}
+
+    def keep(one: Tensor) -> Tensor:
+        seen.setdefault(one.untyped_storage().data_ptr(), one)
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        run(x, delta, cos, sin, layout([tokens], None, torch.device("cpu")), "rows", None)
+    return sum(one.untyped_storage().nbytes() for at, one in seen.items() if at not in aside)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"ffn": 64}, {"hidden": 128, "heads": 8}])
+@pytest.mark.usefixtures("one_thread")
+def test_activations_are_what_torch_saves(changes, monkeypatch):
+    model = SMALL.model_copy(update=changes)
+    assert saved_bytes(model, False, monkeypatch) == 32 * memory.layer_bytes(model, 2, "none", compiled=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"ffn": 64}, {"hidden": 128, "heads": 8}])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("one_thread")
+def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, monkeypatch):
+    """Whether its pieces are compiled or not: they are functions of what they are given."""
+    model = SMALL.model_copy(update=changes)
+    found = saved_bytes(model, False, monkeypatch, lean=True)
+    assert found == 32 * memory.layer_bytes(model, 2, "none", compiled, lean=True)
+    assert found < saved_bytes(model, False, monkeypatch)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_activations_are_what_a_compiler_saves(monkeypatch):
+    """What the compiler chooses to keep, which is settled before any code is made."""
+    assert saved_bytes(SMALL, True, monkeypatch) == 32 * memory.layer_bytes(SMALL, 2, "none", compiled=True)

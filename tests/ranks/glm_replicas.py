@@ -1,0 +1,43 @@
+"""Two real processes over gloo: a GLM trained on both, and on each alone. Run by torchrun from engines/test_torch_glm.py."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fixtures.glm import CPU, job, packed, samples, trainer
+from steelyard.engines.torch import model
+from steelyard.engines.torch.glm import to_device
+
+DEALT = (((0, 3), (4,)), ((1, 2),))  # samples of each replica, in micro-batches
+
+
+def train(dp: int, rank: int, groups: tuple[tuple[int, ...], ...]) -> tuple[dict, float]:
+    some = samples(5)
+    made = trainer(job(dp=dp, rank=rank))
+    micros = [to_device(packed("closed", [some[i] for i in group]), CPU) for group in groups]
+    made.warm(micros[0])
+    count = made.total(sum(map(len, groups)))
+    losses, norms = [], []
+    for step in range(3):
+        losses.append(float(made.learn(micros, count)))
+        norms.append(float(made.update(1e-2 / (step + 1))))
+    weights = [float(p.double().square().sum()) for p in made.adam.kept]
+    return {"losses": losses, "norms": norms, "weights": weights}, float(count)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model.DTYPES["fp32"] = torch.float64
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    both, count = train(2, rank, DEALT[rank])
+    alone, _ = train(1, 0, (*DEALT[0], *DEALT[1]))
+    (Path(sys.argv[1]) / f"rank-{rank}.json").write_text(json.dumps({"both": both, "alone": alone, "samples": count}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from test_tensor_parallel.py."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from steelyard import engines
+from steelyard.accelerators.cpu import Device
+from steelyard.case import case
+from steelyard.engines.torch import tensor_parallel
+from steelyard.engines.torch.score import TorchScore
+from steelyard.plan import degrees
+from steelyard.run.measure import Work
+from steelyard.tasks.table import TASKS, Sources
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    out = {}
+    for one in asked["runs"]:
+        resolved = case.resolve(
+            one["case"], "smoke", settings=[*asked["settings"][one["case"]], f"tune.parallel={one['parallel']}"]
+        ).case
+        layout = degrees.make(resolved, 1, world)
+        prepared = TASKS[resolved.question.task].prepare(resolved.question, Sources(None, None, None), None)
+        place = degrees.place(layout, rank)
+        engine = TorchScore(
+            engines.Job(
+                case=resolved,
+                texts=prepared.texts,
+                weights=Path(one["weights"]) if one["weights"] else None,
+                device=Device(0),
+                rank=rank,
+                world=world,
+                plan=layout,
+                place=place,
+                team=tensor_parallel.form(layout, rank, torch.device("cpu")),
+                steps=None,
+            )
+        )
+        engine.prepare("val", lambda part: nullcontext())
+        works = [item for item in engine.work("val") if isinstance(item, Work)]
+        parameters = sum(p.numel() for p in engine.model.parameters())
+        out[one["name"]] = {
+            "place": [place.tp, place.dp],
+            "answers": engine.outputs("val"),
+            "tokens": sum(work.counts.get("tokens", 0) for work in works),
+            "parameters": parameters,
+        }
+        del engine
+    (Path(sys.argv[2]) / f"rank-{rank}.json").write_text(json.dumps(out))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

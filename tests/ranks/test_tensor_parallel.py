@@ -1,0 +1,130 @@
+"""Tensor parallelism over real processes: whatever the degree, the answers are those of one process and of transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from steelyard.case import case
+from steelyard.engines.torch.model import DTYPES
+from steelyard.engines.transformers.score import config
+from steelyard.tasks.table import TASKS, Sources
+from steelyard.weights import load
+
+CASES = {
+    "aquila2-34b-lambada": ["question.model.vocab=251", "tune.batch_tokens=300"],
+    "llama2-7b-mmlu": ["question.model.vocab=251", "question.model.heads=16", "question.model.kv_heads=8"],
+}
+DEGREES = ("TP1", "TP2", "TP4", "TP8")
+
+
+def question(name: str):
+    return case.resolve(name, "smoke", settings=CASES[name]).case.question
+
+
+def texts(name: str):
+    return TASKS[question(name).task].prepare(question(name), Sources(None, None, None), None).texts
+
+
+def transformers_model(folder: Path | None = None):
+    """A plain LlamaForCausalLM with the weights that the case makes from its seed; written to a folder where one is named."""
+    asked = question("aquila2-34b-lambada")
+    shape = load.shape_of(asked.model)
+    ours = load.build(shape, torch.device("cpu"), DTYPES["fp32"])
+    load.fill_random(ours, asked.seed)
+    theirs = LlamaForCausalLM(config(asked.model)).eval()
+    load.copy_to_hf(ours, dict(theirs.named_parameters(remove_duplicate=False)))
+    if folder is not None:
+        theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ranks")
+    transformers_model(folder / "hf")
+    runs = [{"name": f"{name} {p}", "case": name, "parallel": p, "weights": None} for name in CASES for p in DEGREES]
+    runs += [{**runs[0], "name": f"loaded {p}", "parallel": p, "weights": str(folder / "hf")} for p in ("TP8", "TP2")]
+    (folder / "asked.json").write_text(json.dumps({"runs": runs, "settings": CASES}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--max-restarts=0"]
+    command += [str(Path(__file__).parent / "score_plans.py"), str(folder / "asked.json"), str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank-{i}.json").read_text()) for i in range(8)]
+
+
+def merged(ranks: list[dict], name: str) -> dict[int, tuple]:
+    """Answers by item, of the first rank of every team."""
+    out: dict[int, tuple] = {}
+    for rank in ranks:
+        one = rank[name]
+        if one["place"][0] == 0:
+            table = one["answers"]
+            columns = [table[key] for key in table if key != "items"]
+            for item, *values in zip(table["items"], *columns, strict=True):
+                assert item not in out
+                out[item] = tuple(values)
+    return out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [f"aquila2-34b-lambada {p}" for p in DEGREES] + ["loaded TP8", "loaded TP2"])
+def test_losses_are_those_of_transformers_at_every_degree(ranks, name):
+    passages = texts("aquila2-34b-lambada")
+    found = merged(ranks, name)
+    assert sorted(found) == list(range(len(passages.rows)))
+    model = transformers_model()
+    losses = set()
+    for i, row in enumerate(passages.rows):
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            mean = float(model(input_ids=ids, labels=ids).loss)
+        nll, last, _ = found[i]
+        assert nll / (len(row) - 1) == pytest.approx(mean, abs=1e-5), (name, i)
+        assert 0 < last < nll
+        losses.add(round(mean, 5))
+    assert len(losses) == len(passages.rows)  # rows that differ: one taken for another would show
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", DEGREES[1:])
+def test_all_ranks_of_a_team_have_one_answer(ranks, parallel):
+    name = f"aquila2-34b-lambada {parallel}"
+    teams: dict[int, list[dict]] = {}
+    for rank in ranks:
+        teams.setdefault(rank[name]["place"][1], []).append(rank[name]["answers"])
+    for members in teams.values():
+        assert len(members) == int(parallel[2:])
+        assert all(one == members[0] for one in members)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", DEGREES[1:])
+def test_choices_are_the_same_at_every_degree(ranks, parallel):
+    alone = merged(ranks, "llama2-7b-mmlu TP1")
+    assert merged(ranks, f"llama2-7b-mmlu {parallel}") == alone
+    assert len({best for best, _, _ in alone.values()}) > 2
+    assert len({choice for _, choice, _ in alone.values()}) > 1
+
+
+@pytest.mark.full
+def test_a_share_holds_its_part_of_the_weights(ranks):
+    whole = ranks[0]["aquila2-34b-lambada TP1"]["parameters"]
+    share = ranks[0]["aquila2-34b-lambada TP8"]["parameters"]
+    norms = 5 * 64
+    padded = 2 * (512 - 251) * 64  # both tables, padded to 8 x 64 rows
+    assert share == (whole - norms + padded) // 8 + norms
+
+
+@pytest.mark.full
+def test_work_is_shared_over_replicas_and_not_over_teams(ranks):
+    tokens = sum(len(row) for row in texts("aquila2-34b-lambada").rows)
+    for parallel in DEGREES:
+        name = f"aquila2-34b-lambada {parallel}"
+        assert sum(rank[name]["tokens"] for rank in ranks if rank[name]["place"][0] == 0) == tokens

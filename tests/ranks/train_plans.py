@@ -1,0 +1,110 @@
+"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from test_train_parallel.py."""
+
+import gc
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from steelyard import engines
+from steelyard.accelerators.cpu import Device
+from steelyard.case import case
+from steelyard.engines.torch import model as score
+from steelyard.engines.torch.train import TorchTrain
+from steelyard.plan import degrees
+from steelyard.run.measure import Work
+from steelyard.tasks.table import TASKS, Sources
+from steelyard.training import checkpoints, optimizer
+
+SETTINGS = [
+    "question.model.vocab=251",
+    "question.model.layers=4",
+    "question.model.heads=8",
+    "question.model.kv_heads=8",
+    "question.train.length=64",
+    "question.train.batch=16",
+    "question.train.steps=10",
+    "question.train.clip=2.0",
+    "question.data.made.documents=900",
+    "question.data.held_out=3",
+]
+
+
+KEEP_EVERY = 6  # of ten steps: one checkpoint a run
+
+
+def build(one: dict, rank: int, world: int) -> TorchTrain:
+    settings = [*SETTINGS, *[f"{key}={value}" for key, value in one["settings"].items()]]
+    resolved = case.resolve("llama1-7b-openwebtext", "smoke", one.get("precision"), settings=settings).case
+    layout = degrees.make(resolved, 1, world)
+    prepared = TASKS["openwebtext"].prepare(resolved.question, Sources(None, None, None), None)
+    return TorchTrain(
+        engines.Job(
+            case=resolved,
+            texts=prepared.texts,
+            weights=Path(one["weights"]) if one.get("weights") else None,
+            device=Device(0),
+            rank=rank,
+            world=world,
+            plan=layout,
+            place=degrees.place(layout, rank),
+            team=None,
+            steps=None,
+            keep=engines.Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
+            resume=Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None,
+        )
+    )
+
+
+def train(engine: TorchTrain) -> dict:
+    """Losses and norms of every step, and the held-out loss before and after."""
+    out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
+    for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
+        engine.prepare(name, lambda part: nullcontext())
+        works = [item for item in engine.work(name) if isinstance(item, Work) and item.counts]
+        out[name] = engine.outputs(name)
+        if name == "train":
+            out["losses"] = [float(work.values["loss"]) for work in works]
+            out["curve"] = [float(loss) for loss in engine.curve]
+            out["norms"] = [float(work.values["grad_norm"]) for work in works]
+    states = [one[key] for one in engine.trainer.adam.inner.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    out["states"] = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in states)
+    return out
+
+
+def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
+    model = getattr(engine.trainer, "stage", None) or engine.trainer.model
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named.items()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(sys.argv[2])
+    out = {}
+    for number, one in enumerate(asked):
+        optimizer.FIRST_SCALE = one.get("scale", 65536.0)
+        score.DTYPES["fp32"] = torch.float32 if one.get("precision") else torch.float64
+        began = monotonic()
+        engine = build(one, rank, world)
+        out[one["name"]] = train(engine) | {"seconds": monotonic() - began}
+        found = whole_weights(engine)
+        if engine.job.place.tp == engine.job.place.dp == 0:
+            torch.save(found, folder / f"weights-{number}-{rank}.pt")
+        engine.executor.shutdown()
+        del engine, found
+        gc.collect()  # here, and not in the middle of the next plan
+        (folder / f"rank-{rank}.json").write_text(json.dumps(out))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The first 1,000 documents of the real OpenWebText with the real Llama vocabulary: their known numbers, to the unit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steelyard.data import tokenizer
+from steelyard.data.corpus import CorpusRows, check_ids, open_corpus
+from steelyard.data.rows import IGNORED
+from steelyard.data.tokenize import Packed, Split, inspect, pack
+
+FINGERPRINT = "568c3e691b2f6b14107a014674a667aa953e57bc42c330fc24875b7f316dd612"
+TOKENS = 1_189_962 + 2 * 1000  # as counted without what begins and ends a document
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packed") / "openwebtext"
+
+
+@pytest.fixture(scope="module")
+def packed(data_dir: Path, prefix: Path) -> Packed:
+    llama = tokenizer.load([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
+    return pack([data_dir / "openwebtext" / "openwebtext-1000.jsonl.gz"], llama, prefix)
+
+
+def test_known_numbers(packed: Packed, prefix: Path) -> None:
+    assert (packed.documents, packed.tokens, packed.skipped) == (1000, TOKENS, 0)
+    assert packed.fingerprint == FINGERPRINT
+    corpus = open_corpus(prefix)
+    check_ids(corpus, 32000)
+    found = inspect(corpus)
+    assert found.dtype == "uint16"
+    assert found.splits == {"train": Split(998, 1_189_500), "valid": Split(1, 1802), "test": Split(1, 660)}
+    assert (found.rows, found.fingerprint) == (580, FINGERPRINT)
+    begins = np.concatenate([[0], corpus.ends[:-1]])
+    assert set(corpus.ids[begins].tolist()) == {1}
+    assert set(corpus.ids[corpus.ends - 1].tolist()) == {2}
+    assert np.count_nonzero(corpus.ids == 2) == 1000
+
+
+def test_an_epoch_of_rows(packed: Packed, prefix: Path) -> None:
+    rows = CorpusRows(open_corpus(prefix), 2048, 4, 1, 8)
+    epoch = [rows.row(k) for k in range(580)]
+    ignored = sum(int((row.targets == IGNORED).sum()) for row in epoch)
+    ends = sum(int((row.tokens == 2).sum()) for row in epoch)
+    assert ignored == ends  # nothing is learned from the end of a document, and from nothing else
+    assert 990 < ends <= 998
+    assert all(sum(row.lens) == row.real == 2048 for row in epoch)
+    assert rows.held_out() == [("valid", 0)]
+    held = rows.row(("valid", 0))
+    assert (held.real, held.lens) == (1802, (1802, 246))

@@ -1,0 +1,77 @@
+"""The real LAMBADA with the real Aquila vocabulary: its known numbers, to the unit."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from steelyard.case.case import LambadaData
+from steelyard.data import tokenizer
+from steelyard.data.tokenizer import Tokenizer
+from steelyard.tasks.lambada import data
+from steelyard.tasks.lambada.data import Passages
+
+FINGERPRINT = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
+
+
+@pytest.fixture(scope="module")
+def texts(data_dir: Path) -> list[str]:
+    return data.load(LambadaData(kind="lambada"), data_dir / "lambada")[0]
+
+
+@pytest.fixture(scope="module")
+def aquila(data_dir: Path) -> Tokenizer:
+    return tokenizer.load([data_dir / "tokenizers" / "aquila"])
+
+
+@pytest.fixture(scope="module")
+def passages(texts: list[str], aquila: Tokenizer) -> Passages:
+    return data.encode(texts, aquila, 4096, None, 0)
+
+
+def test_real_set_is_complete(texts: list[str], data_dir: Path) -> None:
+    assert len(texts) == 5153
+    assert data.load(LambadaData(kind="lambada"), data_dir / "lambada" / "lambada_test.jsonl") == (
+        texts,
+        "lambada_test.jsonl",
+    )
+    assert texts[0].startswith("In my palm is a clear stone, and inside it is a small ivory statuette. A guardian angel.\n\n")
+    assert texts[0].rpartition(" ")[2] == "signs"
+
+
+def test_two_texts_stand_twice(texts: list[str]) -> None:
+    twice = [text for text, count in Counter(texts).items() if count > 1]
+    places = [[i for i, text in enumerate(texts) if text == one] for one in twice]
+    assert places == [[1753, 1889], [3469, 3624]]
+    assert [one.rpartition(" ")[2] for one in twice] == ["Andrew", "Diana"]
+
+
+def test_real_set_has_the_known_tokens(passages: Passages) -> None:
+    sizes = [len(row) for row in passages.rows]
+    assert len(sizes) == 5153
+    assert sum(sizes) == 430_166
+    assert round(sum(sizes) / len(sizes), 1) == 83.5
+    assert (min(sizes), max(sizes), sizes.index(max(sizes))) == (61, 227, 1262)
+    assert {(row[0], row[-1]) for row in passages.rows} == {(100006, 100007)}
+    assert all(one < 100_000 for row in passages.rows for one in row[1:-1])
+    assert passages.groups == passages.index == list(range(5153))
+
+
+def test_real_last_words(texts: list[str], passages: Passages, aquila: Tokenizer) -> None:
+    assert sum(passages.last) == 7153
+    assert Counter(passages.last) == {1: 3520, 2: 1309, 3: 296, 4: 22, 6: 4, 7: 1, 8: 1}
+    assert passages.rows[0][-6:] == [2164, 1184, 3140, 1314, 14446, 100007]  # … care about signs, end
+    assert passages.last[0] == 1
+    # What stands before the last word is read alike with and without it, so that nothing of it counts as the word.
+    before = aquila.encode([text.rpartition(" ")[0] for text in texts])
+    assert all(row[: -1 - last] == ids for row, last, ids in zip(passages.rows, passages.last, before, strict=True))
+
+
+def test_real_set_with_two_files_of_gpt2(texts: list[str], data_dir: Path) -> None:
+    found = data.encode(texts, tokenizer.load([data_dir / "tokenizers" / "gpt2"]), 1024, None, 0)
+    assert (sum(len(row) for row in found.rows), sum(found.last)) == (435_383, 6573)
+    assert {row[-1] for row in found.rows} == {50256}
+
+
+def test_real_fingerprint(texts: list[str], aquila: Tokenizer) -> None:
+    assert data.fingerprint(texts, aquila) == FINGERPRINT

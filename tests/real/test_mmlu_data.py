@@ -1,0 +1,127 @@
+"""The real MMLU with the real Llama vocabulary: the published numbers, to the unit."""
+
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fixtures.files import gunzip
+from steelyard.case import case
+from steelyard.data import batches, tokenizer
+from steelyard.data.tokenizer import Tokenizer
+from steelyard.tasks.mmlu import data
+from steelyard.tasks.mmlu.data import Prompts, Subject
+
+
+@pytest.fixture(scope="module")
+def real(data_dir: Path) -> list[Subject]:
+    return data.read(data_dir / "mmlu" / "mmlu_data.tar.gz")
+
+
+@pytest.fixture(scope="module")
+def llama(data_dir: Path) -> Tokenizer:
+    return tokenizer.load([data_dir / "tokenizers" / "llama"])
+
+
+@pytest.fixture(scope="module")
+def real_prompts(real: list[Subject], llama: Tokenizer) -> Prompts:
+    return data.encode(real, case.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0)
+
+
+def test_real_set_is_complete(real: list[Subject]) -> None:
+    assert len(real) == 57
+    assert sum(len(subject.test) for subject in real) == 14_042
+    assert {len(subject.dev) for subject in real} == {5}
+    answers = Counter(row[5] for subject in real for row in subject.test)
+    assert answers == {"A": 3222, "B": 3462, "C": 3582, "D": 3776}
+
+
+def test_real_set_reads_the_same_from_every_layout(real: list[Subject], data_dir: Path, tmp_path: Path) -> None:
+    packed = data_dir / "mmlu" / "mmlu_data.tar.gz"
+    with tarfile.open(packed) as tar:
+        tar.extractall(tmp_path / "mmlu")
+    (tmp_path / "mmlu.tar").write_bytes(gunzip(packed))
+    for source in (tmp_path / "mmlu", tmp_path / "mmlu" / "data", tmp_path / "mmlu.tar", packed.parent):
+        assert data.read(source) == real
+
+
+# 71st question of world_religions; some of its texts begin with a space in the published files.
+REAL_PROMPT = """\
+The following are multiple choice questions (with answers) about  world religions.
+
+ What is the sign of the covenant for Jewish males?
+A. The rainbow
+B. Circumcision
+C. A son
+D. Bar mitzvah
+Answer: B
+
+What is the Second Gem in Buddhism?
+A. The Dharma
+B. The Sangha
+C. The Buddha
+D. The Bodhisattva
+Answer: A
+
+ In which dynasty was the "Mandate of Heaven" developed to legitimatize the new rulers?
+A. Shang
+B. Zhou
+C. Han
+D. Xia
+Answer: B
+
+ Which Japanese government promoted a kind of national cult based on the emperor and his associations with kami?
+A. Honen
+B. Tanaka
+C. Tokugawa
+D. Meiji
+Answer: D
+
+How can the Upanishads be characterized?
+A. Ritual texts
+B. Philosophical texts
+C. Hymns
+D. Origin stories
+Answer: B
+
+ How many books are in the New Testament?
+A. 30
+B. 29
+C. 27
+D. 47
+Answer:"""
+
+
+def test_real_prompt_byte_for_byte(real: list[Subject], llama: Tokenizer, real_prompts: Prompts) -> None:
+    subject = next(one for one in real if one.name == "world_religions")
+    assert data.prompt(subject, subject.test[70], 5).encode() == REAL_PROMPT.encode()
+    first = real_prompts.subject_of.index(real.index(subject))
+    assert real_prompts.rows[first + 70] == llama.encode([REAL_PROMPT])[0]
+    assert real_prompts.rows[first + 70][:8] == [1, 450, 1494, 526, 2999, 7348, 5155, 313]
+    assert real_prompts.gold[first + 70] == 2
+
+
+def test_real_set_has_the_published_tokens(real_prompts: Prompts) -> None:
+    assert len(real_prompts.rows) == 14_042
+    assert sum(len(row) for row in real_prompts.rows) == 10_854_627
+    assert real_prompts.shortened == 524
+    assert max(len(row) for row in real_prompts.rows) <= 2048
+    assert real_prompts.letters == [319, 350, 315, 360]
+    assert real_prompts.index == list(range(14_042))
+
+
+def test_real_set_has_few_tokens_when_shots_are_shared(real_prompts: Prompts) -> None:
+    shared = batches.prefixes(real_prompts.rows, real_prompts.groups)
+    own = sum(len(row) - shared[group] for row, group in zip(real_prompts.rows, real_prompts.groups, strict=True))
+    assert sum(shared) + own == 1_709_858
+    bins = batches.open_bins(real_prompts.rows, real_prompts.groups, 32768, 0)[0]
+    assert sum(piece.length for one in bins for piece in one) == 1_709_858
+    assert sorted(p.item for one in bins for p in one if p.item is not None) == list(range(14_042))
+
+
+def test_real_fingerprint_is_the_cases(real: list[Subject], llama: Tokenizer) -> None:
+    assert data.fingerprint(real, llama) == case.resolve("llama2-7b-mmlu").case.question.data.fingerprint
+
+
+# Scores, worked out by hand: six questions, two subjects, the letters' tokens 10 to 13, 99 another token.

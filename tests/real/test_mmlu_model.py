@@ -1,0 +1,131 @@
+"""The program from its command line, with a real model and the real questions, against a loop a user would write."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fixtures.real_runs import model_settings, run, sets
+from steelyard.tasks.mmlu import data
+from steelyard.tasks.mmlu.data import Subject
+
+pytestmark = pytest.mark.full
+
+SAMPLE = 16
+SEED = 33  # of a sample in which every question alone fits the context
+CONTEXT = 320  # short, for a CPU: most prompts lose some of their examples
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings = [*model_settings(smollm2), f"question.data.context={CONTEXT}", "tune.compile=false", "tune.warmup=0"]
+    settings += ["tune.batch_tokens=2048", f"question.seed={SEED}"]
+    settings += ["max_interval=100"]  # a shared CPU is not steady, and speed is not what is asked here
+    places = ["--weights", str(smollm2), "--data", str(data_dir / "mmlu" / "mmlu_data.tar.gz")]
+    scope = ["--precision", "fp32", "--sample", str(SAMPLE), "--passes", "infer"]
+
+    def start(*arguments: str) -> dict[str, Any]:
+        return run(tmp_path_factory.mktemp("records"), *places, *scope, *sets(settings), *arguments)
+
+    return start
+
+
+@dataclass(frozen=True)
+class Answers:
+    choices: str
+    hits: str
+    tokens: int
+    shortened: int
+    margin: float  # how much the chosen letter's logit is above the next, at least
+
+
+def text(subject: Subject, question: int, dropped: int) -> str:
+    """The prompt, written down again."""
+
+    def asked(row: tuple[str, ...]) -> str:
+        return f"{row[0]}\nA. {row[1]}\nB. {row[2]}\nC. {row[3]}\nD. {row[4]}\nAnswer:"
+
+    name = " " + " ".join(subject.name.split("_"))
+    shots = [f"{asked(row)} {row[5]}\n\n" for row in subject.dev]
+    head = f"The following are multiple choice questions (with answers) about {name}.\n\n"
+    return head + "".join(shots[dropped:]) + asked(subject.test[question])
+
+
+def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answers:
+    """One prompt at a time through transformers, the likeliest token and the likeliest letter taken from its last logits."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    letters = [tokenizer.encode(f" {letter}", add_special_tokens=False) for letter in "ABCD"]
+    assert all(len(ids) == 1 for ids in letters)
+    questions = [(subject, i) for subject in subjects for i in range(len(subject.test))]
+    choices, hits, tokens, shortened, margins = "", "", 0, 0, []
+    for subject, i in (questions[number] for number in index):
+        dropped = 0
+        while len(ids := tokenizer(text(subject, i, dropped))["input_ids"]) > CONTEXT:
+            assert dropped < len(subject.dev), f"question {i} of {subject.name} is too long for this test"
+            dropped += 1
+        tokens += len(ids)
+        shortened += dropped > 0
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        four = logits[[one for (one,) in letters]]
+        choices += "ABCD"[int(four.argmax())]
+        hits += str(int(int(logits.argmax()) == letters["ABCD".index(subject.test[i][5])][0]))
+        first, second = four.topk(2).values.tolist()
+        margins.append(first - second)
+    return Answers(choices, hits, tokens, shortened, min(margins))
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Path, data_dir: Path) -> Answers:
+    index = data.chosen(14_042, SAMPLE, SEED)
+    return plain_loop(smollm2, data.read(data_dir / "mmlu" / "mmlu_data.tar.gz"), index)
+
+
+def test_the_loop_tells_answers_apart(expected: Answers) -> None:
+    """What the others are compared with: more than one letter, right and wrong ones, none so near to another that rounding
+    could choose."""
+    assert min(expected.choices.count(letter) for letter in set(expected.choices)) >= 3
+    assert len(set(expected.choices)) >= 2
+    assert set(expected.hits) == {"0", "1"}
+    assert expected.margin > 1e-3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--division", "open"), ("--engine", "transformers")],
+    ids=["closed", "open", "transformers"],
+)
+def test_real_answers_equal_a_plain_loop(arguments: tuple[str, ...], real_run: Run, expected: Answers) -> None:
+    record = real_run(*arguments)
+    outputs = record["outputs"]
+    assert outputs["index"] == data.chosen(14_042, SAMPLE, SEED)
+    found = outputs["passes"]["infer"]
+    assert found == {"choices": expected.choices, "hits": expected.hits, "not_finite": 0, "repeated": 0}
+    assert record["data"]["tokens"] == expected.tokens
+    assert record["data"]["shortened"] == expected.shortened
+    assert record["quality"]["value"] == expected.hits.count("1") / SAMPLE
+    computed = sum(sample["counts"].get("tokens", 0) for sample in record["samples"])
+    assert computed < expected.tokens if "open" in arguments else computed == expected.tokens
+
+
+def test_compiled_answers_equal_eager_ones(tmp_path: Path) -> None:
+    """Smoke, in both divisions: val is never compiled, infer is; their answers are the same, and those of a run without."""
+    for division in ("closed", "open"):
+        arguments = ("--size", "smoke", "--division", division)
+        eager = run(tmp_path / "eager", *arguments)
+        compiled = run(tmp_path / "compiled", *arguments, "--set", "tune.compile=true")
+        assert "compile_infer" in compiled["budget"]
+        assert "compile_infer" not in eager["budget"]
+        passes = compiled["outputs"]["passes"]
+        assert passes["val"] == passes["infer"]
+        assert passes["infer"]["choices"] == eager["outputs"]["passes"]["infer"]["choices"]
+        assert passes == eager["outputs"]["passes"]
+        assert len(set(passes["infer"]["choices"])) >= 2
+        assert compiled["case"]["key"] == eager["case"]["key"]

@@ -1,0 +1,379 @@
+"""Records: whole or not at all, written once, and every change to one shows."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fixtures.commands import Shell
+from steelyard import cli
+from steelyard.errors import LostError, RequestError
+from steelyard.metrics.verify import verify
+from steelyard.record import record
+from steelyard.record.record import Record, canonical_bytes, file_name, read, seal, to_table, write
+
+FLIPS = 200
+
+
+@pytest.fixture(scope="session")
+def made(smoke: dict[str, Path]) -> Record:
+    return read(smoke["closed"])
+
+
+def steelyard(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """A command in this process, as `main` ends it: quick enough for hundreds of them."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["steelyard", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    signal.signal(signal.SIGTERM, before)
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return lambda *arguments: steelyard(capsys, monkeypatch, *map(str, arguments))
+
+
+def test_bytes_are_canonical(smoke: dict[str, Path], made: Record) -> None:
+    raw = smoke["closed"].read_bytes()
+    assert raw == canonical_bytes(to_table(made))
+    assert raw.endswith(b"}\n")
+    assert raw.count(b"\n") == 1
+    always = [name for name in Record.model_fields if name != "checkpoints"]  # which only a run that kept some has
+    assert list(json.loads(raw)) == ["schema", *always[1:]]
+    assert canonical_bytes({"b": 1.0, "a": ["ü", None]}) == '{"b":1.0,"a":["ü",null]}\n'.encode()
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError):
+            canonical_bytes({"value": bad})
+
+
+def test_name_says_what_it_is(smoke: dict[str, Path], made: Record) -> None:
+    pattern = rf"\d{{8}}T\d{{6}}-llama2-7b-mmlu-smoke-closed-fp32-torch-{made.id[:8]}\.json"
+    assert re.fullmatch(pattern, file_name(made))
+    assert smoke["closed"].name == file_name(made)
+
+
+@pytest.mark.parametrize("name", ["../../../etc/x", "a/b", "", "a\nb", "ü" * 300, "x" * 300, "."])
+def test_name_stays_in_its_folder(made: Record, tmp_path: Path, name: str) -> None:
+    odd = made.model_copy(update={"case": made.case.model_copy(update={"precision": name})})
+    path = write(seal(odd), tmp_path)
+    assert path.parent == tmp_path
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert re.fullmatch(r"[A-Za-z0-9._-]{1,250}", path.name)
+
+
+def test_written_once(made: Record, tmp_path: Path) -> None:
+    path = write(made, tmp_path)
+    first = path.read_bytes()
+    other = seal(made.model_copy(update={"notes": ["another"]}))
+    assert file_name(other) == path.name
+    with pytest.raises(LostError, match="File exists"):
+        write(other, tmp_path)
+    assert path.read_bytes() == first
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folder_without_hard_links_is_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    record.writable(tmp_path / "new" / "folder")
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(RequestError, match="Operation not permitted; choose another with --out"):
+        record.writable(tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from steelyard.record import record
+place, name, call = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+found, calls, real = record.read(Path(sys.argv[1])), 0, getattr(os, name)
+def patched(*arguments):
+    global calls
+    calls += 1
+    if calls == call:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments)
+setattr(os, name, patched)
+record.write(found, place)
+"""
+
+
+@pytest.mark.parametrize("name,call,visible", [("fsync", 1, 0), ("link", 1, 0), ("fsync", 2, 1)])
+def test_killed_while_writing(shell: Shell, smoke: dict[str, Path], name: str, call: int, visible: int) -> None:
+    """Before the link there is no record to be seen, after it there is all of it."""
+    shell.out.mkdir()
+    command = [sys.executable, "-c", KILLED, str(smoke["closed"]), str(shell.out), name, str(call)]
+    assert subprocess.run(command, env=shell.env(), check=False).returncode == -signal.SIGKILL
+    seen = list(shell.out.glob("[!.]*"))
+    assert len(seen) == visible
+    assert all(one.read_bytes() == smoke["closed"].read_bytes() for one in seen)
+    assert [one for one in shell.out.glob("*.json") if verify(one)] == []
+
+
+@pytest.mark.full
+def test_killed_at_any_time_while_writing(shell: Shell, smoke: dict[str, Path]) -> None:
+    shell.out.mkdir()
+    code = "import sys\nfrom pathlib import Path\nfrom steelyard.record import record\nfound = record.read(Path(sys.argv[1]))\n"
+    code += "print('ready', flush=True)\nfor i in range(10**9):\n"
+    code += "    record.write(found.model_copy(update={'id': f'{i:08}'}), Path(sys.argv[2]))\n"
+    rng = random.Random("kill")
+    for _ in range(12):
+        command = [sys.executable, "-c", code, str(smoke["closed"]), str(shell.out)]
+        process = subprocess.Popen(command, env=shell.env(), stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            process.wait(timeout=rng.uniform(0.0, 0.05))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        size = smoke["closed"].stat().st_size
+        for path in shell.out.glob("[!.]*"):
+            assert abs(path.stat().st_size - size) < 64
+            json.loads(path.read_bytes())
+            path.unlink()
+
+
+def test_fresh_records_verify(smoke: dict[str, Path], run: Run) -> None:
+    code, out, err = run("verify", *smoke.values())
+    assert (code, err) == (0, "")
+    assert out == "".join(f"ok  {path}\n" for path in smoke.values())
+    code, out, _ = run("verify", smoke["open"].parent, "--json")
+    assert json.loads(out) == {"records": [{"path": str(smoke["open"]), "ok": True, "wrong": []}]}
+
+
+def test_every_changed_byte_shows(smoke: dict[str, Path], tmp_path: Path, run: Run) -> None:
+    raw = smoke["closed"].read_bytes()
+    rng = random.Random("flips")
+    path = tmp_path / "record.json"
+    seen = set()
+    places = [0, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(FLIPS))]
+    for place in places:
+        changed = bytearray(raw)
+        changed[place] ^= rng.randrange(1, 256)
+        path.write_bytes(changed)
+        code, out, err = run("verify", path)
+        assert code in (1, 2), (place, raw[place - 20 : place + 20])
+        assert (code == 1 and out.startswith("WRONG") and not err) or (code == 2 and not out and len(err.splitlines()) == 1)
+        seen.add(code)
+    assert seen == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda raw: raw[:-1], lambda raw: raw + b" ", lambda raw: raw + b"\n", lambda raw: raw[:4000], lambda raw: b""]
+)
+def test_more_or_less_bytes_show(smoke: dict[str, Path], tmp_path: Path, run: Run, change: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "record.json"
+    path.write_bytes(change(smoke["closed"].read_bytes()))
+    assert run("verify", path)[0] in (1, 2)
+
+
+def test_other_spellings_of_the_same_values_show(made: Record, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    table = to_table(made)
+    for text in (
+        json.dumps(table) + "\n",
+        json.dumps(table, separators=(",", ":"), sort_keys=True) + "\n",
+        canonical_bytes(table).decode().replace('"schema":1,', '"schema":1,"schema":1,', 1),
+    ):
+        path.write_text(text)
+        assert verify(path)[0] == "the bytes are not those that were written"
+
+
+def forged(made: Record, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> list[str]:
+    """What verify says of a record that was changed by someone who then made its hashes right again."""
+    table = json.loads(canonical_bytes(to_table(made)))
+    change(table)
+    path = tmp_path / "forged.json"
+    path.write_bytes(canonical_bytes(to_table(seal(Record.model_validate(table)))))
+    wrong = verify(path)
+    assert not any("hash" in line or "bytes" in line for line in wrong)
+    return wrong
+
+
+def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(table: dict[str, Any]) -> None:
+        node: Any = table
+        for part in path[:-1]:
+            node = node[part]
+        node[path[-1]] = value
+
+    return change
+
+
+FAILURE = {"rank": 0, "exit_code": 1, "error": "x", "stderr_tail": ""}
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        (set_to("metrics", "p_infer_whole", "value", value=1e9), "metric p_infer_whole is 1000000000.0; recomputed"),
+        (set_to("metrics", "p_infer_whole", "unit", value="tokens/h"), "metric p_infer_whole"),
+        (set_to("metrics", "mfu", "value", value=0.9), "metric mfu is 0.9; recomputed from the samples: None"),
+        (set_to("metrics", "glory", value={"value": 1.0, "unit": "", "interval": None, "note": None}), "metric 'glory' is not"),
+        (set_to("samples", 0, "counts", "tokens", value=10**6), "metric"),
+        (set_to("passes", 0, "wall_s", value=1e-6), "metric"),
+        (set_to("outputs", "passes", "infer", "hits", value="1" * 48), "metric acc"),
+        (set_to("budget", "weights", value=0.0), "metric e2e_time"),
+        (set_to("quality", "evaluated", value=True), "quality"),
+        (set_to("checks", 0, "ok", value=False), "check 'finite_val' does not follow"),
+        (set_to("checks", 0, "name", value="glory"), "check 'glory' does not follow"),
+        (set_to("notes", value=["certified"]), "notes"),
+        (set_to("reasons", value=[{"code": "kind", "text": "x"}]), "reasons"),
+        (set_to("status", value="invalid"), "the status is invalid; it follows from the samples that it is valid"),
+        (set_to("status", value="failed"), "the status is failed; it follows from the samples that it is valid"),
+        (set_to("failure", value=FAILURE), "the status is valid; it follows from the samples that it is failed"),
+        (set_to("case", "question", "model", "layers", value=64), "key"),
+        (set_to("case", "key", value="0" * 16), "key"),
+        (set_to("case", "precision", value="bf16"), "precision"),
+        (set_to("data", "fingerprint", value="0" * 64), "key"),
+    ],
+)
+def test_forgeries_with_right_hashes_show(
+    made: Record, tmp_path: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    wrong = forged(made, tmp_path, change)
+    assert any(said in line for line in wrong), wrong
+
+
+def test_an_honest_copy_is_no_forgery(made: Record, tmp_path: Path) -> None:
+    assert forged(made, tmp_path, lambda table: None) == []
+
+
+def test_published_schema(smoke: dict[str, Path], shell: Shell) -> None:
+    text = (resources.files("steelyard.record") / "record.schema.json").read_text()
+    assert json.loads(text) == record.schema(), "make it again: steelyard schema > src/steelyard/record/record.schema.json"
+    assert shell("schema").out == text
+    jsonschema.Draft202012Validator.check_schema(record.schema())
+    check = jsonschema.Draft202012Validator(record.schema())
+    for path in smoke.values():
+        table = json.loads(path.read_bytes())
+        assert list(check.iter_errors(table)) == []
+        assert list(check.iter_errors({**table, "extra": 1}))
+        assert list(check.iter_errors({**table, "status": "splendid"}))
+        assert list(check.iter_errors({key: value for key, value in table.items() if key != "samples"}))
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def text_with(made: Record, key: str, value: str) -> str:
+    """A record's text with one of its values spelled anew."""
+    table = to_table(made)
+    return json.dumps({**table, key: "@@"}).replace('"@@"', value)
+
+
+HOSTILE: dict[str, tuple[str, str]] = {  # key to replace ("" for the whole file), its new text
+    "not json": ("", "hello"),
+    "a list": ("", "[]"),
+    "a number": ("", "7"),
+    "null": ("", "null"),
+    "empty table": ("", "{}"),
+    "binary": ("", "\x00\x01\x02"),
+    "deep file": ("", nested(200_000)),
+    "deep table": ("", '{"a":' * 100_000 + "1" + "}" * 100_000),
+    "deep part": ("environment", '{"a":' + nested(100_000) + "}"),
+    "deep enough to be read": ("environment", '{"a":' + nested(400) + "}"),
+    "nan": ("budget", '{"start": NaN}'),
+    "infinity": ("budget", '{"start": Infinity}'),
+    "infinity in digits": ("budget", '{"start": 1e999}'),
+    "infinity in a free table": ("tune", '{"x": -1e999}'),
+    "long number": ("budget", '{"start": ' + "9" * 5000 + "}"),
+    "large number": ("budget", '{"start": ' + "9" * 400 + "}"),
+    "half a character": ("notes", '["\\ud800"]'),
+    "schema 99": ("schema", "99"),
+    "schema text": ("schema", '"1"'),
+    "schema true": ("schema", "true"),
+    "schema list": ("schema", "[1]"),
+    "status": ("status", '"splendid"'),
+    "samples text": ("samples", '"many"'),
+    "samples of text": ("samples", '["one"]'),
+    "samples of nothing": ("samples", "[{}]"),
+    "outputs passes": ("outputs", '{"passes": 5}'),
+    "outputs short": ("outputs", '{"passes": {"infer": {}}}'),
+    "environment empty": ("environment", "{}"),
+    "environment list": ("environment", '{"hardware": []}'),
+    "telemetry empty": ("telemetry", "[{}]"),
+    "telemetry text": ("telemetry", '[{"columns": "x", "device": 1}]'),
+    "ranks of text": ("ranks", '[{"rank": "x", "matmul_flops_per_s": "fast"}]'),
+    "weights null": ("weights", "null"),
+    "case null": ("case", "null"),
+    "hashes null": ("hashes", "null"),
+    "escapes in a key": ("\\u001b[31mred\\nline", "1"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("verb", [("verify",), ("report",), ("report", "--format", "html", "--lang", "zh")], ids="".join)
+def test_hostile_records_get_one_line(made: Record, tmp_path: Path, run: Run, what: str, verb: tuple[str, ...]) -> None:
+    key, value = HOSTILE[what]
+    path = tmp_path / "record.json"
+    path.write_text(text_with(made, key.encode().decode("unicode_escape"), value) if key else value)
+    code, out, err = run(*verb, path)
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"error: {path}: ")
+    assert len(err) < 1000
+    assert err.rstrip("\n").isprintable()
+
+
+def test_file_that_is_too_large(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "record.json"
+    with path.open("wb") as file:
+        file.truncate(300 << 20)  # a hole: it takes no room and is never read
+    for verb in ("verify", "report"):
+        code, out, err = run(verb, path)
+        assert (code, out) == (2, "")
+        assert err == f"error: {path}: {300 << 20} bytes; a record has at most {256 << 20}\n"
+
+
+def test_things_that_are_no_files(tmp_path: Path, run: Run) -> None:
+    fifo = tmp_path / "record.json"
+    os.mkfifo(fifo)
+    for place in (fifo, Path("/dev/zero"), tmp_path / "none.json"):
+        code, out, err = run("verify", place)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), err
+
+
+def free_tables(table: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all values inside a record."""
+    items = table.items() if isinstance(table, dict) else enumerate(table[:2]) if isinstance(table, list) else ()
+    return [place for key, value in items for place in [(*path, key), *free_tables(value, (*path, key))]]
+
+
+def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run) -> None:
+    """Every value in turn becomes something else: the answer is a page, a list of what is wrong, or one line."""
+    rng = random.Random("types")
+    plain = json.loads(canonical_bytes(to_table(made)))
+    places = free_tables(plain)
+    path = tmp_path / "record.json"
+    for place in rng.sample(places, FLIPS // 2):
+        table = json.loads(canonical_bytes(plain))
+        set_to(*place, value=rng.choice([None, -1, 0, 1e308, "x", "", [], [1], {}, {"x": None}, True]))(table)
+        path.write_bytes(canonical_bytes(table))
+        for verb in ("verify", "report"):
+            code, out, err = run(verb, path)
+            assert code in (0, 1, 2), place
+            assert (len(err.splitlines()) == 1 and not out) if code == 2 else (out and not err), place
+            assert not (verb == "verify" and code == 0 and table != plain), place

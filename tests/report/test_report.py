@@ -1,0 +1,417 @@
+"""The page in three formats and two languages, from made-up records."""
+
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from fixtures.report import ENVIRONMENT, METRICS, everything, failed, make, samples, training
+from steelyard import report
+from steelyard.errors import RequestError
+from steelyard.record.record import Record
+from steelyard.report.as_md import escape
+from steelyard.report.document import Cell, Column, Lines, Page, Row, Series, Stack, Table
+from steelyard.report.names import MEANINGS
+from steelyard.report.numbers import counted, formed, spelled
+from steelyard.report.plain import clean, lines, width, wrap
+from steelyard.report.plot import plot
+
+HOSTILE = "<script>alert(1)</script>|`x`\x1b[31m**red**\x1b]0;title\x07\nnew\u202eline & <img src=http://evil.example/x>"
+
+
+def line_with(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(start))
+
+
+def html_text(text: str) -> "Reader":
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    return reader
+
+
+class Reader(HTMLParser):
+    """Tags, attributes and table rows of a page; an unclosed or crossed tag is an error."""
+
+    VOID = ("meta", "line", "path", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "small" and self.rows and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += " "
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.rows and {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+VALUES = ["38,120", "38,645", "45,903", "46,387", "62.1%", "45.8%/45.8%", "31.3/139.8"]
+
+
+def test_rows_in_text() -> None:
+    text = report.render([make()], "text", "en")
+    rates = ["p_val_whole", "p_val_core", "p_infer_whole", "*p_infer_core"]
+    assert line_with(text, "tool").split() == (
+        ["tool", "precision", "division", "e2e_time", *rates, "*MFU", "acc(infer/val)", "mem(used/total)"]
+    )
+    assert line_with(text, "#1 torch").split() == ["#1", "torch", "bf16", "closed", "412.6", *VALUES]
+    assert line_with(text, "valid, full") == "valid, full"
+    published = ["fp32", "/", "4,143", "5,455", "5,469", "5,676", "5,952", "53.4%", "45.8%/45.8%", "35.0/40.0"]
+    assert line_with(text, "published [2]").split() == ["published", "[2]", *published]
+    assert "[2] Published, not measured here: 1x NVIDIA A100-SXM4-40GB" in text
+    assert "Published as fp32, ran as tf32." in text
+    assert "- Accelerator:             NVIDIA H200 (139.8 GiB)\n" in text
+    assert "- Parallel strategy:      TP1PP1DP1; devices 1, nodes 1, launcher local\n" in text
+    assert line_with(text, "infer ").split() == ["infer", "70.35", "17.1%"]
+    assert line_with(text, "sum of the parts").split()[-2:] == ["412.6", "100.0%"]
+
+
+def test_rows_in_markdown() -> None:
+    en, zh = (report.render(everything(), "md", lang) for lang in report.LANGS)
+    assert "| #1 torch<br>valid, full | bf16 | closed | 412.6 | 38,120<br>tokens/s |" in en
+    assert "| #2 torch<br>valid, window: 1404 samples | bf16 | open | 412.6 |" in en
+    assert "| **371.9**<br>questions/s | **/** | 45.8%/45.8%<br>not evaluated | 31.3/139.8 |" in en
+    assert "| **#4 torch**<br>failed, full | fp32 | closed | / | / | / | / | **/** | **/** | / | / |" in en
+    assert "| _published \\[1\\]_ | _fp16_ | _/_ | _2,558_ | _8,597_<br>tokens/s |" in en
+    assert "| #2 torch<br>有效，窗口：1404 个样本 | bf16 | open |" in zh
+    assert "| **推理计算吞吐量** | **\\*p_infer_core** | 推理遍：不包含 IO 部分耗时 |" in zh
+    assert "## 4. 运行情况（llama2-7b-mmlu）" in zh
+    assert "- Quality: acc = 25.1%, not evaluated: weights are random" in en
+    assert en.count("Published as fp16, ran as fp16.") == 1
+
+
+def test_rows_in_html() -> None:
+    rows = html_text(report.render([make()], "html", "en")).rows
+    assert ["#1 torch valid, full", "bf16", "closed", "412.6", *VALUES] in rows
+    assert ["#1 torch · bf16 · closed", "62.1%", "62.7%", "81.2%", "66.3%", "65.0%"] in rows
+    assert ["Inference rate, core", "p_infer_core", "46,387", "tokens/s", "46,302 – 46,473", ""] in rows
+    assert ["Harness overhead", "harness_overhead", "/", "", "/", "the bare pass was not run"] in rows
+    assert ["novel_metric", "novel_metric", "/"] in rows
+
+
+@pytest.mark.parametrize("lang", report.LANGS)
+def test_html_is_whole_and_loads_nothing(lang: str) -> None:
+    text = report.render(everything(), "html", lang)
+    page = html_text(text)
+    assert page.open == []
+    assert page.tags.isdisjoint({"script", "img", "link", "iframe", "object", "a", "base", "form"})
+    assert {name for name, _ in page.attributes}.isdisjoint({"src", "href", "xlink:href", "srcset", "onload", "onerror"})
+    assert "@import" not in text
+    assert "url(" not in text
+    assert f'<html lang="{ {"en": "en", "zh": "zh-CN"}[lang] }">' in text
+    assert text.startswith("<!doctype html>")
+    assert {"svg", "path"} <= page.tags
+
+
+def hostile() -> Record:
+    """Every free text of a record is hostile."""
+
+    def poison(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: poison(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [poison(item) for item in value]
+        return HOSTILE if isinstance(value, str) else value
+
+    table = failed().model_dump(mode="json", by_alias=True)
+    kept = {key: table[key] for key in ("schema", "kind", "status", "scope", "samples")}
+    question = {**poison(table["case"]["question"]), "kind": "score"}
+    made = make().model_dump(mode="json")
+    out = {**poison(table), **kept, "telemetry": made["telemetry"], "samples": make().model_dump(by_alias=True)["samples"]}
+    out["case"] = {**out["case"], "question": question}
+    out["metrics"] = {
+        HOSTILE: {"value": 1.0, "unit": HOSTILE, "note": HOSTILE},
+        "mfu": {"value": None, "unit": "", "note": HOSTILE},
+    }
+    out |= {"checks": [{"name": HOSTILE, "ok": False, "detail": HOSTILE}], "budget": {HOSTILE: 2.0}, "site": {HOSTILE: HOSTILE}}
+    out |= {
+        "data": {HOSTILE: HOSTILE},
+        "weights": {HOSTILE: {HOSTILE: HOSTILE}},
+        "notes": [HOSTILE],
+        "hashes": {"record": HOSTILE},
+    }
+    return Record.model_validate(out)
+
+
+@pytest.mark.parametrize("lang", report.LANGS)
+def test_hostile_text_stays_text(lang: str) -> None:
+    records = [hostile(), make()]
+    html = report.render(records, "html", lang)
+    page = html_text(html)
+    assert page.tags.isdisjoint({"script", "img"})
+    assert page.open == []
+    assert "<script>alert(1)</script>" in page.text
+    md = report.render(records, "md", lang)
+    fenced = re.compile(r"^(`{3,})text\n.*?\n\1$", re.M | re.S)
+    outside = fenced.sub("", md)
+    assert len(fenced.findall(md)) == 1
+    assert set(re.findall(r"<[^>]*>", outside)) == {"<br>"}
+    assert not re.search(r"(?<!\\)`", outside)
+    columns = {len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line.startswith("| ")}
+    assert columns <= {3, 4, 5, 7, 12}
+    text = report.render(records, "text", lang) + report.text(report.table(records, "zh" if lang == "zh" else "en"))
+    for out in (html, md, text):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out)
+
+
+def test_clean() -> None:
+    assert clean("a\x1b[31mred\x1b[0m\x1b]0;t\x07 \x9b1mb\r\nc\u202ed\ue000\x00") == "ared b cd\ue000"
+    assert lines("a\tb\r\nc\rd\u2028e") == "a    b\nc\nd\ne"
+    assert clean("\ud800x\x1b") == "x"
+    assert escape("a|b<c>`d`*e* _f_ g_h [i](j) \\") == "a\\|b&lt;c&gt;\\`d\\`\\*e\\* \\_f\\_ g_h \\[i\\](j) \\\\"
+
+
+def test_wide_characters_align() -> None:
+    assert width("推理a") == 5
+    assert width("e\u0301") == 1
+    assert wrap("推理计算，吞吐", 8) == ["推理计", "算，吞吐"]
+    assert wrap("abcdefghij kl", 4) == ["abcd", "efgh", "ij", "kl"]
+    rows = (Row((Cell("推理"), Cell("1"), Cell("x"))), Row((Cell("ab"), Cell("22,000"), Cell("y"))))
+    columns = (Column("名"), Column("n", align="right"), Column("z"))
+    assert report.text(Page("", "zh", (Table(columns, rows),))) == (
+        "名         n  z\n----  ------  -\n推理       1  x\nab    22,000  y\n"
+    )
+
+
+def test_numbers() -> None:
+    said = {0.6206: "62.1%", 0.99964: "99.96%", 0.00421: "0.42%", 0.0: "0.0%", 1.0: "100.0%", 1.0402: "104.0%", 1e-9: "0.000%"}
+    assert {value: formed("percent", value) for value in said} == said
+    assert [formed("number", v) for v in (46387.2, 371.94, 59.38, 0.014577, 1.4529e17, 0, None, math.nan, math.inf)] == (
+        ["46,387", "371.9", "59.38", "0.01458", "1.453e17", "0", "/", "/", "/"]
+    )
+    assert [formed("seconds", v) for v in (2558, 412.6, 9.1, 0.0312)] == ["2,558", "412.6", "9.10", "0.031"]
+    assert (counted(10854627), counted(True), spelled({"a": 1e-5, "b": None, "c": [1, 2]})) == (
+        "10,854,627",
+        "true",
+        "a=1e-05, c=[1, 2]",
+    )
+
+
+def test_no_number_but_the_records() -> None:
+    """With every metric, part and reference replaced by one number, only that one and those of the setting are left."""
+    other = make(metrics={name: {"value": 7.0, "unit": "u"} for name in METRICS}, budget={"all": 7.0}, case__reference=[])
+    tokens = re.split(r"[\s,;()]+(?!\d{3})", report.render([other], "text", "en"))
+    decimals = {token for token in tokens if re.fullmatch(r"[\d,]*\d[.,]\d[\d,]*%?", token)}
+    setting = {
+        "14,042",
+        "10,854,627",
+        "128.0",
+        "139.8",
+        "494.7",
+        "989.4",
+        "99.8",
+        "24.04",
+        "570.86",
+        "12.8",
+        "9.10",
+        "0.458",
+        "0.01",
+    }
+    assert decimals - setting == {"7.0", "7.00", "7.000", "7.0/7.0", "100.0%", "700.0%", "45.8%"} & decimals
+    assert decimals & {"46,387", "62.1%", "412.6"} == set()
+
+
+def test_failed_and_invalid_say_why() -> None:
+    text = report.render(everything(), "text", "en")
+    assert "quality  acc 0.4321 misses its gate 0.458 within 0.01" in text
+    assert "gate   not ok  0.4321 is not within 0.01 of 0.458" in text
+    assert "oom   rank 0 ran out of device memory" in text
+    assert "    OutOfMemoryError: CUDA out of memory\n" in text
+    assert "No metric could be derived from this run." in text
+
+
+def test_several_cases_share_one_environment() -> None:
+    other = {**ENVIRONMENT, "software": {**ENVIRONMENT["software"], "driver": "999.1"}}
+    text = report.render([make(), make(case__size="smoke"), make(case__size="smoke", environment=other)], "md", "en")
+    assert text.startswith("# Steelyard report\n")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## llama2-7b-mmlu · full",
+        "## llama2-7b-mmlu · smoke",
+    ]
+    assert text.count("- Driver: 570.86") == 1
+    assert text.count("As E1 above.") == 1
+    assert text.count("The published rows are of size full; runs of size smoke cannot be compared with them.") == 1
+    assert "| #2 torch<br>valid, full, E2 |" in text
+
+
+def test_training_has_its_own_columns() -> None:
+    values = {"p_core": 42.4, "p_train": 42.4, "p_whole": 36.5, "loss": 2.9, "mfu": 0.035, "e2e_time": 2763.0}
+    metrics = {name: {"value": value, "unit": "samples/s" if name[0] == "p" else ""} for name, value in values.items()}
+    origins = {"tune.compile": "case", "tune.env.NCCL_ALGO": "command line", "tune.warmup": "default"}
+    tune = {"compile": True, "env": {"NCCL_ALGO": "ring"}, "warmup": 2}
+    record = make(case__question__kind="train", metrics=metrics, case__reference=[], case__origins=origins, tune=tune)
+    rows = html_text(report.render([record], "html", "en")).rows
+    tuned = "compile=true, env={NCCL_ALGO=ring}"
+    measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
+    assert ["#1 torch valid, full", "bf16", "TP1PP1DP1", tuned, *measured] in rows
+
+
+PUBLISHED = {"source": "page", "config": "8x A100, TP2PP4DP1 SH1", "published_as": "fp16 O2", "ran_as": "fp16", "note": None}
+STAGED = PUBLISHED | {"values": {"tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}}
+PADDED = PUBLISHED | {"values": {"tokens_per_device_s_padded": 4318.9, "loss": 2.9, "mem": 75.0, "mem_total": 80.0}}
+
+
+def trained(**changes: Any) -> Record:
+    """A pipeline of two stages that warms up for a step; the second stage is slower."""
+    return training(((2.0, 1.0, 1.0, 1.0), (2.0, 1.5, 1.0, 2.0)), plan=(1, 2, 1), **changes)
+
+
+def test_a_run_of_training() -> None:
+    rows = html_text(report.render([trained(case__reference=[STAGED, PADDED])], "html", "en")).rows
+    [head] = [row for row in rows if row[0] == "tool"]
+    names = ["tool", "precision", "parallel", "fix_hp", "e2e_time s"]
+    names += ["p_whole tokens/s", "p_train tokens/s", "*p_core tokens/s"]
+    names += ["token/p/s tokens/s/device", "*MFU", "loss nats", "held-out loss(before/after) nats", "mem(used/total) GiB"]
+    assert head == [*names, "mem_predicted GiB", "mem_stages"]
+    settings = ["#1 torch valid, full", "bf16", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
+    rates = ["61.54", "61.54", "88.89", "33.33", "46.4%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
+    assert [*settings, *rates] in rows
+    unknown = ["/"] * 6
+    published = ["fp16 O2 ran fp16", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2"]
+    assert ["published [1]", *published] in rows
+    padded = ["/"] * 6 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
+    assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
+    assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "5.000e-7"] in rows
+    assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "5.000e-7"] in rows
+
+
+@pytest.mark.parametrize("lang", report.LANGS)
+@pytest.mark.parametrize("format", report.FORMATS)
+def test_training_in_every_format(format: str, lang: str) -> None:
+    text = report.render([trained(case__reference=[STAGED, PADDED]), trained(status="invalid")], format, lang)
+    said = {
+        "en": (
+            "Training data set",
+            "Training tool",
+            "Slowest step",
+            "Held-out loss before",
+            "Memory predicted",
+            "schedule=cosine",
+        ),
+        "zh": ("训练数据集", "训练工具", "最慢步时", "训练前留出集损失", "预测显存", "schedule=cosine"),
+    }[lang]
+    assert [one for one in said if one not in text] == []
+    assert re.search(r"40\.00\\?\*1 \+ 39\.00\\?\*1", text)
+    if format == "html":
+        assert html_text(text).open == []
+
+
+@pytest.mark.parametrize(
+    ("lang", "titles"), [("en", ["Loss of each step", "Rate of each step"]), ("zh", ["每步损失", "每步速率"])]
+)
+def test_charts_of_training(lang: Any, titles: list[str]) -> None:
+    record = trained(losses=[9.0, None, 7.0, 6.0], aside={1: ("evaluate", 0.5)})
+    loss, rate = [block for block in report.page([record], lang).blocks if isinstance(block, Lines)]
+    assert [loss.title, rate.title] == titles
+    assert [one.points for one in loss.series] == [((0.0, 9.0), (1.0, None), (2.0, 7.0), (3.0, 6.0))]
+    assert [[y for _, y in one.points] for one in rate.series] == [[50.0, 100.0, 100.0, 100.0], [50.0, 100 / 1.5, 100.0, 50.0]]
+    [alone, level] = [block for block in report.page([training()], lang).blocks if isinstance(block, Lines)]
+    assert (alone.level, level.level, level.level_label) == (None, 100 / 0.75, "p_core")
+
+
+def test_every_metric_of_training_has_a_name_in_both_languages() -> None:
+    for name in training().metrics:
+        assert name in MEANINGS
+        assert all(MEANINGS[name].title[lang] and MEANINGS[name].text[lang] for lang in report.LANGS)
+
+
+def test_a_training_run_that_left_nothing_is_shown() -> None:
+    record = trained(passes=[], samples=[], ranks=[], telemetry=[], outputs={})
+    for name in report.FORMATS:
+        assert "TP1PP2DP1 SH1" in report.render([record], name, "en")
+
+
+def test_a_bare_record_is_shown() -> None:
+    bare = make(environment={}, site={}, weights={}, data={}, budget={}, metrics={}, samples=[], telemetry=[{}], tune={})
+    bare = bare.model_copy(update={"case": bare.case.model_copy(update={"question": {}, "reference": [{}]})})
+    for name in report.FORMATS:
+        assert "/" in report.render([bare], name, "en")
+
+
+def test_absurd_numbers_do_not_stop_a_page() -> None:
+    telemetry = [{"columns": {"t_s": [0, 10**400, 1, "x"], "power_w": [math.inf, 1, 5e300, 2], "sm_clock_mhz": 3}}]
+    metrics = {"mfu": {"value": math.inf, "unit": ""}, "p_infer_core": {"value": 5e300, "unit": "tokens/s"}}
+    record = make(telemetry=telemetry, metrics=metrics, budget={"a": math.nan}, environment__hardware={"memory_bytes": 10**400})
+    assert "5.000e300" in report.render([record], "html", "en")
+
+
+def test_charts() -> None:
+    blocks = report.page([make()], "en").blocks
+    charts = [block for block in blocks if isinstance(block, Lines)]
+    assert [chart.title for chart in charts] == ["Rate of each batch, infer pass", "Device power", "Device clock"]
+    first = make().samples[0]
+    assert charts[0].series[0].points[0] == (first.end_s / 2, 32768 / first.end_s)
+    assert (charts[0].level, charts[0].level_label) == (46387.2, "p_infer_core")
+    assert charts[1].series[0].points[50] == (25.0, None)
+    [stack] = [block for block in blocks if isinstance(block, Stack)]
+    assert [part.name for part in stack.parts] == ["val", "infer", "compile", "load", "import", "harness"]
+    drawn = plot(Lines("t", "x", "y", (Series("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),)))
+    assert drawn.paths[0].d == "M64.0 200.0h0L504.0 107.0M944.0 17.7h0"
+    assert [tick.text for tick in drawn.y_ticks] == ["0", "20", "40", "60", "80", "100"]
+
+
+def test_many_samples_are_put_together_as_totals() -> None:
+    record = make(samples=samples(count=1000))
+    [chart, *_] = [block for block in report.page([record], "en").blocks if isinstance(block, Lines)]
+    points = chart.series[0].points
+    assert len(points) == 334
+    three = record.samples[:3]
+    assert points[0][1] == pytest.approx(3 * 32768 / three[2].end_s)
+
+
+def test_table_has_one_row_a_record() -> None:
+    out = report.text(report.table(everything())).splitlines()
+    assert len(out) == 6
+    assert out[2].split()[5:] == [
+        "valid",
+        "45,903",
+        "tokens/s",
+        "46,387",
+        "tokens/s",
+        "62.1%",
+        "45.8%",
+        "31.3",
+        "GiB",
+        "412.6",
+        "s",
+    ]
+    assert "valid, window: 1404 samples" in out[3]
+    assert "45.8% (not evaluated)" in out[3]
+    assert out[5].split()[5:] == ["failed", "/", "/", "/", "/", "/", "/"]
+
+
+@pytest.mark.parametrize(("format", "lang", "said"), [("pdf", "en", "text, md, html"), ("md", "fr", "en, zh")])
+def test_unknown_requests(format: str, lang: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        report.render([make()], format, lang)
+    with pytest.raises(RequestError, match="no record"):
+        report.render([], "md", "en")
+
+
+def test_steps_without_work_are_not_drawn() -> None:
+    steps = [{**step, "pass": "val"} for step in samples(count=3)]
+    steps.append({**steps[-1], "step": 3, "start_s": 2.2, "end_s": 2.3, "counts": {}})
+    [chart, *_] = [block for block in report.page([make(samples=steps)], "en").blocks if isinstance(block, Lines)]
+    assert (chart.title, len(chart.series[0].points), chart.level) == ("Rate of each batch, val pass", 3, None)

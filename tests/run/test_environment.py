@@ -1,0 +1,201 @@
+"""What a record says about its machine, and when it may name a revision."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+
+from steelyard import __version__, accelerators
+from steelyard.accelerators import CPU, CUDA, Found
+from steelyard.accelerators.cpu import model_name
+from steelyard.run import environment
+
+H200 = Found("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
+A100 = Found("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
+
+
+def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(environment.VARIABLES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("TORCH_HOME", "/somewhere")
+    got = environment.parent_side(CUDA, [H200, H200])
+    assert json.loads(json.dumps(got)) == got
+    hardware, software = got["hardware"], got["software"]
+    peak = hardware.pop("peak")
+    assert hardware == {
+        "machine": environment.machine(),
+        "cpu": model_name(),
+        "cpu_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "accelerator": "cuda",
+        "devices": [{"name": "NVIDIA H200", "uuid": "GPU-1", "memory_bytes": 150754820096}] * 2,
+    }
+    assert set(peak) == {"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"}
+    assert (peak["name"], peak["flops_per_s"]["bf16"]) == ("NVIDIA H200 SXM 141GB", 989.4e12)
+    assert software == {
+        "os": software["os"],
+        "kernel": platform.release(),
+        "driver": "570.86.15",
+        "container": environment.container(),
+        "python": platform.python_version(),
+        "packages": environment.packages(),
+        "cuda": None,
+        "cudnn": None,
+        "variables": {"NCCL_ALGO": "Ring"},
+    }
+    assert set(got) == {"hardware", "software", "source"}
+    assert got["source"]["version"] == __version__
+
+
+def test_no_peak_without_a_row_and_none_for_a_mixture() -> None:
+    def peak(found: list[Found]) -> object:
+        return environment.parent_side(CUDA, found)["hardware"]["peak"]
+
+    assert peak(CPU.find()) is None
+    assert peak([H200, A100]) is None
+    assert peak([]) is None
+    assert peak([A100]) is not None
+
+
+def test_the_cpu_has_no_driver() -> None:
+    got = environment.parent_side(CPU, CPU.find())
+    assert got["software"]["driver"] is None
+    assert got["hardware"]["devices"] == [{"name": model_name(), "uuid": None, "memory_bytes": psutil.virtual_memory().total}]
+
+
+def test_os_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "Debian GNU/Linux 12 (bookworm)"})
+    assert environment.parent_side(CPU, [])["software"]["os"] == "Debian GNU/Linux 12 (bookworm)"
+
+    def absent() -> dict[str, str]:
+        raise OSError
+
+    monkeypatch.setattr(platform, "freedesktop_os_release", absent)
+    assert environment.parent_side(CPU, [])["software"]["os"] == platform.platform()
+
+
+def test_packages_are_not_imported() -> None:
+    code = """
+import json, sys
+from steelyard import environment
+print(json.dumps([environment.packages(), list(sys.modules)]))
+"""
+    root = Path(accelerators.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=True
+    )
+    found, modules = json.loads(done.stdout)
+    assert found["pydantic"] == version("pydantic")
+    assert found["torch"] == version("torch")
+    assert not {"torch", "transformers", "numpy", "tokenizers", "pynvml"} & set(modules)
+
+
+def test_an_absent_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "PACKAGES", ("psutil", "no-such-package-here"))
+    assert environment.packages() == {"psutil": version("psutil")}
+
+
+def test_machine(tmp_path: Path) -> None:
+    assert environment.machine(tmp_path) is None
+    place = tmp_path / "sys/class/dmi/id"
+    place.mkdir(parents=True)
+    (place / "product_name").write_text("DGX H200\n")
+    assert environment.machine(tmp_path) == "DGX H200"
+    (place / "product_name").write_text("\n")
+    assert environment.machine(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (".dockerenv", "", "docker"),
+        ("run/.containerenv", "", "podman"),
+        (".singularity.d", "", "apptainer"),
+        ("proc/self/cgroup", "0::/kubepods/besteffort/pod1/docker-2\n", "kubernetes"),
+        ("proc/self/cgroup", "1:cpu:/docker/0123\n", "docker"),
+        ("proc/self/cgroup", "0::/user.slice\n", None),
+        ("other", "", None),
+    ],
+)
+def test_container(tmp_path: Path, name: str, text: str, expected: str | None) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    assert environment.container(tmp_path) == expected
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    done = subprocess.run(["git", *who, "-C", str(folder), *arguments], env=clean, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A work tree with a package in src/, committed."""
+    package = tmp_path / "tree/src/steelyard"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    git(tmp_path / "tree", "init", "--quiet")
+    git(tmp_path / "tree", "add", ".")
+    git(tmp_path / "tree", "commit", "--quiet", "-m", "first")
+    return tmp_path / "tree"
+
+
+def test_revision_of_a_clean_and_a_changed_tree(tree: Path) -> None:
+    package = tree / "src/steelyard"
+    clean = {"version": __version__, "revision": git(tree, "rev-parse", "HEAD"), "dirty": False}
+    assert environment.source(package) == clean
+    (tree / "results.json").write_text("{}")
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__/a.pyc").write_text("")
+    assert environment.source(package) == clean
+    (package / "new.py").write_text("")
+    assert environment.source(package) == {**clean, "dirty": True}
+    (package / "new.py").unlink()
+    (package / "__init__.py").write_text("changed = 1\n")
+    assert environment.source(package) == {**clean, "dirty": True}
+
+
+def test_another_repository_in_the_environment_is_not_asked(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert environment.source(tree / "src/steelyard")["revision"] == git(tree, "rev-parse", "HEAD")
+
+
+UNKNOWN = {"version": __version__, "revision": None, "dirty": None}
+
+
+def test_an_installed_copy_has_no_revision(tree: Path, tmp_path: Path) -> None:
+    inside = tree / ".venv/lib/python3.11/site-packages/steelyard"
+    outside = tmp_path / "site-packages/steelyard"
+    for package in (inside, outside):
+        package.mkdir(parents=True)
+        assert environment.source(package) == UNKNOWN
+
+
+def test_a_tree_without_a_commit_has_no_revision(tmp_path: Path) -> None:
+    package = tmp_path / "src/steelyard"
+    package.mkdir(parents=True)
+    git(tmp_path, "init", "--quiet")
+    assert environment.source(package) == UNKNOWN
+
+
+def test_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert environment.source(tree / "src/steelyard") == UNKNOWN
+
+
+def test_git_that_does_not_answer(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert environment.source(tree / "src/steelyard") == UNKNOWN

@@ -1,0 +1,198 @@
+"""The measured loop under an injected clock: every number is exact."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from steelyard.run.measure import Budget, HostEvent, Phase, Work, bare, mean_time_s, measure
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Event:
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def elapsed_s(self, later: "Event") -> float:
+        return later.at_s - self.at_s
+
+
+class Device:
+    """A device behind its host: work is queued at once and done later, one after the other."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.free_at = clock.now
+        self.synchronized = 0
+
+    def launch(self, time_s: float) -> None:
+        self.free_at = max(self.free_at, self.clock.now) + time_s
+
+    def event(self) -> Event:
+        return Event(max(self.free_at, self.clock.now))
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        self.clock.now = max(self.clock.now, self.free_at)
+
+
+def engine(clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0) -> Iterator[Phase | Work]:
+    """Each step: the host takes 0.25 s to make inputs, which the device copies in 0.5 s, then computes for 2 s."""
+    for step in range(steps):
+        yield Phase("data")
+        clock.now += 0.25
+        device.launch(0.5)
+        yield Phase("compute")
+        device.launch(2.0)
+        yield Work({"tokens": 10 + step}, {"loss": 1.5})
+    device.launch(hidden_s)
+
+
+def test_a_pass_is_timed_to_the_end_of_the_device():
+    clock = Clock()
+    device = Device(clock)
+    trace = measure("infer", engine(clock, device), device, clock=clock)
+    assert trace.start_at == 100.0
+    # 0.25 s until the first copy, then the device is never idle: three times 0.5 + 2 s.
+    assert trace.wall_s == 0.25 + 3 * 2.5
+    assert [s.counts["tokens"] for s in trace.samples] == [10, 11, 12]
+    assert [s.end_s for s in trace.samples] == [2.75, 5.25, 7.75]
+    assert [s.start_s for s in trace.samples] == [0.0, 2.75, 5.25]
+    assert [s.phases["compute"] for s in trace.samples] == [2.0, 2.0, 2.0]
+    assert [s.phases["data"] for s in trace.samples] == [0.75, 0.5, 0.5]
+    assert [s.host_end_s for s in trace.samples] == [0.25, 0.5, 0.75]  # the host ran ahead
+    assert [s.values for s in trace.samples] == [{"loss": 1.5}] * 3
+
+
+def test_the_loop_waits_for_the_device_only_at_the_borders():
+    clock = Clock()
+    device = Device(clock)
+    measure("infer", engine(clock, device, steps=50), device, clock=clock)
+    assert device.synchronized == 2
+
+
+def test_work_hidden_behind_the_last_mark_is_in_the_wall_time():
+    clock = Clock()
+    device = Device(clock)
+    trace = measure("infer", engine(clock, device, hidden_s=10.0), device, clock=clock)
+    assert trace.wall_s == 17.75
+    assert trace.samples[-1].end_s == 7.75
+
+
+def test_steps_are_told_as_they_are_queued():
+    clock = Clock()
+    device = Device(clock)
+    told: list[int] = []
+    measure("infer", engine(clock, device), device, clock=clock, step_done=told.append)
+    assert told == [1, 2, 3]
+
+
+def test_an_engine_that_marks_no_phases_has_none():
+    clock = Clock()
+    device = Device(clock)
+
+    def plain() -> Iterator[Phase | Work]:
+        device.launch(1.0)
+        yield Work({"tokens": 1})
+
+    trace = measure("val", plain(), device, rank=3, clock=clock)
+    (sample,) = trace.samples
+    assert (sample.phases, sample.rank, sample.pass_name, sample.end_s) == ({}, 3, "val", 1.0)
+
+
+def test_a_phase_that_comes_twice_in_a_step_adds_up():
+    clock = Clock()
+    device = Device(clock)
+
+    def twice() -> Iterator[Phase | Work]:
+        for time_s in (1.0, 2.0):
+            yield Phase("data")
+            device.launch(0.5)
+            yield Phase("compute")
+            device.launch(time_s)
+        yield Work({"tokens": 1})
+
+    (sample,) = measure("infer", twice(), device, clock=clock).samples
+    assert sample.phases == {"data": 1.0, "compute": 3.0}
+
+
+def test_values_that_are_not_finite_become_null():
+    clock = Clock()
+    device = Device(clock)
+
+    def bad() -> Iterator[Phase | Work]:
+        yield Work({}, {"loss": float("nan"), "norm": float("inf"), "fine": 2})
+
+    (sample,) = measure("infer", bad(), device, clock=clock).samples
+    assert sample.values == {"loss": None, "norm": None, "fine": 2.0}
+
+
+def test_the_bare_loop_does_the_same_work_and_keeps_nothing():
+    clock = Clock()
+    device = Device(clock)
+    trace = bare(engine(clock, device), device, clock)
+    assert (trace.wall_s, trace.samples, device.synchronized) == (7.75, [], 2)
+
+
+def test_an_error_of_the_engine_passes_through():
+    clock = Clock()
+
+    def broken() -> Iterator[Phase | Work]:
+        yield Phase("data")
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        measure("infer", broken(), Device(clock), clock=clock)
+
+
+def test_budget_parts_add_up_and_time_between_them_is_named():
+    clock = Clock()
+    budget = Budget(clock)
+    with budget.part("imports"):
+        clock.now += 3.0
+    clock.now += 0.5
+    with budget.part("weights"):
+        clock.now += 2.0
+    with budget.part("imports"):
+        clock.now += 1.0
+    parts = budget.parts()
+    assert parts == {"imports": 4.0, "weights": 2.0, "harness": 0.5}
+    assert sum(parts.values()) == 6.5
+    with budget.part("outer"), pytest.raises(RuntimeError, match="begins inside"), budget.part("inner"):
+        pass
+
+
+def test_a_part_that_fails_still_counts():
+    clock = Clock()
+    budget = Budget(clock)
+    with pytest.raises(KeyError), budget.part("weights"):
+        clock.now += 2.0
+        raise KeyError
+    assert budget.parts() == {"weights": 2.0, "harness": 0.0}
+
+
+def test_mean_time_is_device_time_over_calls():
+    clock = Clock()
+    device = Device(clock)
+
+    def work() -> None:
+        clock.now += 0.001
+        device.launch(0.5)
+
+    # After 3 calls to warm up, batches of 3 until the host has seen 0.01 s: 12 calls.
+    assert mean_time_s(work, device, 0.01, clock) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_host_events_know_only_each_other():
+    clock = Clock()
+    first = HostEvent(clock)
+    clock.now += 2.0
+    assert first.elapsed_s(HostEvent(clock)) == 2.0
+    with pytest.raises(TypeError):
+        first.elapsed_s(Event(3.0))

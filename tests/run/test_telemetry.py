@@ -1,0 +1,203 @@
+"""The sampler with an injected clock, and exact values of everything that is read from a series."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from itertools import count
+from threading import Event
+from typing import Any
+
+import pytest
+
+from steelyard.accelerators import cpu
+from steelyard.run import telemetry
+from steelyard.run.measure import now
+from steelyard.run.telemetry import Reading, Sampler, Series, Source
+
+NEVER_S = 3600.0
+
+
+def ticking(step_s: float = 1.0) -> Callable[[], float]:
+    ticks: Iterator[int] = count()
+    return lambda: 100.0 + step_s * next(ticks)
+
+
+def series(**columns: list[Any]) -> Series:
+    return {"device": "cuda:0", "period_s": 0.2, "baseline_processes": 0, "columns": columns}
+
+
+def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
+    rows: list[Reading] = [{"memory_bytes": 5, "processes": 2}, {"memory_bytes": 6, "processes": 1}]
+    seen = iter(rows)
+    sampler = Sampler([Source("cuda:0", lambda _: next(seen))], 1, origin_s=90.0, clock=ticking(), period_s=NEVER_S)
+    sampler.start()
+    got = sampler.stop()
+    assert got == [
+        {
+            "device": "cuda:0",
+            "period_s": NEVER_S,
+            "baseline_processes": 2,
+            "severity": {},
+            "columns": {"t_s": [10.0, 11.0], "memory_bytes": [5, 6], "processes": [2, 1]},
+        }
+    ]
+    assert json.loads(json.dumps(got)) == got
+
+
+def test_the_thread_samples_until_stop() -> None:
+    enough = Event()
+    reads = count(1)
+
+    def read(_: int) -> Reading:
+        number = next(reads)
+        if number == 5:
+            enough.set()
+        return {"memory_bytes": number}
+
+    sampler = Sampler([Source("cpu", read)], 1, origin_s=100.0, clock=ticking(), period_s=0.001)
+    sampler.start()
+    assert enough.wait(60)
+    columns = sampler.stop()[0]["columns"]
+    rows = len(columns["t_s"])
+    assert rows >= 6
+    assert columns == {"t_s": [float(i) for i in range(rows)], "memory_bytes": list(range(1, rows + 1))}
+
+
+def test_watch_changes_the_process() -> None:
+    def read(pid: int) -> Reading:
+        return {"memory_bytes": pid}
+
+    sampler = Sampler([Source("cpu", read)], 7, origin_s=0.0, period_s=NEVER_S)
+    sampler.start()
+    sampler.watch(8)
+    got = sampler.stop()[0]
+    assert got["columns"]["memory_bytes"] == [7, 8]
+    assert got["baseline_processes"] is None
+
+
+def test_an_error_is_raised_by_stop() -> None:
+    reads = count()
+    failed = Event()
+
+    def read(_: int) -> Reading:
+        if next(reads) == 0:
+            return {"memory_bytes": 1}
+        failed.set()
+        raise ZeroDivisionError("the second reading")
+
+    sampler = Sampler([Source("cpu", read)], 1, origin_s=0.0, period_s=0.001)
+    sampler.start()
+    assert failed.wait(60)
+    with pytest.raises(ZeroDivisionError, match="the second reading"):
+        sampler.stop()
+
+
+def test_long_runs_are_thinned() -> None:
+    reads = count()
+    enough = Event()
+
+    def read(_: int) -> Reading:
+        number = next(reads)
+        if number == 9:
+            enough.set()
+        return {"power_w": float(number)}
+
+    sampler = Sampler([Source("a", read)], 1, origin_s=100.0, clock=ticking(), period_s=0.001, max_rows=4)
+    sampler.start()
+    assert enough.wait(60)
+    got = sampler.stop()[0]
+    assert len(got["columns"]["t_s"]) <= 4
+    assert got["columns"]["t_s"] == got["columns"]["power_w"]
+    assert got["columns"]["t_s"][0] == 0.0
+    assert got["period_s"] >= 0.004
+
+
+def test_halving_keeps_what_must_not_vanish() -> None:
+    assert telemetry.halve(
+        {
+            "t_s": [0.0, 1.0, 2.0, 3.0, 4.0],
+            "power_w": [10.0, 90.0, 20.0, 80.0, 30.0],
+            "memory_bytes": [1, 9, None, 3, None],
+            "processes": [1, 1, 1, 2, 1],
+            "reasons": [["b"], ["a"], None, ["c"], []],
+        }
+    ) == {
+        "t_s": [0.0, 2.0, 4.0],
+        "power_w": [10.0, 20.0, 30.0],
+        "memory_bytes": [9, 3, None],
+        "processes": [1, 2, 1],
+        "reasons": [["a", "b"], ["c"], []],
+    }
+    assert telemetry.halve({"t_s": [0.0, 1.0], "memory_bytes": [1, 2]}) == {"t_s": [0.0], "memory_bytes": [2]}
+
+
+def test_the_limit_is_4096_rows_at_five_a_second() -> None:
+    assert (telemetry.MAX_ROWS, telemetry.PERIOD_S) == (4096, 0.2)
+
+
+def test_memory_of_this_process() -> None:
+    sampler = Sampler([cpu.source()], os.getpid(), now(), period_s=NEVER_S)
+    sampler.start()
+    most = telemetry.peak_memory(sampler.stop()[0])
+    assert most is not None
+    assert most > 1 << 20
+
+
+def test_window_includes_its_borders() -> None:
+    whole = series(t_s=[0.0, 1.0, 2.0, 3.0], power_w=[5.0, 6.0, None, 8.0])
+    assert telemetry.window(whole, 1.0, 2.0) == series(t_s=[1.0, 2.0], power_w=[6.0, None])
+    assert telemetry.window(whole, 1.1, 1.9) == series(t_s=[], power_w=[])
+    assert whole["columns"]["t_s"] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_peak_memory() -> None:
+    assert telemetry.peak_memory(series(t_s=[0.0, 1.0, 2.0], memory_bytes=[3, 7, None])) == 7
+    assert telemetry.peak_memory(series(t_s=[0.0], memory_bytes=[None])) is None
+    assert telemetry.peak_memory(series(t_s=[0.0])) is None
+
+
+COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 160.0, 180.0])
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "expected"),
+    [
+        (1.0, 3.0, 50.0),
+        (0.5, 2.5, 40.0),  # from 105 to 145
+        (0.0, 5.0, 80.0),
+        (1.75, 4.0, 45.0),  # from 125 to 170, over a longer gap
+        (0.5, 1.5, None),  # one sample inside
+        (3.1, 4.9, None),
+        (-1.0, 3.0, None),  # begins before the first sample
+        (1.0, 5.5, None),
+    ],
+)
+def test_energy(start_s: float, end_s: float, expected: float | None) -> None:
+    assert telemetry.energy_j(COUNTER, start_s, end_s) == expected
+
+
+def test_energy_without_a_counter() -> None:
+    assert telemetry.energy_j(series(t_s=[0.0, 1.0, 2.0]), 0.0, 2.0) is None
+    assert telemetry.energy_j(series(t_s=[0.0, 1.0, 2.0], energy_j=[None] * 3), 0.0, 2.0) is None
+
+
+def test_energy_over_a_missed_reading() -> None:
+    assert telemetry.energy_j(series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0) == 40.0
+
+
+def test_slowdowns() -> None:
+    seen = series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], reasons=[["x"], ["a"], ["a", "b"], [], ["a"], None])
+    assert telemetry.slowdowns(seen, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
+    assert telemetry.slowdowns(seen, 3.0, 3.0) == {}
+    assert telemetry.slowdowns(seen, 5.0, 6.0) == {}
+    assert telemetry.slowdowns(series(t_s=[0.0]), 0.0, 1.0) == {}
+
+
+def test_foreign() -> None:
+    seen = series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0], processes=[2, 1, 1, 2, None])
+    assert telemetry.foreign(seen, 0.5, 2.5) is False
+    assert telemetry.foreign(seen, 0.5, 3.0) is True
+    assert telemetry.foreign(seen, 0.5, 3.0, workers=2) is False
+    assert telemetry.foreign(seen, 3.5, 4.5) is None
+    assert telemetry.foreign(series(t_s=[0.0, 1.0], processes=[0, 0]), 0.0, 1.0) is None
+    assert telemetry.foreign(series(t_s=[0.0, 1.0]), 0.0, 1.0) is None

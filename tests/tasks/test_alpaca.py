@@ -1,0 +1,456 @@
+"""Instruction data: reading both forms, samples and rows worked out by hand, batches and epochs, and files that are none."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steelyard.case.question import MadeConversations
+from steelyard.data.rows import IGNORED, Rows
+from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.errors import RequestError
+from steelyard.tasks.alpaca import conversations, data
+from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, Sample
+
+ELEMENTS = [
+    {"instruction": "Name a cat.", "input": "", "output": "Tom"},
+    {"instruction": "Count.", "input": "naïve “dogs”\n", "output": ""},
+    {"instruction": "Go", "output": "no\nyes", "id": 7},
+]
+SAID = [
+    Conversation((("human", "Name a cat."), ("assistant", "Tom"))),
+    Conversation((("human", "Count.\nnaïve “dogs”\n"), ("assistant", ""))),
+    Conversation((("human", "Go"), ("assistant", "no\nyes"))),
+]
+LONG = Conversation((("human", "a"), ("assistant", "b"), ("human", "c")), "Be kind.")
+
+IDS = {
+    data.HEADER: 10,
+    "### System:": 11,
+    "### Human:": 12,
+    "### Assistant:": 13,
+    "\n": 14,
+    " cat": 15,
+    " dog": 16,
+    " mouse": 17,
+    " ": 18,
+    "s": 19,
+    "a": 20,
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer one can follow by hand: 1 begins, 2 ends, and the pieces are in a table."""
+
+    end: int | None = 2
+    begin: tuple[int, ...] = (1,)
+    close: tuple[int, ...] = ()
+    source: str = "words"
+    vocab: int = 21
+    sha256: str = "0" * 64
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        out = []
+        for text in texts:
+            ids = list(self.begin)
+            while text:
+                piece = max((piece for piece in IDS if text.startswith(piece)), key=len)
+                ids.append(IDS[piece])
+                text = text.removeprefix(piece)
+            out.append([*ids, *self.close])
+        return out
+
+
+def said(*texts: str, instruction: str = "") -> Conversation:
+    return Conversation(tuple(zip(itertools.cycle(("human", "assistant")), texts, strict=False)), instruction)
+
+
+def line(*turns: tuple[object, object], **more: object) -> bytes:
+    return json.dumps({"id": "x", "conversations": [{"from": a, "value": b} for a, b in turns], **more}).encode() + b"\n"
+
+
+LINES = (
+    line(("human", "Name a cat."), ("gpt", "Tom"), instruction="")
+    + line(("user", "Count.\nnaïve “dogs”\n"), ("assistant", ""))
+    + line(("human", "Go"), ("gpt", "no\nyes"))
+)
+
+
+def refusal(source: Path) -> str:
+    with pytest.raises(RequestError) as caught:
+        data.read(source)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_every_layout_reads_the_same(tmp_path: Path) -> None:
+    files = {
+        "one/alpaca_data.json": json.dumps(ELEMENTS).encode(),
+        "two/x.json": b" \r\n" + json.dumps(ELEMENTS, indent=4, ensure_ascii=False).encode() + b"\n\n",
+        "three/x.json.gz": gzip.compress(json.dumps(ELEMENTS).encode(), mtime=0),
+        "four/x.jsonl": LINES,
+        "five/x.jsonl": LINES[:-1].replace(b"\n", b"\r\n"),
+        "six/x.jsonl.gz": gzip.compress(LINES[:40], mtime=0) + gzip.compress(LINES[40:], mtime=0),
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_bytes(content)
+        (path.parent / "README.md").touch()
+        (path.parent / "tokenizer.json").touch()
+        (path.parent / "more.json").mkdir()
+        assert data.read(path) == data.read(path.parent) == (SAID, path.name), name
+    other = tmp_path / "no suffix"
+    other.write_bytes(gzip.compress(LINES, mtime=0))
+    assert data.read(other) == (SAID, "no suffix")
+
+
+def test_turns_and_an_instruction(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(line(("human", "a"), ("gpt", "b"), ("user", "c"), instruction="Be kind."))
+    assert data.read(path) == ([LONG], "x.jsonl")
+
+
+def test_a_folder_holds_one(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    assert refusal(nowhere) == (
+        f"data {str(nowhere)!r} does not exist; give alpaca_data.json or the folder that holds it with --data"
+    )
+    next_step = "give a folder with one .json or .jsonl (.gz), or that file, with --data"
+    assert refusal(tmp_path) == f"{tmp_path}: no .json or .jsonl in it; {next_step}"
+    for name in "dbca":
+        (tmp_path / f"{name}.json").touch()
+    assert refusal(tmp_path) == f"{tmp_path}: a.json, b.json, c.json, … in it; {next_step}"
+
+
+ALPACA = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
+LINE = 'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}], "instruction": "…"}'
+GOOD = b'{"instruction": "a", "output": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty; allowed: alpaca's JSON, which is a list, or conversations, one object a line"),
+        (b" \n", "is empty; allowed: alpaca's JSON, which is a list, or conversations, one object a line"),
+        (
+            b"\xef\xbb\xbf[]",
+            "begins with b'\\xef'; allowed: alpaca's JSON, which is a list, or conversations, one object a line",
+        ),
+        (b'"a"', "begins with b'\"'; allowed: alpaca's JSON, which is a list, or conversations, one object a line"),
+        (b"[ ]", "an empty list; alpaca's data has 52002 elements"),
+        (b"[", f"element 1 is not JSON: Expecting value (column 2); {ALPACA}"),
+        (b"[" + GOOD + b",\n]", f"element 2 is not JSON: Expecting value (line 2, column 1); {ALPACA}"),
+        (b"[" + GOOD, "'' behind element 1; the file is one JSON list"),
+        (b"[" + GOOD + b" " + GOOD + b"]", "'{' behind element 1; the file is one JSON list"),
+        (b"[" + GOOD + b"] []", "'[]' behind the list; the file is one JSON list"),
+        (b'["\xe9"]', "not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 2: invalid continuation byte"),
+        (b'[{"x": NaN}]', f"element 1 is not JSON: NaN is no number; {ALPACA}"),
+        (b'[{"x": -Infinity}]', f"element 1 is not JSON: -Infinity is no number; {ALPACA}"),
+        (b'[{"x": 1, "x": 1}]', f"element 1 is not JSON: a key stands twice; {ALPACA}"),
+        (b"[" + GOOD + b", 5]", f"element 2 is 5; {ALPACA}"),
+        (b'[{"instruction": "a", "input": ""}]', f"element 1 has no output; {ALPACA}"),
+        (b'[{"output": "a", "input": ""}]', f"element 1 has no instruction; {ALPACA}"),
+        (b'[{"instruction": "a", "output": null}]', "element 1: output is None; allowed: a string"),
+        (b'[{"instruction": 5, "output": "a"}]', "element 1: instruction is 5; allowed: a string"),
+        (b'[{"instruction": "a", "input": null, "output": "a"}]', "element 1: input is None; allowed: a string"),
+        (b'[{"instruction": "a", "output": "\\ud800"}]', "element 1: output is '\\ud800'; a text is whole characters"),
+        (b"{}", f"line 1 is {{}}; {LINE}"),
+        (GOOD, f"line 1 is {{'instruction': 'a', 'output': 'b'}}; {LINE}"),
+        (LINES + b"\n", f"line 4 is not JSON in UTF-8: Expecting value (column 1); {LINE}"),
+        (LINES + b"[]", f"line 4 is []; {LINE}"),
+        (LINES + b'{"conversations": []', f"line 4 is not JSON in UTF-8: Expecting ',' delimiter (column 21); {LINE}"),
+        (LINES + b'{"conversations": {}}', f"line 4 is {{'conversations': {{}}}}; {LINE}"),
+        (b'{"x": NaN}', f"line 1 is not JSON in UTF-8: NaN is no number; {LINE}"),
+        (
+            b'{"x": "\xe9"}',
+            "line 1 is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 7: invalid continuation byte; "
+            + LINE,
+        ),
+        (b'{"conversations": []}', "line 1: no turn of the assistant's; there is nothing to learn in it"),
+        (line(("human", "a")), "line 1: no turn of the assistant's; there is nothing to learn in it"),
+        (line(("gpt", "a")), "line 1: turn 1 is the assistant's; turns alternate, and the human begins"),
+        (line(("human", "a"), ("user", "b")), "line 1: turn 2 is the human's; turns alternate, and the human begins"),
+        (
+            line(("human", "a"), ("gpt", "b"), ("gpt", "c")),
+            "line 1: turn 3 is the assistant's; turns alternate, and the human begins",
+        ),
+        (LINES + line(("bot", "a")), "line 4: turn 1 is from 'bot'; allowed: human, user, gpt, assistant"),
+        (line((["human"], "a")), "line 1: turn 1 is from ['human']; allowed: human, user, gpt, assistant"),
+        (line(("human", 5)), "line 1: the value of turn 1 is 5; allowed: a string"),
+        (line(("human", "a"), ("gpt", "\ud800")), "line 1: the value of turn 2 is '\\ud800'; a text is whole characters"),
+        (line(("human", "a"), ("gpt", "b"), instruction=None), "line 1: instruction is None; allowed: a string"),
+        (
+            b'{"conversations": [{"from": "human"}]}',
+            'line 1: turn 1 is {\'from\': \'human\'}; a turn is {"from": "human", "value": "…"}',
+        ),
+        (b'{"conversations": ["a"]}', 'line 1: turn 1 is \'a\'; a turn is {"from": "human", "value": "…"}'),
+        (
+            gzip.compress(LINES, mtime=0)[:-9],
+            "cannot be read: Compressed file ended before the end-of-stream marker was reached",
+        ),
+        (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "cannot be read: Error -3 while decompressing data: invalid block type"),
+    ],
+)
+def test_files_that_are_none(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    assert refusal(path) == f"{path}: {reason}"
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"x":'])
+def test_nesting_without_end_is_refused(opening: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(opening * 200_000)
+    assert re.match(rf"{re.escape(str(path))}: (element|line) 1 is not JSON", refusal(path))
+
+
+def test_a_long_value_is_shown_short(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(json.dumps([["a\n" * 10_000] * 100]).encode())
+    assert len(refusal(path)) < len(str(path)) + 400
+
+
+def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, packed = tmp_path / "x.jsonl", tmp_path / "x.jsonl.gz"
+    plain.write_bytes(LINES)
+    packed.write_bytes(gzip.compress(LINES, mtime=0))
+    monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES))
+    monkeypatch.setattr(conversations, "MAX_PACKED_BYTES", packed.stat().st_size)
+    assert data.read(plain)[0] == data.read(packed)[0] == SAID
+    monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES) - 1)
+    for path in (plain, packed):
+        assert refusal(path) == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
+    monkeypatch.setattr(conversations, "MAX_PACKED_BYTES", packed.stat().st_size - 1)
+    assert refusal(packed).startswith(f"{packed}: larger than {packed.stat().st_size - 1} bytes, which a packed file has")
+
+
+def test_a_file_that_unpacks_without_end_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_FILE_BYTES", 4 << 20)
+    path = tmp_path / "x.json"
+    path.write_bytes(gzip.compress(b" " * (64 << 20), 1, mtime=0))
+    assert refusal(path) == f"{path}: larger than 4194304 bytes; alpaca's data has 23 MB"
+
+
+# Header, the human's tag, " cat", newline, the assistant's tag, " dog", "s", newline, end.
+ONE = Sample((1, 10, 12, 15, 14, 13, 16, 19, 14, 2), (False,) * 6 + (True,) * 4)
+TWO = Sample(
+    (1, 10, 11, 17, 14, 12, 16, 14, 13, 15, 14, 12, 17, 14, 13, 18, 14, 2),
+    (False,) * 9 + (True,) * 2 + (False,) * 4 + (True,) * 3,
+)
+OPEN = Sample((1, 10, 12, 15, 14, 13, 16, 14, 12, 17, 14, 2), (False,) * 6 + (True,) * 2 + (False,) * 4)
+BY_HAND = [said("cat", "dogs"), said("dog", "cat", "mouse", "", instruction="mouse"), said("cat", "dog", "mouse")]
+
+
+def test_samples_by_hand() -> None:
+    assert data.encode(BY_HAND, Words(), 18) == ([ONE, TWO, OPEN], 0)
+    assert data.totals([ONE, TWO, OPEN]) == {"samples": 3, "tokens": 40, "learned": 11, "longest": 18, "mean": 40 / 3}
+    assert data.totals([]) == {"samples": 0, "tokens": 0, "learned": 0, "longest": 0, "mean": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("begin", "close"), [((), ()), ((), (2,)), ((1,), (2,)), ((2,), ()), ((2,), (2,)), ((5, 6), (7, 8)), ((2, 2), ())]
+)
+def test_what_a_tokenizer_puts_around_a_text_stands_once(begin: tuple[int, ...], close: tuple[int, ...]) -> None:
+    expected = Sample((*begin, *ONE.tokens[1:]), (*(False for _ in begin), *ONE.learned[1:]))
+    assert data.encode([BY_HAND[0]], Words(begin=begin, close=close), 18) == ([expected], 0)
+
+
+def test_a_tokenizer_that_begins_texts_unlike_is_refused() -> None:
+    class Fickle(Words):
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            return [[1, 3] if len(text) < 2 else [3] for text in texts]
+
+    with pytest.raises(RequestError) as caught:
+        data.encode(BY_HAND, Fickle(), 18)
+    assert str(caught.value) == ("tokenizer words does not begin and end every text alike; pieces of a text cannot be joined")
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        data.encode(BY_HAND, Words(end=None), 18)
+    assert str(caught.value) == (
+        "tokenizer words does not tell which token ends a text, and every sample has one; put its "
+        "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
+    )
+
+
+def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() -> None:
+    assert data.encode(BY_HAND, Words(), 17) == ([ONE, Sample(TWO.tokens[:17], TWO.learned[:17]), OPEN], 1)
+    cut = [Sample(one.tokens[:9], one.learned[:9]) for one in (ONE, OPEN)]
+    assert data.encode(BY_HAND, Words(), 9) == (cut, 3)  # nine tokens of the second hold no answer
+    assert data.encode(BY_HAND, Words(), 7) == ([Sample(o.tokens[:7], o.learned[:7]) for o in (ONE, OPEN)], 3)
+    assert data.encode(BY_HAND, Words(), 6) == ([], 3)
+
+
+def test_many_conversations_are_encoded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = data.make(MadeConversations(conversations=40))
+    whole = data.encode(made, MadeTokenizer(512), 256)
+    monkeypatch.setattr(data, "_AT_ONCE", 7)
+    assert data.encode(made, MadeTokenizer(512), 256) == whole
+    assert [data.encode([one], MadeTokenizer(512), 256)[0][0] for one in made] == whole[0]
+
+
+def test_a_row_by_hand() -> None:
+    rows = AlpacaRows([ONE, TWO, OPEN], 32, 3, 0, 0)
+    assert rows.batch(0) == [(1, 2), (0,)]
+    row = rows.row((1, 2))
+    assert row.tokens.tolist() == [*TWO.tokens, *OPEN.tokens, 0, 0]
+    no = IGNORED
+    assert row.targets.tolist() == (
+        [no] * 8 + [15, 14] + [no] * 4 + [18, 14, 2, no] + [no] * 5 + [16, 14] + [no] * 5 + [no, no]
+    )
+    assert (row.lens, row.real, row.samples) == ((18, 12, 2), 30, 2)
+    assert row.tokens.dtype == row.targets.dtype == np.int64
+    full = AlpacaRows([ONE, TWO, OPEN], 30, 3, 0, 0).row((1, 2))
+    assert (full.lens, full.real, full.samples, len(full.tokens)) == ((18, 12), 30, 2, 30)
+
+
+def test_first_fit_decreasing_by_hand() -> None:
+    lengths = dict(enumerate([3, 7, 5, 2, 6, 4, 2, 10, 3]))
+    expected = [(7,), (1, 0), (4, 5), (2, 8, 3), (6,)]
+    for order in ([*lengths], [*reversed(lengths)], sorted(lengths, key=lambda i: i * 5 % 9)):
+        assert data.packed(lengths, order, 10) == expected
+    assert data.packed({3: 4}, [3, 3, 3], 10) == [(3, 3), (3,)]
+    assert data.packed({}, [], 10) == []
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return data.encode(data.make(MadeConversations(conversations=101, seed=4)), MadeTokenizer(512), 200)[0]
+
+
+def flat(keys: list[tuple[int, ...]]) -> list[int]:
+    return [i for key in keys for i in key]
+
+
+def test_a_batch_holds_each_of_its_samples_once_and_whole(samples: list[Sample]) -> None:
+    rows: Rows = AlpacaRows(samples, 200, 16, 3, 5)
+    again = AlpacaRows(samples, 200, 16, 3, 5)
+    for step in (0, 1, 2, 11):
+        keys = rows.batch(step)
+        assert keys == again.batch(step) == rows.batch(step)
+        unpacked = AlpacaRows(samples, 200, 16, 3, 5, pack=False).batch(step)
+        assert sorted(flat(keys)) == sorted(flat(unpacked))
+        assert len(flat(keys)) == 16 > len(keys)
+        for key in keys:
+            row, start = rows.row(key), 0
+            assert len(row.tokens) == len(row.targets) == sum(row.lens) == 200
+            for i, size in zip(key, row.lens, strict=False):
+                assert tuple(row.tokens[start : start + size]) == samples[i].tokens
+                told = [t for t, learned in zip(samples[i].tokens, samples[i].learned, strict=True) if learned]
+                targets = row.targets[start : start + size]
+                assert targets[targets != IGNORED].tolist() == told
+                assert targets[-1] == IGNORED
+                start += size
+            assert (start, len(key)) == (row.real, row.samples)
+            assert set(row.targets[start:]) <= {IGNORED}
+            assert set(row.tokens[start:]) <= {0}
+
+
+def test_unpacked_every_sample_is_a_row(samples: list[Sample]) -> None:
+    rows = AlpacaRows(samples, 200, 16, 3, 5, pack=False)
+    for key in rows.batch(0) + rows.held_out():
+        (i,), row = key, rows.row(key)
+        size = len(samples[i].tokens)
+        assert (row.lens, row.real, row.samples) == ((size, 200 - size), size, 1)
+    assert len(rows.batch(0)) == 16
+    assert len(rows.held_out()) == 5
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(samples: list[Sample], pack: bool) -> None:
+    rows = AlpacaRows(samples, 200, 16, 3, 5, pack)
+    held = flat(rows.held_out())
+    assert len(set(held)) == len(held) == 5
+    epochs = [flat([key for step in range(6 * epoch, 6 * epoch + 6) for key in rows.batch(step)]) for epoch in range(3)]
+    for one in epochs:  # 96 samples are six batches
+        assert sorted(one + held) == list(range(101))
+    assert len({tuple(one) for one in epochs}) == 3
+
+
+def test_a_batch_runs_on_into_the_next_epoch(samples: list[Sample]) -> None:
+    rows = AlpacaRows(samples[:10], 200, 4, 0, 1, pack=False)
+    line = flat([key for step in range(9) for key in rows.batch(step)])
+    assert [Counter(line[start : start + 9]) for start in (0, 9, 18, 27)] == [Counter(set(line))] * 4
+    large = AlpacaRows(samples[:10], 200, 36, 0, 1)
+    assert sorted(flat(large.batch(0))) == sorted(line)
+    assert [large.row(key).samples for key in large.batch(0)] == [len(key) for key in large.batch(0)]
+
+
+def test_seeds_differ(samples: list[Sample]) -> None:
+    one, other = (AlpacaRows(samples, 200, 16, seed, 20) for seed in (0, 1))
+    assert one.batch(0) != other.batch(0)
+    assert one.held_out() != other.held_out()
+    assert set(flat(AlpacaRows(samples, 200, 16, 0, 5).held_out())) < set(flat(one.held_out()))
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "batch", "held_out", "reason"),
+    [
+        (3, 17, 1, 0, "a sample has 18 tokens; a row has 17, and no sample is split"),
+        (3, 18, 1, 3, "3 samples, and 3 to hold out; at least one is to be trained on"),
+        (0, 18, 1, 0, "0 samples, and 0 to hold out; at least one is to be trained on"),
+        (3, 18, 1, -1, "3 samples, and -1 to hold out; at least one is to be trained on"),
+        (3, 18, 0, 0, "a global batch of 0 samples; allowed: 1 and more"),
+    ],
+)
+def test_rows_that_cannot_be(count: int, length: int, batch: int, held_out: int, reason: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        AlpacaRows([ONE, TWO, OPEN][:count], length, batch, 0, held_out)
+    assert str(caught.value) == reason
+
+
+def test_a_fingerprint_sees_every_text_their_order_and_the_vocabulary() -> None:
+    by_hand = hashlib.sha256(
+        b'%b["",[["human","a"],["assistant","\xc3\xa9"]]]["b",[["human","c"],["assistant",""]]]' % (b"0" * 64)
+    ).hexdigest()
+    some = [said("a", "é"), said("c", "", instruction="b")]
+    assert data.fingerprint(some, Words()) == by_hand
+    others = [some[::-1], some[:1], [some[0], said("c", "")], [said("a", "e"), some[1]]]
+    assert by_hand not in [data.fingerprint(other, Words()) for other in others]
+    assert by_hand != data.fingerprint(some, Words(sha256="1" * 64))
+
+
+def test_made_conversations_are_the_same_each_time_and_answered_by_what_was_asked() -> None:
+    made = data.make(MadeConversations(conversations=600, seed=2))
+    assert made == data.make(MadeConversations(conversations=600, seed=2))
+    assert made[:100] == data.make(MadeConversations(conversations=100, seed=2))
+    assert made != data.make(MadeConversations(conversations=600, seed=3))
+    assert len(set(made)) == len(made) == 600
+    assert {len(one.turns) for one in made} == {2, 4}
+    for one in made:
+        assert [role for role, _ in one.turns] == ["human", "assistant"] * (len(one.turns) // 2)
+        for (_, asked), (_, answer) in zip(one.turns[::2], one.turns[1::2], strict=True):
+            assert set(answer.split()) <= set(re.findall(r"\w+", asked))
+
+
+def test_made_answers_are_tokens_of_what_was_asked() -> None:
+    made = data.make(MadeConversations(conversations=50))
+    tokens = MadeTokenizer(512)
+    found, shortened = data.encode(made, tokens, 256)
+    assert shortened == 0
+    newline = tokens.encode(["\n"])[0][1]
+    for sample in found:
+        assert (sample.tokens[0], sample.tokens[-1], sample.learned[-1]) == (1, 0, True)
+        seen = {t for t, learned in zip(sample.tokens, sample.learned, strict=True) if not learned}
+        told = [t for t, learned in zip(sample.tokens, sample.learned, strict=True) if learned]
+        assert set(told) - {0, newline} <= seen
+    sizes = [len(sample.tokens) for sample in found]
+    assert max(sizes) < 128
+
+
+def test_made_conversations_can_be_written_and_read(tmp_path: Path) -> None:
+    made = data.make(MadeConversations(conversations=20))
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"".join(line(*one.turns, instruction=one.instruction) for one in made))
+    assert data.read(path) == (made, "x.jsonl")

@@ -1,0 +1,336 @@
+"""LAMBADA: reading it from every layout, rows and last words worked out by hand, and files that are none."""
+
+import gzip
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from steelyard.case.case import LambadaData, MadePassages
+from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.errors import RequestError
+from steelyard.tasks.lambada import data as lambada
+from steelyard.tasks.mmlu import data as mmlu
+
+TEXTS = ["The stone was blue.\n\n“Blue,” he said", " Two  spaces and a\nline", 'He cried, "Naïve', "a b"]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+DATA = LambadaData(kind="lambada", rows=4)
+
+IDS = {"the": 10, " cat": 11, " saw": 12, " a": 13, " dog": 14, " dogs": 15, "-": 16, "house": 17, "s": 18}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer one can follow by hand: 1 begins, 2 ends, and the words are in a table."""
+
+    end: int | None = 2
+    closes: bool = False  # adds the end by itself, as some tokenizer.json do
+    source: str = "words"
+    vocab: int = 20
+    sha256: str = "0" * 64
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        out = []
+        for text in texts:
+            ids = [1]
+            while text:
+                piece = max((piece for piece in IDS if text.startswith(piece)), key=len)
+                ids.append(IDS[piece])
+                text = text.removeprefix(piece)
+            out.append([*ids, 2] if self.closes else ids)
+        return out
+
+
+def refusal(source: Path, data: LambadaData = DATA) -> str:
+    with pytest.raises(RequestError) as caught:
+        lambada.load(data, source)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_every_layout_reads_the_same(tmp_path: Path) -> None:
+    files = {
+        "one/lambada_test.jsonl": LINES,
+        "two/lambada_test_bak.jsonl": LINES[:-1],
+        "three/data/lambada_test_bak.jsonl": LINES.replace(b"\n", b"\r\n"),
+        "four/lambada_test.jsonl.gz": gzip.compress(LINES, mtime=0),
+        "five/mine": gzip.compress(LINES, mtime=0),
+        "six/utf-8.jsonl": "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS).encode(),
+        "seven/more.jsonl": "".join(json.dumps({"id": [1], "text": text, "x": None}) + "\n" for text in TEXTS).encode(),
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+        assert lambada.read(path) == TEXTS, name
+        assert lambada.load(DATA, path) == (TEXTS, path.name)
+        if path.name.startswith("lambada"):
+            assert lambada.load(DATA, tmp_path / name.partition("/")[0]) == (TEXTS, path.name)
+
+
+def test_the_first_of_a_folders_files_is_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, text in (("data/lambada_test.jsonl", "from data"), ("lambada_test_bak.jsonl", "a bak")):
+        (tmp_path / name).write_text(json.dumps({"text": text}))
+    assert lambada.read(tmp_path) == ["a bak"]
+    (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": "the test"}))
+    assert lambada.read(tmp_path) == ["the test"]
+
+
+JSON = 'is not JSON in UTF-8: {}; a line is {{"text": "…"}}'
+SHAPE = 'is {!r}; a line is {{"text": "…"}}'
+WORDS = "has the text {!r}; it needs two words with a space between, and to end in one"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"", JSON.format("Expecting value (column 1)")),
+        (b"   ", JSON.format("Expecting value (column 4)")),
+        (b'{"text": "a b"', JSON.format("Expecting ',' delimiter (column 15)")),
+        (b'{"text": "a b"} {}', JSON.format("Extra data (column 17)")),
+        (b'{"text": "a\tb"}', JSON.format("Invalid control character at (column 12)")),
+        (b'\xef\xbb\xbf{"text": "a b"}', JSON.format("Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)")),
+        (
+            b'{"text": "a \xe9"}',
+            JSON.format("'utf-8' codec can't decode byte 0xe9 in position 12: invalid continuation byte"),
+        ),
+        (b'{"text": "a b", "x": NaN}', JSON.format("NaN is no number")),
+        (b'{"text": "a b", "x": -Infinity}', JSON.format("-Infinity is no number")),
+        (b'{"text": "a b", "text": "a c"}', JSON.format("a key stands twice")),
+        (b'{"text": "a b", "x": {"y": 1, "y": 1}}', JSON.format("a key stands twice")),
+        (b'"a b"', SHAPE.format('"a b"')),
+        (b"[]", SHAPE.format("[]")),
+        (b"null", SHAPE.format("null")),
+        (b"{}", SHAPE.format("{}")),
+        (b'{"Text": "a b"}', SHAPE.format('{"Text": "a b"}')),
+        (b'{"text": 5}', SHAPE.format('{"text": 5}')),
+        (b'{"text": ["a b"]}', SHAPE.format('{"text": ["a b"]}')),
+        (b'{"text": ["' + b"x" * 90 + b'"]}', 'is \'{"text": ["' + "x" * 69 + '\'…; a line is {"text": "…"}'),
+        (b'{"text": ""}', WORDS.format("")),
+        (b'{"text": "  "}', WORDS.format("  ")),
+        (b'{"text": "word"}', WORDS.format("word")),
+        (b'{"text": " word"}', WORDS.format(" word")),
+        (b'{"text": "two\\nlines"}', WORDS.format("two\nlines")),
+        (b'{"text": "ends in one "}', WORDS.format("ends in one ")),
+        (b'{"text": "ends in a\\n"}', WORDS.format("ends in a\n")),
+        (b'{"text": "half \\ud83e"}', "has the text 'half \\ud83e'; a text is whole characters"),
+    ],
+)
+def test_a_line_that_is_no_passage(line: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "lambada_test.jsonl"
+    path.write_bytes(b'{"text": "a b"}\n' + line + b'\n{"text": "a b"}\n')
+    assert refusal(tmp_path) == f"{path}: line 2 {reason}"
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b'{"text": "a b", "x": ' + b"[" * 500_000, b'{"x": ' + b"9" * 5000 + b"}"])
+def test_hostile_lines_are_refused_in_one_line(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(line)
+    assert refusal(path).startswith(f"{path}: line 1 is not JSON in UTF-8: ")
+
+
+@pytest.mark.parametrize("depth", range(900, 1000, 10))
+def test_a_line_nested_as_deep_as_can_be_read_is_still_shown(depth: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"[" * depth + b"]" * depth)
+    assert refusal(path).startswith(f"{path}: line 1 is ")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no lines; LAMBADA's test set has 5153"),
+        (b"\n", 'line 1 is not JSON in UTF-8: Expecting value (column 1); a line is {"text": "…"}'),
+        (LINES + b"\n", 'line 5 is not JSON in UTF-8: Expecting value (column 1); a line is {"text": "…"}'),
+        (gzip.compress(b"", mtime=0), "no lines; LAMBADA's test set has 5153"),
+        (
+            gzip.compress(LINES, mtime=0)[:-9],
+            "cannot be read: Compressed file ended before the end-of-stream marker was reached",
+        ),
+        (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "cannot be read: Error -3 while decompressing data: invalid block type"),
+        (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
+    ],
+)
+def test_files_that_are_none(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    assert refusal(path) == f"{path}: {reason}"
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    assert refusal(nowhere) == (
+        f"data {str(nowhere)!r} does not exist; give lambada_test.jsonl or the folder that holds it with --data"
+    )
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: no lambada_test.jsonl in it, nor in its data/; give that file or its folder with --data"
+    )
+    with pytest.raises(RequestError) as caught:
+        lambada.load(DATA, None)
+    assert str(caught.value) == ("this size needs LAMBADA: give lambada_test.jsonl or the folder that holds it with --data")
+
+
+def test_another_number_of_passages_is_another_set(tmp_path: Path) -> None:
+    path = tmp_path / "lambada_test.jsonl"
+    path.write_bytes(LINES)
+    whole = LambadaData(kind="lambada")
+    assert refusal(path, whole) == (
+        f"{path}: 4 passages; the case has 5153; give the whole test set, or set question.data.rows"
+    )
+    made = whole.model_copy(update={"made": MadePassages(passages=3)})
+    assert refusal(path, made) == f"{path}: 4 passages; the case has 5153; data of your own are for --size full"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_huge_file_is_refused(packed: bool, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    if packed:
+        path.write_bytes(gzip.compress(b" " * ((64 << 20) + 1), 1, mtime=0))
+        assert path.stat().st_size < 1 << 20
+    else:
+        with path.open("wb") as file:
+            file.truncate((64 << 20) + 1)
+    assert refusal(path) == f"{path}: larger than 67108864 bytes; LAMBADA's test set has 1.8 MB"
+
+
+def test_lines_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(LINES)
+    longest = max(map(len, LINES.split(b"\n")))
+    monkeypatch.setattr(lambada, "MAX_LINES", 4)
+    monkeypatch.setattr(lambada, "MAX_LINE_BYTES", longest)
+    assert lambada.read(path) == TEXTS
+    monkeypatch.setattr(lambada, "MAX_LINE_BYTES", longest - 1)
+    assert refusal(path) == f"{path}: line 1 has {longest} bytes; allowed: at most {longest - 1}"
+    monkeypatch.setattr(lambada, "MAX_LINES", 3)
+    assert refusal(path) == f"{path}: more than 3 lines; LAMBADA's test set has 5153"
+
+
+def test_rows_and_last_words_by_hand() -> None:
+    texts = ["the cat saw a dog", "the dog saw dogs", "the cat saw a dog-house", "the cat"]
+    found = lambada.encode(texts, Words(), 9, None, 0)
+    assert found.rows == [
+        [1, 10, 11, 12, 13, 14, 2],
+        [1, 10, 14, 12, 15, 2],
+        [1, 10, 11, 12, 13, 14, 16, 17, 2],
+        [1, 10, 11, 2],
+    ]
+    assert found.last == [1, 1, 3, 1]
+    assert found.groups == found.index == [0, 1, 2, 3]
+
+
+def test_an_end_that_the_tokenizer_adds_is_not_added_twice() -> None:
+    texts = ["the cat saw a dog", "the cat saw a dog-house"]
+    assert lambada.encode(texts, Words(closes=True), 9, None, 0) == lambada.encode(texts, Words(), 9, None, 0)
+
+
+def test_a_last_word_begins_where_the_tokens_part() -> None:
+    class Merging(Words):
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            return [[9, 5] if text == "the cat" else [9, 6, 7] for text in texts]
+
+    assert lambada.encode(["the cat saw"], Merging(), 9, None, 0).last == [2]  # 5 is no longer there: 6 and 7 are the word's
+
+
+@pytest.mark.parametrize("ids", [[[1, 10, 11]], [[1, 10]]])
+def test_a_last_word_without_tokens_is_refused(ids: list[list[int]]) -> None:
+    class Deaf(Words):
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            return [[1, 10, 11]] if texts == ["the cat"] else ids
+
+    with pytest.raises(RequestError) as caught:
+        lambada.encode(["the cat saw"], Deaf(), 9, None, 0)
+    assert str(caught.value) == "tokenizer words: the last word of passage 1 (its line) has no token of its own"
+
+
+def test_a_row_that_does_not_fit_is_refused_and_not_cut() -> None:
+    texts = ["the cat", "the cat saw a dog"]
+    assert [len(row) for row in lambada.encode(texts, Words(), 7, None, 0).rows] == [4, 7]
+    with pytest.raises(RequestError) as caught:
+        lambada.encode(texts, Words(), 6, None, 0)
+    assert str(caught.value) == "passage 2 (its line) has 7 tokens; the model has 6 positions, and no passage is cut"
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        lambada.encode(["the cat"], Words(end=None), 9, None, 0)
+    assert str(caught.value) == (
+        "tokenizer words does not tell which token ends a text, and every passage has one; put its "
+        "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
+    )
+
+
+def test_a_sample_holds_the_same_rows_as_the_whole() -> None:
+    tokens, texts = MadeTokenizer(512), lambada.make(MadePassages(passages=30))
+    whole, part = lambada.encode(texts, tokens, 128, None, 0), lambada.encode(texts, tokens, 128, 11, 5)
+    assert part.index == mmlu.chosen(30, 11, 5)
+    assert part.rows == [whole.rows[i] for i in part.index]
+    assert part.last == [whole.last[i] for i in part.index]
+    assert part.groups == list(range(11))
+
+
+def test_only_the_sample_is_encoded() -> None:
+    index = mmlu.chosen(3, 1, 0)
+    texts = ["the cat" if i in index else "not in the table" for i in range(3)]
+    assert lambada.encode(texts, Words(), 4, 1, 0).rows == [[1, 10, 11, 2]]
+
+
+def test_a_sample_has_bounds() -> None:
+    with pytest.raises(RequestError) as caught:
+        lambada.encode(["the cat"], Words(), 9, 2, 0)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("--sample 2: the data has 1 ")
+
+
+def test_a_fingerprint_sees_the_texts_their_order_and_the_vocabulary() -> None:
+    by_hand = hashlib.sha256(b"0" * 64 + '["a b","né ü"]'.encode()).hexdigest()
+    assert lambada.fingerprint(["a b", "né ü"], Words()) == by_hand
+    assert (
+        len(
+            {
+                by_hand,
+                lambada.fingerprint(["né ü", "a b"], Words()),
+                lambada.fingerprint(["a b"], Words()),
+                lambada.fingerprint(["a b", "né ü"], Words(sha256="1" * 64)),
+            }
+        )
+        == 4
+    )
+
+
+def test_made_passages_end_in_a_word_that_stood_before_and_are_the_same_each_time() -> None:
+    made = MadePassages(passages=600, seed=2)
+    texts = lambada.make(made)
+    assert texts == lambada.make(made)
+    assert texts[:200] == lambada.make(MadePassages(passages=200, seed=2))
+    assert not set(texts) & set(lambada.make(MadePassages(passages=600, seed=3)))
+    assert len(set(texts)) == len(texts) == 600
+    sizes = [len(text.split()) for text in texts]
+    assert (min(sizes), max(sizes)) == (15, 59)
+    assert len(set(sizes)) > 30
+    for text in texts:
+        before, _, last = text.rpartition(" ")
+        assert f" the {last} to the " in before
+        assert last.replace("-", "").isalpha()
+        assert ". " in before
+
+
+def test_made_passages_are_read_with_the_made_tokenizer() -> None:
+    data = DATA.model_copy(update={"made": MadePassages(passages=40)})
+    texts, label = lambada.load(data, None)
+    assert (texts, label) == (lambada.make(MadePassages(passages=40)), "made")
+    found = lambada.encode(texts, MadeTokenizer(512), 80, None, 0)
+    assert all(row[0] == 1 and row[-1] == 0 and all(6 <= one < 512 for one in row[1:-1]) for row in found.rows)
+    assert [2 * text.rpartition(" ")[2].count("-") + 1 for text in texts] == found.last
+    assert set(found.last) == {1, 3}
+
+
+def test_made_passages_can_be_written_and_read(tmp_path: Path) -> None:
+    texts = lambada.make(MadePassages(passages=20))
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert lambada.read(path) == texts

@@ -1,0 +1,185 @@
+"""LAMBADA scoring by hand, value by value."""
+
+from math import exp, inf, nan
+from typing import Any
+
+import pytest
+
+from steelyard.tasks.lambada import score
+
+COMMON = score.outputs(targets=[4, 8, 2, 10], last=[1, 2, 1, 3], index=[3, 5, 8, 9])
+RANK_0 = {"items": [3, 0], "nll": [20.0, 6.0], "last_nll": [1.5, 0.5], "hit": [0, 1]}
+RANK_1 = {"items": [2, 1], "nll": [5.0, 4.0], "last_nll": [2.0, 1.0], "hit": [1, 1]}
+WHOLE = score.merge(COMMON, "infer", [RANK_0, RANK_1])
+
+
+def table(**changes: Any) -> dict[str, Any]:
+    return {**RANK_0, **changes}
+
+
+def test_ranks_merge_in_the_order_of_the_passages() -> None:
+    assert COMMON == {"targets": [4, 8, 2, 10], "last": [1, 2, 1, 3], "index": [3, 5, 8, 9], "passes": {}}
+    assert WHOLE["passes"] == {
+        "infer": {
+            "nll": [6.0, 4.0, 5.0, 20.0],
+            "last_nll": [0.5, 1.0, 2.0, 1.5],
+            "hits": "1110",
+            "not_finite": 0,
+            "repeated": 0,
+        }
+    }
+    assert score.merge(COMMON, "infer", [RANK_1, RANK_0]) == WHOLE
+    both = score.merge(WHOLE, "val", [RANK_0])
+    assert both["passes"]["infer"] == WHOLE["passes"]["infer"]
+    assert list(both["passes"]) == ["infer", "val"]
+
+
+def test_scores_by_hand() -> None:
+    assert score.score(WHOLE, "infer") == {
+        "loss": (1.5 + 0.5 + 2.5 + 2.0) / 4,
+        "loss_token": 35 / 24,
+        "perplexity": exp(35 / 24),
+        "perplexity_last": exp(5 / 4),
+        "acc": 3 / 4,
+        "se": (0.75 * 0.25 / 4) ** 0.5,
+    }
+
+
+def test_a_missing_answer_is_no_wrong_answer() -> None:
+    found = score.merge(COMMON, "val", [RANK_0, {name: [] for name in score.ANSWERS}])
+    assert found["passes"]["val"] == {
+        "nll": [6.0, None, None, 20.0],
+        "last_nll": [0.5, None, None, 1.5],
+        "hits": "1??0",
+        "not_finite": 0,
+        "repeated": 0,
+    }
+    assert score.score(found, "val") == {
+        "loss": (1.5 + 2.0) / 2,
+        "loss_token": 26 / 14,
+        "perplexity": exp(26 / 14),
+        "perplexity_last": exp(1.0),
+        "acc": 1 / 2,
+        "se": (0.5 * 0.5 / 2) ** 0.5,
+    }
+    assert score.tally(found, "val") == (4, 2, 0, 0)
+
+
+def test_nothing_answered_is_no_score() -> None:
+    none = score.merge(COMMON, "val", [])
+    assert none["passes"]["val"]["hits"] == "????"
+    assert score.score(none, "val") == {}
+    assert score.score(none, "infer") == {}
+    assert score.score({}, "infer") == {}
+    assert score.tally(none, "val") == score.tally(none, "infer") == (4, 4, 0, 0)
+
+
+@pytest.mark.parametrize("column", ["nll", "last_nll"])
+def test_one_passage_that_is_not_finite_makes_the_losses_unknown(column: str) -> None:
+    found = score.merge(COMMON, "infer", [table(**{column: [None, 1.0]}), RANK_1])
+    assert found["passes"]["infer"]["hits"] == "1110"
+    assert found["passes"]["infer"]["not_finite"] == 1
+    assert score.score(found, "infer") == {"acc": 3 / 4, "se": (0.75 * 0.25 / 4) ** 0.5}
+    assert score.tally(found, "infer") == (4, 0, 0, 1)
+
+
+def test_what_no_float_holds_is_left_out() -> None:
+    found = score.merge(COMMON, "infer", [table(nll=[8000.0, 6.0], last_nll=[1500.0, 0.5])])
+    names = {"loss", "loss_token", "acc", "se"}
+    assert score.score(found, "infer").keys() == names | {"perplexity"}  # exp(8006/14) is a float, exp(750.25) is none
+    found = score.merge(COMMON, "infer", [table(nll=[1e5, 6.0])])
+    assert score.score(found, "infer").keys() == names | {"perplexity_last"}
+    found = score.merge(COMMON, "infer", [table(nll=[1.7e308, 1.7e308], last_nll=[1.7e308, 1.7e308])])
+    assert score.score(found, "infer").keys() == {"loss", "acc", "se"}
+
+
+def test_sums_do_not_depend_on_the_version_of_python() -> None:
+    common = score.outputs([1] * 10, [1] * 10, list(range(10)))
+    answers = {"items": list(range(10)), "nll": [0.1] * 10, "last_nll": [0.1] * 10, "hit": [0] * 10}
+    found = score.score(score.merge(common, "val", [answers]), "val")
+    assert (found["loss"], found["loss_token"], found["acc"], found["se"]) == (
+        0.1,
+        0.1,
+        0.0,
+        0.0,
+    )  # 0.1 added up: 0.9999999999999999
+
+
+def test_repeated_answers_are_counted() -> None:
+    again = {"items": [0, 0, 1], "nll": [None, 7.0, None], "last_nll": [1.0, 2.0, None], "hit": [1, 0, 0]}
+    found = score.merge(COMMON, "val", [RANK_0, again])
+    assert found["passes"]["val"] == {
+        "nll": [7.0, None, None, 20.0],
+        "last_nll": [2.0, None, None, 1.5],
+        "hits": "00?0",
+        "not_finite": 2,
+        "repeated": 2,
+    }
+    assert score.tally(found, "val") == (4, 1, 2, 2)
+
+
+def test_agreement_is_over_what_both_answered() -> None:
+    assert score.agreement(WHOLE, "infer", "val") is None
+    other = {"items": [0, 1, 3], "nll": [None] * 3, "last_nll": [None] * 3, "hit": [1, 0, 0]}
+    found = score.merge(WHOLE, "val", [other])
+    assert score.agreement(found, "infer", "val") == score.agreement(found, "val", "infer") == 2 / 3
+    assert score.agreement(score.merge(WHOLE, "val", []), "infer", "val") is None
+
+
+def test_passages_have_no_parts() -> None:
+    assert score.breakdown(WHOLE, "infer") == {}
+
+
+def test_good_answers_pass_and_what_is_not_finite_becomes_none() -> None:
+    assert score.check(RANK_0, COMMON) == RANK_0
+    empty: dict[str, Any] = {name: [] for name in score.ANSWERS}
+    assert score.check(empty, COMMON) == empty
+    odd = {"items": [0, 1, 2, 3], "nll": [nan, None, -1e-4, inf], "last_nll": [0.0, -inf, 2.0, 1e300], "hit": [0, 1, 1, 0]}
+    assert score.check({**odd, "more": "is not read"}, COMMON) == {
+        "items": [0, 1, 2, 3],
+        "nll": [None, None, -1e-4, None],
+        "last_nll": [0.0, None, 2.0, 1e300],
+        "hit": [0, 1, 1, 0],
+    }
+
+
+LISTS = "the engine's outputs must be lists: items, nll, last_nll, hit"
+INTEGERS = "the engine's outputs must be lists of integers: items, hit"
+FLOATS = "the engine's outputs must be lists of floats (or None): nll, last_nll"
+LENGTH = "the engine's outputs must be lists of one length"
+RANGE = "the engine's outputs name a passage beyond 0 to 3, or a hit that is not 0 or 1"
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "line"),
+    [
+        (None, TypeError, LISTS),
+        ([RANK_0], TypeError, LISTS),
+        ({}, TypeError, LISTS),
+        (table(nll=(1.0, 2.0)), TypeError, LISTS),
+        (table(hit=None), TypeError, LISTS),
+        (table(items=[0.0, 1.0]), TypeError, INTEGERS),
+        (table(items=[0, None]), TypeError, INTEGERS),
+        (table(hit=["1", "0"]), TypeError, INTEGERS),
+        (table(nll=[1.0, "2"]), TypeError, FLOATS),
+        (table(nll=[1.0, 10**400]), TypeError, FLOATS),
+        (table(last_nll=[1.0, True]), TypeError, FLOATS),
+        (table(items=[0]), ValueError, LENGTH),
+        (table(last_nll=[1.0, 2.0, 3.0]), ValueError, LENGTH),
+        (table(items=[0, 4]), ValueError, RANGE),
+        (table(items=[-1, 0]), ValueError, RANGE),
+        (table(hit=[0, 2]), ValueError, RANGE),
+        (table(hit=[-1, 1]), ValueError, RANGE),
+        (table(nll=[5.0, -0.5]), ValueError, "the engine's outputs have a negative log-likelihood of -0.5; it is not below 0"),
+        (
+            table(last_nll=[-0.01, 1.0]),
+            ValueError,
+            "the engine's outputs have a negative log-likelihood of -0.01; it is not below 0",
+        ),
+    ],
+)
+def test_answers_no_record_can_be_made_of(answers: Any, kind: type[Exception], line: str) -> None:
+    with pytest.raises(kind) as caught:
+        score.check(answers, COMMON)
+    assert type(caught.value) is kind
+    assert str(caught.value) == line

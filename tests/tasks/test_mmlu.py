@@ -1,0 +1,394 @@
+"""MMLU: reading it from every layout, its prompts byte for byte, its published counts, and scores worked out by hand."""
+
+import csv
+import gzip
+import io
+import lzma
+import random
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fixtures.files import gunzip
+from steelyard.case.case import MadeQuestions, MmluData
+from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.errors import RequestError
+from steelyard.tasks.mmlu import data as mmlu
+from steelyard.tasks.mmlu.data import Row, Subject
+
+ASTRONOMY: tuple[list[Row], list[Row]] = (
+    [("Which is a star?", "Sun", "Moon", "Mars", "Io", "A"), ("Which is a moon?", "Sun", "Venus", "Mars", "Io", "D")],
+    [("Which is\na planet?", 'The "Sun"', "Venus, say", "Io", "Ceres", "B"), ("What is red?", "1", "2", "Mars", "4", "C")],
+)
+WORLD_HISTORY: tuple[list[Row], list[Row]] = (
+    [("Who fell?", "Rome", "Oslo", "Bern", "Riga", "A"), ("Where?", "Here", "Thère", "Nowhere", "West", "D")],
+    [(" When?", "476", "1066", "1492", "1789", "A")],
+)
+SMALL = [
+    Subject("astronomy", tuple(ASTRONOMY[0]), tuple(ASTRONOMY[1])),
+    Subject("world_history", tuple(WORLD_HISTORY[0]), tuple(WORLD_HISTORY[1])),
+]
+DATA = MmluData(kind="mmlu", shots=2, context=512, subjects=2)
+
+
+def as_csv(rows: tuple[tuple[str, ...], ...]) -> bytes:
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue().encode()
+
+
+def files_of(subjects: list[Subject]) -> dict[str, bytes]:
+    out = {f"data/dev/{subject.name}_dev.csv": as_csv(subject.dev) for subject in subjects}
+    out |= {f"data/test/{subject.name}_test.csv": as_csv(subject.test) for subject in subjects}
+    return out | {"data/val/astronomy_val.csv": b"not read", "data/README.txt": b"not read"}
+
+
+def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def refusal(source: Path, data: MmluData = DATA) -> str:
+    """The one line with which reading this is refused; nothing is unpacked by it."""
+    before = sorted(source.parent.rglob("*"))
+    with pytest.raises(RequestError) as caught:
+        mmlu.load(data, source)
+    assert sorted(source.parent.rglob("*")) == before
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def changed(**files: bytes | None) -> dict[str, bytes]:
+    """The small set with files changed; `dev_astronomy` is data/dev/astronomy_dev.csv, None leaves it out."""
+    table: dict[str, bytes | None] = {**files_of(SMALL)}
+    for key, content in files.items():
+        split, _, name = key.partition("_")
+        table[f"data/{split}/{name}_{split}.csv"] = content
+    return {name: content for name, content in table.items() if content is not None}
+
+
+def test_every_layout_reads_the_same(tmp_path: Path) -> None:
+    files = files_of(SMALL)
+    (tmp_path / "tars").mkdir()
+    sources = {
+        "folder with data/": write_folder(tmp_path / "one", files),
+        "folder data itself": tmp_path / "one" / "data",
+        "tar": write_tar(tmp_path / "x.tar", files),
+        "tar.gz": write_tar(tmp_path / "x.tar.gz", files, "w:gz"),
+        "tar.xz": write_tar(tmp_path / "x.tar.xz", files, "w:xz"),
+        "no suffix": write_tar(tmp_path / "x", files, "w:gz"),
+        "other order": write_tar(tmp_path / "y.tar", dict(reversed(files.items()))),
+        "folder with one tar": write_tar(tmp_path / "tars" / "mmlu.tgz", files, "w:gz").parent,
+    }
+    for name, source in sources.items():
+        assert mmlu.read(source) == SMALL, name
+        assert mmlu.load(DATA, source) == (SMALL, source.name)
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        (changed(dev_astronomy=None), "{}: dev/astronomy_dev.csv is missing; every subject has a dev and a test file"),
+        (
+            changed(test_world_history=None),
+            "{}: test/world_history_test.csv is missing; every subject has a dev and a test file",
+        ),
+        (
+            changed(test_astronomy=as_csv((ASTRONOMY[1][0], ASTRONOMY[1][1][:5]))),
+            "test/astronomy_test.csv: row 2 has 5 columns; a question has 6 (question, A, B, C, D, answer)",
+        ),
+        (
+            changed(dev_world_history=as_csv(((*WORLD_HISTORY[0][0], "more"),))),
+            "dev/world_history_dev.csv: row 1 has 7 columns; a question has 6 (question, A, B, C, D, answer)",
+        ),
+        (
+            changed(test_astronomy=as_csv((ASTRONOMY[1][0], (*ASTRONOMY[1][1][:5], "E")))),
+            "test/astronomy_test.csv: row 2 has the answer 'E'; allowed: A, B, C, D",
+        ),
+        (
+            changed(test_astronomy=as_csv(((*ASTRONOMY[1][0][:5], "BC"),))),
+            "test/astronomy_test.csv: row 1 has the answer 'BC'; allowed: A, B, C, D",
+        ),
+        (
+            changed(test_astronomy=as_csv(((*ASTRONOMY[1][0][:5], ""),))),
+            "test/astronomy_test.csv: row 1 has the answer ''; allowed: A, B, C, D",
+        ),
+        (changed(test_world_history=b""), "test/world_history_test.csv: no rows"),
+        (
+            changed(dev_astronomy="é,1,2,3,4,A\n".encode("latin-1")),
+            "dev/astronomy_dev.csv: not CSV in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 0: "
+            "invalid continuation byte",
+        ),
+        (changed(dev_astronomy=b'"a,1,2,3,4,A\n'), "dev/astronomy_dev.csv: not CSV in UTF-8: unexpected end of data"),
+        (
+            changed(dev_world_history=as_csv((WORLD_HISTORY[0][0],))),
+            "{}: dev/world_history_dev.csv has 1 rows; the case asks after 2 examples",
+        ),
+        (
+            {"data/README.txt": b"x", "data/dev/astronomy_dev.csv": as_csv(SMALL[0].dev)},
+            "{}: no test/*_test.csv in it; give the folder or tar that holds data/dev and data/test",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["folder", "tar.gz"])
+def test_wrong_files_are_refused_in_one_line(files: dict[str, bytes], line: str, kind: str, tmp_path: Path) -> None:
+    folder, packed = tmp_path / "mmlu", tmp_path / "mmlu.tar.gz"
+    source = write_folder(folder, files) if kind == "folder" else write_tar(packed, files, "w:gz")
+    assert refusal(source) == line.format(source)
+
+
+def test_a_row_number_counts_rows_and_not_lines(tmp_path: Path) -> None:
+    rows = (ASTRONOMY[1][0], ASTRONOMY[1][1][:5])
+    assert b"Which is\na planet?" in as_csv(rows)  # row 1 takes two lines
+    assert "row 2 has 5" in refusal(write_folder(tmp_path / "x", changed(test_astronomy=as_csv(rows))))
+
+
+def test_wrong_count_of_subjects(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "x", files_of(SMALL))
+    found = refusal(source, DATA.model_copy(update={"subjects": 57}))
+    assert found == f"{source}: 2 subjects; the case has 57; a file of dev/ or test/ is missing"
+
+
+def test_no_source() -> None:
+    with pytest.raises(RequestError) as caught:
+        mmlu.load(DATA, None)
+    assert str(caught.value) == (
+        "this size needs MMLU: give its folder (with data/dev/*.csv and data/test/*.csv) or its .tar with --data"
+    )
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    source = tmp_path / "nowhere"
+    assert refusal(source) == f"data {str(source)!r} does not exist; give MMLU's folder or its .tar with --data"
+
+
+GARBAGE: dict[str, tuple[Callable[[Path], bytes], str]] = {
+    "not a tar": (lambda made: b"name,size\n" * 100, "file could not be opened successfully"),
+    "empty": (lambda made: b"", "file could not be opened successfully"),
+    "truncated gz": (
+        lambda made: made.read_bytes()[:-200],
+        "Compressed file ended before the end-of-stream marker was reached",
+    ),
+    "truncated tar": (lambda made: gunzip(made)[:900], "unexpected end of data"),
+    "broken gz": (lambda made: broken(gzip.compress(long_tar(), mtime=0)), "CRC check failed "),
+    "garbled gz": (lambda made: garbled(gzip.compress(long_tar(), mtime=0)), "Error -3 while decompressing data: "),
+    "broken xz": (lambda made: broken(lzma.compress(long_tar())), "Corrupt input data"),
+}
+
+
+def garbled(content: bytes) -> bytes:
+    return content[: len(content) // 2] + b"\xff" * 500
+
+
+def long_tar() -> bytes:
+    """One whose middle lies inside a file that is read."""
+    rng = random.Random(0)
+    text = "".join(f"{rng.random()},1,2,3,4,A\n" for _ in range(10_000)).encode()
+    member = tarfile.TarInfo("data/test/astronomy_test.csv")
+    member.size = len(text)
+    return member.tobuf() + text + b"\0" * (-len(text) % 512 + 1024)
+
+
+def broken(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes(255 - byte for byte in content[at : at + 16]) + content[at + 16 :]
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_what_is_not_a_tar_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    make, reason = GARBAGE[name]
+    made = write_tar(tmp_path / "good.tar.gz", files_of(SMALL), "w:gz")
+    source = tmp_path / "bad.tar"
+    source.write_bytes(make(made))
+    assert refusal(source).startswith(f"{source}: not a readable tar: {reason}")
+
+
+def test_a_huge_member_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("data/test/astronomy_test.csv")
+    member.size = 1 << 40
+    source = tmp_path / "x.tar"
+    source.write_bytes(member.tobuf() + b"\0" * 1024)
+    assert refusal(source) == f"{source}: data/test/astronomy_test.csv is larger than 67108864 bytes"
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "x", files_of(SMALL))
+    path = source / "data" / "test" / "astronomy_test.csv"
+    with path.open("r+b") as file:
+        file.truncate((64 << 20) + 1)
+    assert refusal(source) == f"{path}: larger than 67108864 bytes"
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_all_files_together_have_a_limit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = files_of(SMALL)
+    source = write_folder(tmp_path / "x", files) if kind == "folder" else write_tar(tmp_path / "x.tar", files)
+    size = sum(len(content) for name, content in files.items() if name.endswith(("_dev.csv", "_test.csv")))
+    monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size)
+    assert mmlu.read(source) == SMALL
+    monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size - 1)
+    assert refusal(source) == f"{source}: its files are larger than {size - 1} bytes in all; MMLU has 7 MB"
+
+
+def test_too_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_tar(tmp_path / "x.tar", files_of(SMALL))
+    monkeypatch.setattr(mmlu, "MAX_MEMBERS", 6)
+    assert mmlu.read(source) == SMALL
+    monkeypatch.setattr(mmlu, "MAX_MEMBERS", 5)
+    assert refusal(source) == f"{source}: more than 5 members; MMLU has 173"
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
+def test_members_that_are_not_files_are_ignored(kind: bytes, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.csv"
+    secret.write_bytes(as_csv(SMALL[0].test))
+    source = tmp_path / "x.tar"
+    write_tar(source, changed(test_astronomy=None))
+    with tarfile.open(source, "a") as tar:
+        member = tarfile.TarInfo("data/test/astronomy_test.csv")
+        member.type, member.linkname = kind, str(secret)
+        tar.addfile(member)
+    assert refusal(source) == f"{source}: test/astronomy_test.csv is missing; every subject has a dev and a test file"
+
+
+def test_a_member_that_climbs_out_is_only_a_name(tmp_path: Path) -> None:
+    files = {f"../../{name}": content for name, content in files_of(SMALL).items()}
+    (tmp_path / "in").mkdir()
+    assert mmlu.read(write_tar(tmp_path / "in" / "x.tar", files)) == SMALL
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["in", "x.tar"]
+
+
+def test_prompt_of_made_rows() -> None:
+    assert mmlu.prompt(SMALL[1], SMALL[1].test[0], 2) == (
+        "The following are multiple choice questions (with answers) about  world history.\n\n"
+        "Who fell?\nA. Rome\nB. Oslo\nC. Bern\nD. Riga\nAnswer: A\n\n"
+        "Where?\nA. Here\nB. Thère\nC. Nowhere\nD. West\nAnswer: D\n\n"
+        " When?\nA. 476\nB. 1066\nC. 1492\nD. 1789\nAnswer:"
+    )
+    assert mmlu.prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
+        "The following are multiple choice questions (with answers) about  astronomy.\n\n"
+        "Which is a moon?\nA. Sun\nB. Venus\nC. Mars\nD. Io\nAnswer: D\n\n"
+        "What is red?\nA. 1\nB. 2\nC. Mars\nD. 4\nAnswer:"
+    )
+    assert mmlu.prompt(SMALL[0], SMALL[0].test[1], 0) == (
+        "The following are multiple choice questions (with answers) about  astronomy.\n\n"
+        "What is red?\nA. 1\nB. 2\nC. Mars\nD. 4\nAnswer:"
+    )
+
+
+def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
+    tokens = MadeTokenizer(512)
+    subject, row = SMALL[0], SMALL[0].test[0]
+    sizes = [len(tokens.encode([mmlu.prompt(subject, row, 2, dropped)])[0]) for dropped in (0, 1, 2)]
+    assert sizes[0] > sizes[1] > sizes[2] > 16
+    for dropped, size in enumerate(sizes):
+        data = DATA.model_copy(update={"context": size})
+        found = mmlu.encode([Subject("astronomy", subject.dev, (row,))], data, tokens, None, 0)
+        assert found.rows == tokens.encode([mmlu.prompt(subject, row, 2, dropped)])
+        assert found.shortened == (dropped > 0)
+    data = DATA.model_copy(update={"context": sizes[2] - 1})
+    with pytest.raises(RequestError) as caught:
+        mmlu.encode(SMALL, data, tokens, None, 0)
+    expected = f"test/astronomy_test.csv: row 1 alone has {sizes[2]} tokens; the context is {sizes[2] - 1}"
+    assert str(caught.value) == expected
+
+
+def test_prompts_of_different_shots_are_different_groups() -> None:
+    tokens = MadeTokenizer(512)
+    long, short = SMALL[0].test
+    size = len(tokens.encode([mmlu.prompt(SMALL[0], short, 2)])[0])
+    assert size < len(tokens.encode([mmlu.prompt(SMALL[0], long, 2)])[0])
+    found = mmlu.encode(SMALL, DATA.model_copy(update={"context": size}), tokens, None, 0)
+    assert found.groups == [0, 1, 2]
+    assert (found.shortened, found.index, found.gold, found.subject_of) == (1, [0, 1, 2], [1, 2, 0], [0, 0, 1])
+    assert found.subjects == ["astronomy", "world_history"]
+    assert found.letters == [2, 3, 4, 5]
+    assert mmlu.encode(SMALL, DATA, tokens, None, 0).groups == [0, 0, 1]
+
+
+def test_a_sample_holds_the_same_prompts_as_the_whole() -> None:
+    tokens, data = MadeTokenizer(512), MmluData(kind="mmlu", shots=3, context=512, subjects=3)
+    subjects = mmlu.make(MadeQuestions(subjects=3, questions=9, seed=4), 3)
+    whole = mmlu.encode(subjects, data, tokens, None, 0)
+    part = mmlu.encode(subjects, data, tokens, 11, 5)
+    assert part.index == mmlu.chosen(27, 11, 5)
+    assert part.rows == [whole.rows[i] for i in part.index]
+    assert part.gold == [whole.gold[i] for i in part.index]
+    assert part.subject_of == [whole.subject_of[i] for i in part.index]
+
+
+def test_sampling_is_seeded_sorted_and_bounded() -> None:
+    assert mmlu.chosen(14042, 8, 0) == [1246, 1972, 8014, 9551, 10137, 10491, 11834, 13462]
+    assert mmlu.chosen(14042, 8, 0) == mmlu.chosen(14042, 8, 0)
+    assert mmlu.chosen(14042, 8, 1) == [2427, 2888, 3597, 4339, 6201, 8132, 8906, 12811]
+    assert mmlu.chosen(5, None, 3) == mmlu.chosen(5, 5, 3) == [0, 1, 2, 3, 4]
+    for sample in (0, -1, 6):
+        with pytest.raises(RequestError) as caught:
+            mmlu.chosen(5, sample, 0)
+        assert str(caught.value) == f"--sample {sample}: the data has 5 questions; allowed: 1 to 5"
+
+
+def test_made_questions_are_answerable_and_the_same_each_time() -> None:
+    made = MadeQuestions(subjects=8, questions=7, seed=2)
+    subjects = mmlu.make(made, 5)
+    assert subjects == mmlu.make(made, 5)
+    assert subjects != mmlu.make(MadeQuestions(subjects=8, questions=7, seed=3), 5)
+    names = [subject.name for subject in subjects]
+    assert names == sorted(set(names))
+    assert len(names) == 8
+    letters: Counter[str] = Counter()
+    for subject in subjects:
+        assert (len(subject.dev), len(subject.test)) == (5, 7)
+        for row in (*subject.dev, *subject.test):
+            right = row[1 + "ABCD".index(row[5])]
+            assert f" the {right} near " in row[0]
+            assert len(set(row[1:5])) == 4
+            letters[row[5]] += 1
+    assert set(letters) == set("ABCD")
+
+
+def test_made_data_needs_no_source() -> None:
+    data = DATA.model_copy(update={"made": MadeQuestions(subjects=2, questions=3)})
+    assert mmlu.load(data, None) == (mmlu.make(MadeQuestions(subjects=2, questions=3), 2), "made")
+
+
+def test_a_fingerprint_sees_every_part() -> None:
+    tokens = MadeTokenizer(512)
+    seen = {mmlu.fingerprint(SMALL, tokens), mmlu.fingerprint(SMALL, MadeTokenizer(513)), mmlu.fingerprint(SMALL[:1], tokens)}
+    for i in range(6):
+        row = SMALL[0].test[1]
+        other: Row = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
+        seen.add(mmlu.fingerprint([Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens))
+    seen.add(mmlu.fingerprint([Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens))
+    seen.add(mmlu.fingerprint([Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens))
+    assert len(seen) == 11
+    assert mmlu.fingerprint(list(SMALL), tokens) in seen
+
+
+def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
+    class Letters(MadeTokenizer):
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            return [[ord(letter) for letter in text] for text in texts]
+
+    with pytest.raises(RequestError) as caught:
+        mmlu.answer_tokens(Letters(512))
+    assert str(caught.value) == "tokenizer made: the answer ' A' is not one token; it cannot be scored"
+
+
+# The real set. What is expected of it is published: shared/data/mmlu/README.md, the seed and its implementation.

@@ -1,0 +1,246 @@
+"""ReCoRD's scoring by hand, value by value."""
+
+from typing import Any
+
+import pytest
+
+from steelyard.data.cloze import Cloze
+from steelyard.tasks.superglue_record import score
+
+
+def asked(texts: str, answers: str, right: tuple[int, ...]) -> Cloze:
+    every = tuple(texts.split("|"))
+    return Cloze((1, 2, 3), 1, ((7,),) * len(every), right, every, tuple(answers.split("|")), "1-1")
+
+
+HELD = [
+    asked("Bob Ray|the U.S.|Ray", "Ray|Bob Ray", (0, 2)),
+    asked("a New York Times|York|The Bronx", "New York", ()),
+    asked("one|two", "two", (1,)),
+    asked("x|y|z", "x", (0,)),
+]
+COMMON = score.outputs(HELD)
+
+
+def evaluation(step: int, *choices: tuple[int, int], samples: int | None = None) -> dict[str, Any]:
+    return {"step": step, "samples": 8 * step if samples is None else samples, "choices": [list(pair) for pair in choices]}
+
+
+RANK_0 = {"stopped": None, "evaluations": [evaluation(0, (3, 1), (0, 1)), evaluation(5, (3, 0), (0, 2))]}
+RANK_1 = {"stopped": None, "evaluations": [evaluation(0, (1, 2), (2, 1)), evaluation(5, (1, 0), (2, 0))]}
+WHOLE = score.merge(COMMON, "train", [RANK_0, RANK_1])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "em", "f1"),
+    [
+        ("Bob Ray", "bob  RAY", 1, 1.0),
+        ("The U.S.", "us", 1, 1.0),
+        ("O'Brien-Smith", "obriensmith", 1, 1.0),
+        ("an apple a day", "the apple day", 1, 1.0),
+        ("theory", "ory", 0, 0.0),
+        ("Bob Ray", "Ray", 0, 2 * 1 * 0.5 / 1.5),
+        ("Ray Ray Bob", "Ray Bob Eve Ann", 0, 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)),
+        ("Ray Ray Bob", "Ray Ann Ray", 0, 2 / 3),
+        ("Ray Ray", "Ray", 0, 2 * 0.5 * 1 / 1.5),
+        ("Ray", "Bob", 0, 0.0),
+        ("the", "a", 1, 0.0),  # nothing is left of both
+        ("“Ray”", "Ray", 0, 0.0),  # only ASCII's punctuation is taken out
+    ],
+)
+def test_texts_are_compared_as_record_does(text: str, answer: str, em: int, f1: float) -> None:
+    assert score.exact(text, answer) == em
+    assert score.f1(text, answer) == score.f1(answer, text) == pytest.approx(f1, rel=1e-12)
+
+
+def test_each_candidate_has_its_best_over_the_answers() -> None:
+    assert COMMON == {
+        "items": 4,
+        "right": [[0, 2], [], [1], [0]],
+        "em": [[1, 0, 1], [0, 0, 0], [0, 1], [1, 0, 0]],
+        "f1": [[1.0, 0.0, 1.0], [0.8, 0.666667, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0]],
+        "passes": {},
+    }
+
+
+def test_ranks_merge_in_the_order_of_the_questions() -> None:
+    assert WHOLE["passes"] == {
+        "train": {
+            "evaluations": [
+                {"step": 0, "samples": 0, "choices": [[0, 1], [1, 2], [2, 1], [3, 1]], "repeated": 0},
+                {"step": 5, "samples": 40, "choices": [[0, 2], [1, 0], [2, 0], [3, 0]], "repeated": 0},
+            ],
+            "stopped": None,
+        }
+    }
+    assert score.merge(COMMON, "train", [RANK_1, RANK_0]) == WHOLE
+    assert COMMON["passes"] == {}
+    after = score.merge(WHOLE, "after", [{"evaluations": [evaluation(5, (2, 1))]}])
+    assert after["passes"]["train"] == WHOLE["passes"]["train"]
+    assert after["passes"]["after"] == {"evaluations": [{"step": 5, "samples": 40, "choices": [[2, 1]], "repeated": 0}]}
+
+
+def test_scores_by_hand_are_of_the_last_evaluation() -> None:
+    assert score.score(WHOLE, "train") == {
+        "acc": 2 / 4,
+        "em": 2 / 4,
+        "f1": pytest.approx((1 + 0.8 + 0 + 1) / 4, rel=1e-12),
+        "se": (0.5 * 0.5 / 4) ** 0.5,
+    }
+    assert score.history(WHOLE, "train") == [
+        {"step": 0, "samples": 0, "acc": 1 / 4},
+        {"step": 5, "samples": 40, "acc": 2 / 4},
+    ]
+    assert score.tally(WHOLE, "train") == (4, 0, 0, 0)
+    assert score.agreement(WHOLE, "train", "train") is None
+    assert score.breakdown(WHOLE, "train") == {}
+
+
+def test_a_missing_answer_is_no_wrong_answer() -> None:
+    found = score.merge(COMMON, "train", [RANK_0])
+    assert score.score(found, "train") == {"acc": 1.0, "em": 1.0, "f1": 1.0, "se": 0.0}
+    assert [one["acc"] for one in score.history(found, "train")] == [0.0, 1.0]
+    assert score.tally(found, "train") == (4, 2, 0, 0)
+
+
+def test_an_evaluation_that_one_rank_lacks_is_not_lost() -> None:
+    short = {**RANK_1, "evaluations": RANK_1["evaluations"][:1]}
+    found = score.merge(COMMON, "train", [short, RANK_0])
+    assert [one["choices"] for one in found["passes"]["train"]["evaluations"]] == [
+        [[0, 1], [1, 2], [2, 1], [3, 1]],
+        [[0, 2], [3, 0]],
+    ]
+    assert score.tally(found, "train") == (4, 2, 0, 0)
+
+
+def test_scores_that_are_not_finite_are_no_hits() -> None:
+    found = score.merge(COMMON, "before", [{"evaluations": [evaluation(0, (0, -1), (1, -1), (2, 1), (3, 1))]}])
+    assert score.score(found, "before") == {
+        "acc": 1 / 4,
+        "em": 1 / 4,
+        "f1": 1 / 4,
+        "se": pytest.approx((0.25 * 0.75 / 4) ** 0.5, rel=1e-15),
+    }
+    assert score.tally(found, "before") == (4, 0, 0, 2)
+
+
+def test_repeated_answers_are_counted_and_the_last_one_stands() -> None:
+    again = {"evaluations": [evaluation(0, (2, 1), (2, 0), (3, 2))]}
+    found = score.merge(COMMON, "after", [{"evaluations": [evaluation(0, (3, 0))]}, again])
+    assert found["passes"]["after"]["evaluations"][0]["choices"] == [[2, 0], [3, 2]]
+    assert score.tally(found, "after") == (4, 2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        COMMON,
+        score.merge(COMMON, "train", []),
+        score.merge(COMMON, "train", [{"stopped": None, "evaluations": []}]),
+    ],
+)
+def test_no_evaluation_is_no_score(found: dict[str, Any]) -> None:
+    assert score.score(found, "train") == {}
+    assert score.history(found, "train") == []
+    assert score.tally(found, "train") == (0, 0, 0, 0)
+
+
+def test_an_evaluation_without_answers_is_no_score() -> None:
+    found = score.merge(COMMON, "train", [{"stopped": None, "evaluations": [evaluation(3)]}])
+    assert score.score(found, "train") == {}
+    assert score.history(found, "train") == [{"step": 3, "samples": 24, "acc": None}]
+    assert score.tally(found, "train") == (4, 4, 0, 0)
+
+
+def test_the_earliest_stop_stands() -> None:
+    stops = [None, {"step": 9, "why": "nan"}, {"step": 7, "why": "target"}]
+    tables = [{"stopped": stopped, "evaluations": []} for stopped in stops]
+    assert score.merge(COMMON, "train", tables)["passes"]["train"]["stopped"] == {"step": 7, "why": "target"}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        RANK_0,
+        {"stopped": {"step": 5, "why": "target", "value": 0.9}, "evaluations": []},
+        {"evaluations": [evaluation(0, (0, -1), (1, 2))]},
+        {"evaluations": [evaluation(0)]},
+    ],
+)
+def test_good_outputs_pass_as_they_are(table: dict[str, Any]) -> None:
+    found = score.check(table, COMMON)
+    assert found == table
+    assert found["evaluations"] is not table["evaluations"]
+
+
+def test_pairs_may_be_tuples_and_become_lists() -> None:
+    table = {"evaluations": [{"step": 0, "samples": 0, "choices": [(0, 1)]}]}
+    assert score.check(table, COMMON)["evaluations"][0]["choices"] == [[0, 1]]
+
+
+KINDS = "the engine's outputs must be `stopped` and `evaluations` of the steps, or `evaluations` alone"
+TABLES = "the engine's outputs must be tables as evaluations: choices, samples, step"
+PAIRS = "the engine's outputs must be a list of pairs of integers: choices of an evaluation"
+RANGE = "the engine's outputs name a question beyond 0 to 3, or a candidate that it does not have"
+STOPPED = "the engine's outputs must be None or a table with a step: stopped"
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (None, KINDS),
+        ([], KINDS),
+        ({}, KINDS),
+        ({"stopped": None}, KINDS),
+        ({"evaluations": [], "more": 1}, KINDS),
+        ({"evaluations": {}}, "the engine's outputs must be a list: evaluations"),
+        ({"evaluations": [7]}, TABLES),
+        ({"evaluations": [{"step": 0, "choices": []}]}, TABLES),
+        ({"evaluations": [{**evaluation(0), "loss": 1.0}]}, TABLES),
+        *(
+            ({"evaluations": [{**evaluation(0), name: value}]}, f"the engine's outputs must be an integer from 0 on: {name} of")
+            for name in ("step", "samples")
+            for value in (-1, 1.0, True, None)
+        ),
+        *(
+            ({"evaluations": [{**evaluation(0), "choices": value}]}, PAIRS)
+            for value in (None, ((0, 1),), [0, 1], [[0]], [[0, 1, 2]], [[0, 1.0]], [[True, 1]], ["01"], [[0, None]])
+        ),
+        ({"stopped": 5, "evaluations": []}, STOPPED),
+        ({"stopped": {"why": "nan"}, "evaluations": []}, STOPPED),
+        ({"stopped": {"step": 5.0}, "evaluations": []}, STOPPED),
+    ],
+)
+def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        score.check(table, COMMON)
+    assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ({"evaluations": []}, "the engine's outputs have 0 evaluations; a pass without steps has one"),
+        (
+            {"evaluations": [evaluation(0), evaluation(1)]},
+            "the engine's outputs have 2 evaluations; a pass without steps has one",
+        ),
+        ({"evaluations": [evaluation(0, (4, 0))]}, RANGE),
+        ({"evaluations": [evaluation(0, (-1, 0))]}, RANGE),
+        ({"evaluations": [evaluation(0, (0, 0), (2, 2))]}, RANGE),
+        ({"evaluations": [evaluation(0, (0, -2))]}, RANGE),
+        (
+            {"stopped": None, "evaluations": [evaluation(5), evaluation(5)]},
+            "the engine's outputs have evaluations at the steps [5, 5]; each is later than the one before",
+        ),
+        (
+            {"stopped": None, "evaluations": [evaluation(5), evaluation(4)]},
+            "the engine's outputs have evaluations at the steps [5, 4]; each is later than the one before",
+        ),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused(table: Any, reason: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        score.check(table, COMMON)
+    assert str(caught.value) == reason
