@@ -15,13 +15,13 @@ from steelyard.accelerators.cpu import Device
 from steelyard.case import case
 from steelyard.data import batches as packing
 from steelyard.data.batches import Batch, Piece
-from steelyard.engines import Job
+from steelyard.engines.job import Job
 from steelyard.engines.torch.tensor_parallel import Team
+from steelyard.engines.work import Work
 from steelyard.models.attention import Prefix, layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.plan import degrees
 from steelyard.record.record import Plan
-from steelyard.run.measure import Work
 from steelyard.tasks.mmlu.data import Prompts
 from steelyard.weights import load
 

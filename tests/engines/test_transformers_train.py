@@ -14,12 +14,12 @@ from steelyard import engines
 from steelyard.accelerators.cpu import Device
 from steelyard.case import case
 from steelyard.data.rows import IGNORED, Row
-from steelyard.engines import Job
+from steelyard.engines.job import Job
 from steelyard.engines.torch.tensor_parallel import Team
+from steelyard.engines.work import Work
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.record.record import Plan
-from steelyard.run.measure import Work
 from steelyard.tasks.table import TASKS, Sources
 from steelyard.training.loop import packed
 

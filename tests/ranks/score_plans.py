@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steelyard import engines
 from steelyard.accelerators.cpu import Device
 from steelyard.case import case
+from steelyard.engines.job import Job
 from steelyard.engines.torch import tensor_parallel
 from steelyard.engines.torch.score import TorchScore
+from steelyard.engines.work import Work
 from steelyard.plan import degrees
-from steelyard.run.measure import Work
 from steelyard.tasks.table import TASKS, Sources
 
 
@@ -32,7 +32,7 @@ def main() -> None:
         prepared = TASKS[resolved.question.task].prepare(resolved.question, Sources(None, None, None), None)
         place = degrees.place(layout, rank)
         engine = TorchScore(
-            engines.Job(
+            Job(
                 case=resolved,
                 texts=prepared.texts,
                 weights=Path(one["weights"]) if one["weights"] else None,

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from steelyard import engines
 from steelyard.accelerators.cpu import Device
 from steelyard.case import case
+from steelyard.engines.job import Job, Keep
 from steelyard.engines.torch import model as score
 from steelyard.engines.torch.train import TorchTrain
+from steelyard.engines.work import Work
 from steelyard.plan import degrees
-from steelyard.run.measure import Work
 from steelyard.tasks.table import TASKS, Sources
 from steelyard.training import checkpoints, optimizer
 
@@ -44,7 +44,7 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
     layout = degrees.make(resolved, 1, world)
     prepared = TASKS["openwebtext"].prepare(resolved.question, Sources(None, None, None), None)
     return TorchTrain(
-        engines.Job(
+        Job(
             case=resolved,
             texts=prepared.texts,
             weights=Path(one["weights"]) if one.get("weights") else None,
@@ -55,7 +55,7 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
             place=degrees.place(layout, rank),
             team=None,
             steps=None,
-            keep=engines.Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
+            keep=Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
             resume=Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None,
         )
     )

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from steelyard.run.measure import Budget, HostEvent, Phase, Work, bare, mean_time_s, measure
+from steelyard.engines.work import Phase, Work
+from steelyard.run.measure import Budget, HostEvent, bare, mean_time_s, measure
 
 
 class Clock:

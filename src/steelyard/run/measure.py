@@ -8,10 +8,11 @@ nothing more to yield and the device is idle, so work hidden behind the last mar
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from steelyard.engines.work import Phase, Work
 from steelyard.record.record import Sample
 
 Clock = Callable[[], float]
@@ -29,21 +30,6 @@ def today() -> str:
 
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase of a step begins: `data`, `compute`, `evaluate`, `checkpoint`, `score`."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Work:
-    """A step ends. Values may be zero-dimensional tensors still on the device; they are read after the pass."""
-
-    counts: dict[str, int]
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 class Event(Protocol):

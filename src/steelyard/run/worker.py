@@ -17,6 +17,7 @@ import psutil
 
 from steelyard import accelerators, engines
 from steelyard.case.case import Case
+from steelyard.engines.job import Engine, Job, Keep
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.record.record import Plan
@@ -136,7 +137,7 @@ class Worker:
         )
         return Sources(data, tokenizer, weights, self.case.tune.pack)
 
-    def _keep_checkpoints(self, fingerprint: str) -> engines.Keep | None:
+    def _keep_checkpoints(self, fingerprint: str) -> Keep | None:
         """Where checkpoints go; the data, known only now, must be those of the checkpoint that is gone on from."""
         key, resume, folder = self.case.key(fingerprint), self.spec["resume"], self.spec["checkpoints"]
         if resume and checkpoints.read(Path(resume).parent / checkpoints.RUN, Run).key != key:
@@ -150,10 +151,10 @@ class Worker:
             run = Run(name=self.case.name, question=asked, key=key, sample=sample, engine=self.spec["engine"])
             Path(folder).mkdir(parents=True)
             checkpoints.write(Path(folder) / checkpoints.RUN, run)
-        return engines.Keep(Path(folder), self.case.tune.checkpoint_every)
+        return Keep(Path(folder), self.case.tune.checkpoint_every)
 
-    def _job(self, texts: Any, team: Any, keep: engines.Keep | None) -> engines.Job:
-        return engines.Job(
+    def _job(self, texts: Any, team: Any, keep: Keep | None) -> Job:
+        return Job(
             case=self.case,
             texts=texts,
             weights=self._sources().weights,
@@ -179,7 +180,7 @@ class Worker:
         time_s = mean_time_s(lambda: torch.mm(a, b), self.device, CALIBRATE_S)
         return float(2 * size**3 / time_s)
 
-    def _pass(self, engine: engines.Engine, name: str) -> None:
+    def _pass(self, engine: Engine, name: str) -> None:
         self._barrier()
         self.device.reset_memory()
         total = engine.total(name)

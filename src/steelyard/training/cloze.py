@@ -11,10 +11,10 @@ from torch import Tensor
 from steelyard.case.case import Target
 from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.data.rows import Key
-from steelyard.engines import Job
+from steelyard.engines.job import Job
 from steelyard.engines.reference.glm import ReferenceTrainer
 from steelyard.engines.torch.glm import ClozeMicro, GlmTrainer, to_device
-from steelyard.run.measure import Phase, Work
+from steelyard.engines.work import Phase, Work
 from steelyard.training.loop import Loop
 
 

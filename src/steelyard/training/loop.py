@@ -17,11 +17,11 @@ from torch import Tensor
 
 from steelyard.case.question import Train
 from steelyard.data.rows import IGNORED, Key, Row
-from steelyard.engines import Job, Part
+from steelyard.engines.job import Job, Part
 from steelyard.engines.torch.model import send
+from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.attention import Layout, steady_layout
-from steelyard.run.measure import Phase, Work
 from steelyard.training import checkpoint_files, checkpoints
 from steelyard.training.checkpoints import Numbers, State
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from steelyard.data.cloze import Pack
-from steelyard.engines import Job
+from steelyard.engines.job import Job
 from steelyard.engines.torch.glm import ClozeMicro, GlmTrainer
 from steelyard.engines.torch.model import send
 from steelyard.models.glm import Block

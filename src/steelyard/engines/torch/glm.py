@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from steelyard.case.question import GlmModel
 from steelyard.data.cloze import Pack
-from steelyard.engines import Job, Part
+from steelyard.engines.job import Job, Part
 from steelyard.engines.torch.model import DTYPES, send
 from steelyard.engines.torch.train import compute_dtype
 from steelyard.errors import RequestError

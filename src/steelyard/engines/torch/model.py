@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steelyard.case.case import Tune
-from steelyard.engines import Job
+from steelyard.engines.job import Job
 from steelyard.models import placements
 from steelyard.models.answers import READERS, Reader
 from steelyard.models.llama import Llama

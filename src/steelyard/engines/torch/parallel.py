@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import get_total_norm
 
-from steelyard.engines import Job, Part
+from steelyard.engines.job import Job, Part
 from steelyard.engines.torch.model import DTYPES
 from steelyard.engines.torch.pipeline import Pipeline
 from steelyard.engines.torch.sharded_weights import fill, local

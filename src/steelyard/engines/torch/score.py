@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from steelyard.data.batches import Batch, closed_batch, equal_bins, open_batch, open_bins, prefixes
-from steelyard.engines import Job, Part
+from steelyard.engines.job import Job, Part
 from steelyard.engines.torch.model import compile_wanted, our_model, reader, send
+from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.answers import Answers, Asked
 from steelyard.models.attention import KERNELS, Layout, Prefix, layout
 from steelyard.models.llama import Llama, Streams
-from steelyard.run.measure import Phase, Work
 
 Inputs = tuple[Tensor, Tensor, Layout, Asked]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from steelyard.engines import Job
+from steelyard.engines.job import Job
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import WHOLE, Share

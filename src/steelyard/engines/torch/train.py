@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from steelyard.data.rows import Key, Row
-from steelyard.engines import Job, Part
+from steelyard.engines.job import Job, Part
 from steelyard.engines.torch.model import DTYPES
 from steelyard.errors import RequestError
 from steelyard.kernels import jit, packed_attention

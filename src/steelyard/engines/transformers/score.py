@@ -19,11 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from steelyard.case.question import GlmModel, Model
 from steelyard.data.batches import counts, sorted_batches
-from steelyard.engines import Job, Part
+from steelyard.engines.job import Job, Part
 from steelyard.engines.torch.model import DTYPES, compile_wanted, our_model, reader, send
+from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.answers import Answers, Asked
-from steelyard.run.measure import Phase, Work
 from steelyard.weights import load
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from steelyard.case.question import Train
-from steelyard.engines import Job
+from steelyard.engines.job import Job
 from steelyard.engines.torch.model import DTYPES
 from steelyard.engines.torch.parallel import LaidAdam, before_backward, shard
 from steelyard.engines.torch.train import compute_dtype

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from steelyard.case.question import Train
-from steelyard.engines import Job, Part
+from steelyard.engines.job import Job, Part
 from steelyard.engines.torch.model import DTYPES, our_model
 from steelyard.engines.torch.train import TorchTrainer, compute_dtype
 from steelyard.engines.transformers.score import config

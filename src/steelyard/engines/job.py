@@ -1,0 +1,58 @@
+"""What an engine is given, and what it must answer to."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from steelyard.case.case import Case
+from steelyard.engines.work import Phase, Work
+from steelyard.plan.degrees import Place
+from steelyard.record.record import Plan
+
+Part = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Checkpoints: after every so many steps, into a folder."""
+
+    folder: Path
+    every: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an engine is given: the resolved case, its share of the work, and the device."""
+
+    case: Case
+    texts: Any  # what the task prepared, such as data.mmlu's Prompts
+    weights: Path | None  # None: random
+    device: Any  # steelyard.accelerators' worker-side device
+    rank: int
+    world: int
+    plan: Plan
+    place: Place  # of this rank in the plan: replica `place.dp` of `plan.dp` computes its own part of the data
+    team: Any  # engines.team's: the ranks that hold one model together
+    steps: int | None  # at most so many batches a pass
+    loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
+    keep: Keep | None = None  # training: where to write checkpoints
+    resume: Path | None = None  # training: the checkpoint to go on from
+
+
+class Engine(Protocol):
+    def prepare(self, name: str, part: Part) -> None:
+        """Make ready for a pass: build, load, compile, warm up, each in a named part of the budget. Weights do not change."""
+
+    def total(self, name: str) -> int:
+        """How many `Work` items the pass will yield."""
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        """The pass. Every `Work` ends a step; a phase begins with its mark."""
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        """What the pass answered, as plain lists."""
+
+    def details(self) -> dict[str, Any]:
+        """What the engine chose by itself: kernels, weights' identity, batches."""

@@ -1,0 +1,125 @@
+"""Files: read within a limit, unpacked where they are gzip's; written whole or not at all.
+
+A stranger's file may be of any size and hold anything, so every reader here takes a limit and stops at it. A file that is
+written is first complete under another name, then synced, then renamed: a reader sees all of it or nothing.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+GZIP = b"\x1f\x8b"
+PART = ".part"  # ends the name of a file that is not complete
+
+Content = bytes | Callable[[BinaryIO], None]
+
+
+class TooLargeError(Exception):
+    """A file, or a line of it, is larger than its reader allows."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"larger than {most_bytes} bytes")
+        self.most_bytes = most_bytes
+
+
+def read(path: Path, most_bytes: int) -> bytes:
+    """All bytes of a file, unpacked if they are gzip's. OSError where it cannot be read, TooLargeError beyond the limit."""
+    with _unpacked(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise TooLargeError(most_bytes)
+    return content
+
+
+def lines(path: Path, most_line_bytes: int, most_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line, one at a time, its end left out. A line beyond the limit comes cut off, one byte longer
+    than the limit: its reader says what is wrong with it."""
+    size = 0
+    with _unpacked(path) as file:
+        number = 0
+        while line := file.readline(most_line_bytes + 1):
+            number += 1
+            size += len(line)
+            if most_bytes is not None and size > most_bytes:
+                raise TooLargeError(most_bytes)
+            yield number, line.removesuffix(b"\n")
+
+
+@contextlib.contextmanager
+def _unpacked(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(len(GZIP)) == GZIP
+            raw.seek(0)
+            with gzip.GzipFile(fileobj=raw) if packed else contextlib.nullcontext(raw) as file:
+                yield file  # type: ignore[misc]
+    except (EOFError, zlib.error) as error:
+        raise OSError(None, str(error)) from error
+
+
+def parse(raw: bytes) -> Any:
+    """JSON of a stranger: UTF-8, no key twice, no NaN or infinity. ValueError with the reason otherwise."""
+    return _DECODER.decode(raw.decode("utf-8"))
+
+
+def reason(error: Exception) -> str:
+    """Why JSON was refused, with the place."""
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return f"{error.msg} ({line}column {error.colno})"
+    return str(error)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key stands twice")
+    return out
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+
+
+def write(path: Path, content: Content, new: bool = False) -> None:
+    """A whole file or none, on disk when this returns. A `new` one must not exist yet."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+    try:
+        with temporary.open("xb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        place(temporary, path, new)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def place(temporary: Path, path: Path, new: bool = False) -> None:
+    """Give a complete, synced file its name, so that it has it after a loss of power too."""
+    if new:
+        os.link(temporary, path)
+    else:
+        os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

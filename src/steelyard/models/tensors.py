@@ -1,0 +1,21 @@
+"""Names of number types as torch's, and arrays on a device."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+COMPUTED_IN = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}  # by what matmuls run in
+
+
+def compute_dtype(matmul: str) -> torch.dtype:
+    """The type that a matmul's operands have."""
+    return DTYPES[COMPUTED_IN[matmul]]
+
+
+def send(array: "np.ndarray[Any, np.dtype[np.int64]]", device: torch.device) -> Tensor:
+    """An array on the device, without waiting for it."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,41 @@
+"""Rows that other packages bring, through entry points, and code that a row names and that is imported on use."""
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from steelyard.errors import RequestError
+
+Row = TypeVar("Row")
+
+
+def rows(group: str, kind: type[Row], noun: str) -> list[Row]:
+    """What the entry points of a group name, each of which must be a row of this kind."""
+    found = []
+    for entry in entry_points(group=group):
+        about = f"{noun} {entry.name!r} ({entry.value})"
+        try:
+            row = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise RequestError(f"{about}: {error}; mend or uninstall its package") from error
+        if not isinstance(row, kind):
+            raise RequestError(f"{about} is no {kind.__name__}; mend or uninstall its package")
+        found.append(row)
+    return found
+
+
+def table(shipped: list[Row], group: str, kind: type[Row], noun: str) -> dict[str, Row]:
+    """Shipped rows and those of other packages by name; a name stands for one row."""
+    out: dict[str, Row] = {}
+    for row in [*shipped, *rows(group, kind, noun)]:
+        name = str(getattr(row, "name"))  # noqa: B009  every kind of row has one
+        if name in out:
+            raise RequestError(f"{noun} {name!r} is there twice; uninstall one of the packages that bring it")
+        out[name] = row
+    return out
+
+
+def load(reference: str) -> Any:
+    """The object that `module:name` stands for."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)

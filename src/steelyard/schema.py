@@ -1,0 +1,30 @@
+"""What crosses a file or a process: frozen, typed tables, and one spelling of each for hashes."""
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Frozen(BaseModel):
+    """A table with known keys. Neither NaN nor infinity: JSON, and so a hash, has none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class OpenTable(Frozen):
+    """A table with some known keys; a plug-in or a later version may add others."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def canonical(value: Any) -> str:
+    """One spelling for one value: what hashes are taken over."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong with a table: where, and what."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
