@@ -16,6 +16,7 @@ from typing import IO, Any, BinaryIO
 
 GZIP = b"\x1f\x8b"
 PART = ".part"  # ends the name of a file that is not complete
+CHUNK_BYTES = 1 << 20
 
 Content = bytes | Callable[[BinaryIO], None]
 
@@ -30,42 +31,50 @@ class TooLargeError(Exception):
 
 def read(path: Path, most_bytes: int) -> bytes:
     """All bytes of a file, unpacked if they are gzip's. OSError where it cannot be read, TooLargeError beyond the limit."""
-    with _unpacked(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise TooLargeError(most_bytes)
-    return content
+    chunks, size = [], 0
+    with _unpacked(path) as (file, _):
+        while chunk := file.read(CHUNK_BYTES):  # a read of the whole limit would take that much memory for any file
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > most_bytes:
+                raise TooLargeError(most_bytes)
+    return b"".join(chunks)
 
 
-def lines(path: Path, most_line_bytes: int, most_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+def lines(
+    path: Path, most_line_bytes: int, most_bytes: int | None = None, watch: Callable[[int], None] | None = None
+) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of each line, one at a time, its end left out. A line beyond the limit comes cut off, one byte longer
-    than the limit: its reader says what is wrong with it."""
+    than the limit: its reader says what is wrong with it. `watch` is told how far in the file, packed or not, a line ends."""
     size = 0
-    with _unpacked(path) as file:
+    with _unpacked(path) as (file, raw):
         number = 0
         while line := file.readline(most_line_bytes + 1):
             number += 1
             size += len(line)
             if most_bytes is not None and size > most_bytes:
                 raise TooLargeError(most_bytes)
+            if watch is not None:
+                watch(raw.tell())
             yield number, line.removesuffix(b"\n")
 
 
 @contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[IO[bytes]]:
+def _unpacked(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A file to read from, and the one that lies on disk, which is the same unless that is gzip's."""
     try:
         with path.open("rb") as raw:
             packed = raw.read(len(GZIP)) == GZIP
             raw.seek(0)
             with gzip.GzipFile(fileobj=raw) if packed else contextlib.nullcontext(raw) as file:
-                yield file  # type: ignore[misc]
+                yield file, raw  # type: ignore[misc]
     except (EOFError, zlib.error) as error:
         raise OSError(None, str(error)) from error
 
 
 def parse(raw: bytes) -> Any:
     """JSON of a stranger: UTF-8, no key twice, no NaN or infinity. ValueError with the reason otherwise."""
-    return _DECODER.decode(raw.decode("utf-8"))
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
 
 
 def reason(error: Exception) -> str:
@@ -87,7 +96,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)  # for a part of a text
 
 
 def write(path: Path, content: Content, new: bool = False) -> None:
@@ -99,12 +108,17 @@ def write(path: Path, content: Content, new: bool = False) -> None:
                 content(file)
             else:
                 file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            synced(file)
         place(temporary, path, new)
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def synced(file: BinaryIO) -> None:
+    """Bring what was written to an open file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def place(temporary: Path, path: Path, new: bool = False) -> None:

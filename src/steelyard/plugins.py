@@ -1,18 +1,20 @@
 """Rows that other packages bring, through entry points, and code that a row names and that is imported on use."""
 
+import sys
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from steelyard.errors import RequestError
 
-Row = TypeVar("Row")
+Kind = TypeVar("Kind")
 
 
-def rows(group: str, kind: type[Row], noun: str) -> list[Row]:
+def rows(group: str, kind: type[Kind], noun: str) -> list[Kind]:
     """What the entry points of a group name, each of which must be a row of this kind."""
     found = []
-    for entry in entry_points(group=group):
+    for entry in _entries(group, tuple(sys.path)):
         about = f"{noun} {entry.name!r} ({entry.value})"
         try:
             row = entry.load()
@@ -24,9 +26,15 @@ def rows(group: str, kind: type[Row], noun: str) -> list[Row]:
     return found
 
 
-def table(shipped: list[Row], group: str, kind: type[Row], noun: str) -> dict[str, Row]:
+@cache
+def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Looked up once for a search path: rows are asked for often."""
+    return tuple(entry_points(group=group))
+
+
+def table(shipped: list[Kind], group: str, kind: type[Kind], noun: str) -> dict[str, Kind]:
     """Shipped rows and those of other packages by name; a name stands for one row."""
-    out: dict[str, Row] = {}
+    out: dict[str, Kind] = {}
     for row in [*shipped, *rows(group, kind, noun)]:
         name = str(getattr(row, "name"))  # noqa: B009  every kind of row has one
         if name in out:

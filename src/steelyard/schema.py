@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 
 class Frozen(BaseModel):
@@ -13,9 +13,13 @@ class Frozen(BaseModel):
 
 
 class OpenTable(Frozen):
-    """A table with some known keys; a plug-in or a later version may add others."""
+    """A table with some known keys; a plug-in or a later version may add others. What was not told is not written either."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_serializer(mode="wrap")
+    def _as_told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
 
 def canonical(value: Any) -> str:

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from steelyard import engines
-from steelyard.accelerators.cpu import Device
-from steelyard.case import case
-from steelyard.data import batches as packing
-from steelyard.data.batches import Batch, Piece
+from steelyard.accelerators.cpu_torch import Device
+from steelyard.case import resolve
+from steelyard.data import batches
+from steelyard.data.batches import Batch, PromptPiece
 from steelyard.engines.job import Job
-from steelyard.engines.torch.tensor_parallel import Team
+from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
 from steelyard.engines.work import Work
 from steelyard.models.attention import Prefix, layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.plan import degrees
-from steelyard.record.record import Plan
+from steelyard.plan.degrees import Plan
+from steelyard.run.measure import now
 from steelyard.tasks.mmlu.data import Prompts
 from steelyard.weights import load
 
@@ -45,7 +46,7 @@ def arrays(batch: Batch) -> dict[str, Any]:
 
 
 def test_closed_batch_by_hand() -> None:
-    batch = packing.closed_batch(ROWS, [5, 0, 2])
+    batch = batches.closed_batch(ROWS, [5, 0, 2])
     assert arrays(batch) == {
         "tokens": [9, 5, 6, 1, 2, 3, 10, 7, 8],
         "positions": [0, 1, 2, 0, 1, 2, 3, 0, 1],
@@ -61,27 +62,27 @@ def test_closed_batch_by_hand() -> None:
 
 
 def test_prefixes() -> None:
-    assert packing.prefixes(ROWS, GROUPS) == SHARED
-    assert packing.prefixes([], []) == []
-    assert packing.prefixes([[1, 2, 3]], [0]) == [0]  # nobody to share with
-    assert packing.prefixes([[1, 2], [1, 2]], [0, 0]) == [1]  # equal prompts: one token is left to each
-    assert packing.prefixes([[1, 2, 3, 4], [1, 2, 3]], [0, 0]) == [2]  # one is the beginning of the other
-    assert packing.prefixes([[5, 1], [6, 1], [5, 1]], [0, 0, 0]) == [0]
-    assert packing.prefixes([[1, 2, 9, 4], [1, 2, 3, 4], [1, 2, 9, 5]], [0, 0, 0]) == [2]
+    assert batches.prefixes(ROWS, GROUPS) == SHARED
+    assert batches.prefixes([], []) == []
+    assert batches.prefixes([[1, 2, 3]], [0]) == [0]  # nobody to share with
+    assert batches.prefixes([[1, 2], [1, 2]], [0, 0]) == [1]  # equal prompts: one token is left to each
+    assert batches.prefixes([[1, 2, 3, 4], [1, 2, 3]], [0, 0]) == [2]  # one is the beginning of the other
+    assert batches.prefixes([[5, 1], [6, 1], [5, 1]], [0, 0, 0]) == [0]
+    assert batches.prefixes([[1, 2, 9, 4], [1, 2, 3, 4], [1, 2, 9, 5]], [0, 0, 0]) == [2]
 
 
 # Three bins by hand: group 0 spills from the first into the second, group 2 from the second into the third.
 BINS = [
-    [Piece(0, None, 3), Piece(0, 0, 1), Piece(0, 1, 2)],
-    [Piece(0, 3, 1), Piece(1, 2, 2), Piece(2, None, 1), Piece(2, 4, 1)],
-    [Piece(2, 5, 2)],
+    [PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)],
+    [PromptPiece(0, 3, 1), PromptPiece(1, 2, 2), PromptPiece(2, None, 1), PromptPiece(2, 4, 1)],
+    [PromptPiece(2, 5, 2)],
 ]
 
 
 def test_open_batches_by_hand() -> None:
     cache = 3
     first, second, third = (
-        arrays(packing.open_batch(ROWS, pieces, after, SHARED, cache))
+        arrays(batches.open_batch(ROWS, pieces, after, SHARED, cache))
         for pieces, after in zip(BINS, [*BINS[1:], None], strict=True)
     )
     assert first == {
@@ -120,49 +121,49 @@ def test_open_batches_by_hand() -> None:
 
 
 def test_a_prefix_is_kept_only_for_a_group_that_goes_on() -> None:
-    other = [Piece(1, 2, 2)]
-    assert packing.open_batch(ROWS, BINS[0], other, SHARED, 3).keep is None
-    assert packing.open_batch(ROWS, BINS[0], [Piece(2, None, 1), Piece(2, 4, 1)], SHARED, 3).keep is None
-    assert packing.open_batch(ROWS, BINS[0], None, SHARED, 3).keep is None
+    other = [PromptPiece(1, 2, 2)]
+    assert batches.open_batch(ROWS, BINS[0], other, SHARED, 3).keep is None
+    assert batches.open_batch(ROWS, BINS[0], [PromptPiece(2, None, 1), PromptPiece(2, 4, 1)], SHARED, 3).keep is None
+    assert batches.open_batch(ROWS, BINS[0], None, SHARED, 3).keep is None
     # A group that goes on over a third bin stays where the first bin left it.
-    assert packing.open_batch(ROWS, [Piece(0, 1, 2)], [Piece(0, 3, 1)], SHARED, 3).keep is None
+    assert batches.open_batch(ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED, 3).keep is None
 
 
 def test_open_bins_by_hand() -> None:
     """13 tokens in bins of about 5: three bins of 4.33. Group 0 spills over."""
-    assert packing.open_bins(ROWS, GROUPS, 5, SEED_012) == [
+    assert batches.open_bins(ROWS, GROUPS, 5, SEED_012) == [
         [
-            [Piece(0, None, 3), Piece(0, 0, 1), Piece(0, 1, 2)],
-            [Piece(0, 3, 1), Piece(1, 2, 2)],
-            [Piece(2, None, 1), Piece(2, 4, 1), Piece(2, 5, 2)],
+            [PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)],
+            [PromptPiece(0, 3, 1), PromptPiece(1, 2, 2)],
+            [PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2)],
         ]
     ]
-    one_bin = [piece for one in packing.open_bins(ROWS, GROUPS, 5, SEED_012)[0] for piece in one]
-    assert packing.open_bins(ROWS, GROUPS, 13, SEED_012) == [[one_bin]]
+    one_bin = [piece for one in batches.open_bins(ROWS, GROUPS, 5, SEED_012)[0] for piece in one]
+    assert batches.open_bins(ROWS, GROUPS, 13, SEED_012) == [[one_bin]]
 
 
 def test_open_bins_over_ranks_by_hand() -> None:
     """A group cut between ranks has its prefix on both; the ranks' ends are at 6.5, or at 4.33 and 8.67 of 13 tokens."""
-    assert packing.open_bins(ROWS, GROUPS, 100, SEED_012, world=2) == [
-        [[Piece(0, None, 3), Piece(0, 0, 1), Piece(0, 1, 2), Piece(0, 3, 1)]],
-        [[Piece(1, 2, 2), Piece(2, None, 1), Piece(2, 4, 1), Piece(2, 5, 2)]],
+    assert batches.open_bins(ROWS, GROUPS, 100, SEED_012, world=2) == [
+        [[PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2), PromptPiece(0, 3, 1)]],
+        [[PromptPiece(1, 2, 2), PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2)]],
     ]
-    assert packing.open_bins(ROWS, GROUPS, 100, SEED_201, world=2) == [
-        [[Piece(2, None, 1), Piece(2, 4, 1), Piece(2, 5, 2), Piece(0, None, 3), Piece(0, 0, 1)]],
-        [[Piece(0, None, 3), Piece(0, 1, 2), Piece(0, 3, 1), Piece(1, 2, 2)]],
+    assert batches.open_bins(ROWS, GROUPS, 100, SEED_201, world=2) == [
+        [[PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2), PromptPiece(0, None, 3), PromptPiece(0, 0, 1)]],
+        [[PromptPiece(0, None, 3), PromptPiece(0, 1, 2), PromptPiece(0, 3, 1), PromptPiece(1, 2, 2)]],
     ]
-    assert packing.open_bins(ROWS, GROUPS, 100, SEED_012, world=3) == [
-        [[Piece(0, None, 3), Piece(0, 0, 1), Piece(0, 1, 2)]],
-        [[Piece(0, None, 3), Piece(0, 3, 1), Piece(1, 2, 2)]],
-        [[Piece(2, None, 1), Piece(2, 4, 1), Piece(2, 5, 2)]],
+    assert batches.open_bins(ROWS, GROUPS, 100, SEED_012, world=3) == [
+        [[PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)]],
+        [[PromptPiece(0, None, 3), PromptPiece(0, 3, 1), PromptPiece(1, 2, 2)]],
+        [[PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2)]],
     ]
 
 
 def test_more_ranks_than_prompts() -> None:
-    ranks = packing.open_bins(ROWS[:2], [0, 0], 100, 0, world=4)
+    ranks = batches.open_bins(ROWS[:2], [0, 0], 100, 0, world=4)
     assert sorted(p.item for bins in ranks for one in bins for p in one if p.item is not None) == [0, 1]
     assert [[sum(p.item is not None for p in one) for one in bins] for bins in ranks].count([]) == 2
-    assert sorted(packing.equal_bins([4, 5], 100, 0, multiple=4)) == [[0], [1]]
+    assert sorted(batches.equal_bins([4, 5], 100, 0, multiple=4)) == [[0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
         for i, j in product(range(q), range(k)):
             square += 1
             pairs += j <= i + (k - q)
-    found = packing.counts(q_lens, k_lens, 2, padded=9)
+    found = batches.counts(q_lens, k_lens, 2, padded=9)
     assert found == {
         "tokens": sum(q_lens), "samples": 2, "padded": 9, "logits": 2, "pairs": pairs, "square": square,
     }  # fmt: skip
@@ -185,7 +186,7 @@ def test_equal_bins_by_hand() -> None:
     """32 tokens, budget 16, longest first into the emptiest: 9 | 7, 7 then 5, 3 to the first and 1 to the second."""
     lengths = [5, 3, 9, 1, 7, 7]
     for seed in range(5):
-        bins = packing.equal_bins(lengths, 16, seed)
+        bins = batches.equal_bins(lengths, 16, seed)
         assert sorted(sorted(one) for one in bins) == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -195,22 +196,22 @@ def test_equal_bins(multiple: int, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(200, 2049) for _ in range(500)]
     budget = 16384
-    bins = packing.equal_bins(lengths, budget, seed, multiple)
+    bins = batches.equal_bins(lengths, budget, seed, multiple)
     assert sorted(i for one in bins for i in one) == list(range(500))
     fewest = -(-sum(lengths) // budget)
     assert len(bins) == -(-fewest // multiple) * multiple
     sizes = [sum(lengths[i] for i in one) for one in bins]
     assert max(sizes) - min(sizes) <= 0.02 * budget
     assert max(sizes) <= budget * 1.02
-    assert bins == packing.equal_bins(lengths, budget, seed, multiple)
-    assert bins != packing.equal_bins(lengths, budget, seed + 1, multiple)
+    assert bins == batches.equal_bins(lengths, budget, seed, multiple)
+    assert bins != batches.equal_bins(lengths, budget, seed + 1, multiple)
 
 
 def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
     """Neither bins nor the prompts in them come sorted: the mean length of a bin's first prompts is that of all."""
     rng = random.Random(0)
     lengths = [rng.randrange(200, 2049) for _ in range(2000)]
-    bins = packing.equal_bins(lengths, 16384, 0)
+    bins = batches.equal_bins(lengths, 16384, 0)
     mean = sum(lengths) / len(lengths)
     firsts = [lengths[one[0]] for one in bins]
     assert abs(sum(firsts) / len(firsts) - mean) < 150  # 3 standard errors; longest first would give 1900
@@ -219,28 +220,28 @@ def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
 
 
 def test_a_prompt_longer_than_the_budget_is_a_bin() -> None:
-    assert sorted(packing.equal_bins([50, 40], 16, 0)) == [[0], [1]]
+    assert sorted(batches.equal_bins([50, 40], 16, 0)) == [[0], [1]]
 
 
 def test_sorted_batches_by_hand() -> None:
     """30 and 17 pad to 32 each, which fills 64; 16, 5 and 3 pad to 16."""
     for seed in range(4):
-        assert sorted(packing.sorted_batches([5, 17, 16, 3, 30], 64, 16, seed)) == [[2, 0, 3], [4, 1]]
-    assert sorted(packing.sorted_batches([5, 17, 16, 3, 30], 63, 16, 0)) == [[1], [2, 0, 3], [4]]
-    assert sorted(packing.sorted_batches([3, 3, 2], 1, 1, 0)) == [[0], [1], [2]]
-    assert packing.sorted_batches([], 64, 16, 0) == []
+        assert sorted(batches.sorted_batches([5, 17, 16, 3, 30], 64, 16, seed)) == [[2, 0, 3], [4, 1]]
+    assert sorted(batches.sorted_batches([5, 17, 16, 3, 30], 63, 16, 0)) == [[1], [2, 0, 3], [4]]
+    assert sorted(batches.sorted_batches([3, 3, 2], 1, 1, 0)) == [[0], [1], [2]]
+    assert batches.sorted_batches([], 64, 16, 0) == []
 
 
 def test_sorted_batches_leave_no_batch_of_one_behind() -> None:
     """Two of 32 fill 64; the 16 that is left over joins them rather than being a shape of its own."""
-    assert packing.sorted_batches([30, 17, 16], 64, 16, 0) == [[0, 1, 2]]
+    assert batches.sorted_batches([30, 17, 16], 64, 16, 0) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sorted_batches(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(200, 2049) for _ in range(300)]
-    bins = packing.sorted_batches(lengths, 8192, 16, seed)
+    bins = batches.sorted_batches(lengths, 8192, 16, seed)
     assert sorted(i for one in bins for i in one) == list(range(300))
     for one in bins:
         width = -(-max(lengths[i] for i in one) // 16) * 16
@@ -248,8 +249,8 @@ def test_sorted_batches(seed: int) -> None:
     longest = [max(lengths[i] for i in one) for one in bins]
     assert longest != sorted(longest)
     assert longest != sorted(longest, reverse=True)
-    assert bins == packing.sorted_batches(lengths, 8192, 16, seed)
-    assert bins != packing.sorted_batches(lengths, 8192, 16, seed + 1)
+    assert bins == batches.sorted_batches(lengths, 8192, 16, seed)
+    assert bins != batches.sorted_batches(lengths, 8192, 16, seed + 1)
 
 
 # The same answers, however prompts are packed.
@@ -281,7 +282,7 @@ def prompts(seed: int) -> tuple[list[list[int]], list[int]]:
 
 def alone(model: Llama, rows: list[list[int]]) -> Tensor:
     """Each prompt by itself."""
-    return torch.cat([run(model, packing.closed_batch(rows, [i]), None) for i in range(len(rows))])
+    return torch.cat([run(model, batches.closed_batch(rows, [i]), None) for i in range(len(rows))])
 
 
 def run(model: Llama, batch: Batch, prefix: list[Prefix] | None) -> Tensor:
@@ -295,27 +296,27 @@ def run(model: Llama, batch: Batch, prefix: list[Prefix] | None) -> Tensor:
 
 
 def closed_ranks(rows: list[list[int]], budget: int, seed: int, world: int) -> list[list[Batch]]:
-    bins = packing.equal_bins([len(row) for row in rows], budget, seed, world)
-    return [[packing.closed_batch(rows, one) for one in bins[rank::world]] for rank in range(world)]
+    bins = batches.equal_bins([len(row) for row in rows], budget, seed, world)
+    return [[batches.closed_batch(rows, one) for one in bins[rank::world]] for rank in range(world)]
 
 
 def open_ranks(rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int) -> list[list[Batch]]:
-    shared = packing.prefixes(rows, groups)
+    shared = batches.prefixes(rows, groups)
     return [
-        [packing.open_batch(rows, one, after, shared, max(shared)) for one, after in zip(bins, [*bins[1:], None], strict=False)]
-        for bins in packing.open_bins(rows, groups, budget, seed, world)
+        [batches.open_batch(rows, one, after, shared, max(shared)) for one, after in zip(bins, [*bins[1:], None], strict=False)]
+        for bins in batches.open_bins(rows, groups, budget, seed, world)
     ]
 
 
 def answered(model: Llama, ranks: list[list[Batch]], cache: int | None) -> Tensor:
     """Logits by prompt. Every prompt is answered once; room for a cached prefix holds NaN until one is kept in it."""
     found: dict[int, Tensor] = {}
-    for batches in ranks:
+    for own in ranks:
         prefix = None if cache is None else model.empty_prefix(cache)
         for pair in prefix or []:
             for part in pair:
                 part.fill_(float("nan"))
-        for batch in batches:
+        for batch in own:
             logits = run(model, batch, prefix)
             assert len(logits) == len(batch.items)
             for item, row in zip(batch.items, logits, strict=True):
@@ -330,7 +331,7 @@ def answered(model: Llama, ranks: list[list[Batch]], cache: int | None) -> Tenso
 def test_every_packing_gives_the_same_logits(model: Llama, seed: int, budget: int, world: int) -> None:
     rows, groups = prompts(seed)
     expected = alone(model, rows)
-    shared = packing.prefixes(rows, groups)
+    shared = batches.prefixes(rows, groups)
     assert 0 in shared
     assert max(shared) > 0
     closed = closed_ranks(rows, budget, seed, world)
@@ -366,15 +367,16 @@ def job(rows: list[list[int]], groups: list[int], division: str, rank: int, worl
     count = len(rows)
     shared = Plan(nodes=1, devices=world, tp=1, pp=1, dp=world, launcher="local")
     return Job(
-        case=case.resolve("llama2-7b-mmlu", "smoke", division=division, settings=settings).case,
-        texts=Prompts(rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0),
+        case=resolve.resolve("llama2-7b-mmlu", "smoke", division=division, settings=settings).case,
+        work="score_choices",
+        inputs=Prompts(rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0),
         weights=None,
-        device=Device(0),
+        device=Device(0, now),
         rank=rank,
         world=world,
         plan=shared,
         place=degrees.place(shared, rank),
-        team=Team(),
+        group=TensorParallelGroup(),
         steps=None,
     )
 
@@ -384,7 +386,7 @@ def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int
     rows, groups = prompts(5)
     out: list[tuple[int, int, int, int]] = []
     for rank in range(world):
-        engine = engines.load(name, "score")(job(rows, groups, division, rank, world, **tune))
+        engine = engines.load(name, "score_choices")(job(rows, groups, division, rank, world, **tune))
         engine.prepare("val", lambda part: nullcontext())
         works = [item for item in engine.work("val") if isinstance(item, Work)]
         assert len(works) == engine.total("val")

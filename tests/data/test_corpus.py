@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steelyard.case.question import MadeText
-from steelyard.data.corpus import Corpus, CorpusRows, check_ids, fingerprint, made, open_corpus, splits
+from steelyard.data.corpus import Corpus, CorpusRows, check_ids, fingerprint, open_corpus, splits
 from steelyard.data.rows import IGNORED, Row
-from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
 
 X = IGNORED
@@ -359,21 +357,3 @@ def test_random_access_is_sequential_access() -> None:
         assert plain(other.row(int(k))) == one[int(k)]
         assert sum(one[int(k)][2]) == 16
         assert 0 not in one[int(k)][2]
-
-
-def test_made_text_is_seeded_and_learnable() -> None:
-    tokenizer = MadeTokenizer(512)
-    found = made(MadeText(documents=50), tokenizer)
-    assert len(found.ends) == 50
-    assert found.name == "made"
-    check_ids(found, 512)
-    begins = [0, *found.ends[:-1]]
-    assert {int(found.ids[i]) for i in begins} == {1}
-    assert [i + 1 for i, token in enumerate(found.ids) if token == tokenizer.end] == found.ends.tolist()
-    assert fingerprint(made(MadeText(documents=50), tokenizer), None) == fingerprint(found, None)
-    assert fingerprint(made(MadeText(documents=50, seed=1), tokenizer), None) != fingerprint(found, None)
-    # Who is followed by what they do, always.
-    potter, turns = tokenizer.encode(["a potter turns"])[0][-2:]
-    follow = {int(found.ids[i + 1]) for i, token in enumerate(found.ids[:-1]) if token == potter}
-    assert follow == {turns}
-    assert CorpusRows(found, 64, 2, 0, 2).row(0).real == 64

@@ -19,7 +19,7 @@ from steelyard import cli
 from steelyard.data import tokenize as module
 from steelyard.data import tokenizer
 from steelyard.data.corpus import Corpus, fingerprint, open_corpus
-from steelyard.data.tokenize import Packed, Split, inspect, pack
+from steelyard.data.tokenize import Split, TokenFiles, inspect, tokenize
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import LostError, RequestError
 
@@ -62,12 +62,12 @@ def left(folder: Path) -> list[str]:
 def test_packed_documents_come_back(tmp_path: Path, name: str) -> None:
     told: list[tuple[int, int]] = []
     source = lines(tmp_path / name, TEXTS)
-    made = pack([source], MADE, tmp_path / "c", watch=lambda done, total: told.append((done, total)))
+    made = tokenize([source], MADE, tmp_path / "c", watch=lambda done, total: told.append((done, total)))
     found = open_corpus(tmp_path / "c")
     expected = [[*ids, MADE.end] for ids in MADE.encode(TEXTS)]
     assert documents(found) == expected
     sizes = [(f"c{suffix}", (tmp_path / f"c{suffix}").stat().st_size) for suffix in ("_ids.npy", "_idx.npz")]
-    assert made == Packed(3, sum(map(len, expected)), 0, sizes, fingerprint(found, None))
+    assert made == TokenFiles(3, sum(map(len, expected)), 0, sizes, fingerprint(found, None))
     assert told == [(source.stat().st_size,) * 2]
     ids, index = np.load(tmp_path / "c_ids.npy"), np.load(tmp_path / "c_idx.npz")
     assert (ids.dtype, index["lens"].dtype, index["docs"].dtype) == (np.uint16, np.int32, np.int64)
@@ -81,7 +81,7 @@ def test_many_batches_of_several_files(tmp_path: Path, monkeypatch: pytest.Monke
     texts = [f"{'word ' * (i % 13)}{i}" for i in range(50)]
     inputs = [lines(tmp_path / "a.jsonl", texts[:21]), lines(tmp_path / "b.jsonl.gz", texts[21:])]
     told: list[tuple[int, int]] = []
-    made = pack(inputs, MadeTokenizer(70_000), tmp_path / "c", watch=lambda *now: told.append(now))
+    made = tokenize(inputs, MadeTokenizer(70_000), tmp_path / "c", watch=lambda *now: told.append(now))
     found = open_corpus(tmp_path / "c")
     assert found.ids.dtype == np.int32
     assert documents(found) == [[*ids, 0] for ids in MadeTokenizer(70_000).encode(texts)]
@@ -93,14 +93,14 @@ def test_many_batches_of_several_files(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_ends_keys_and_empty_documents(tmp_path: Path) -> None:
     source = lines(tmp_path / "in", ["", "one", " \n", "two"], "content")
-    made = pack([source], MADE, tmp_path / "c", key="content", append_end=False)
+    made = tokenize([source], MADE, tmp_path / "c", key="content", append_end=False)
     assert (made.documents, made.skipped) == (2, 2)
     assert documents(open_corpus(tmp_path / "c")) == MADE.encode(["one", "two"])
-    pack([source], Endless(512), tmp_path / "d", key="content", append_end=False)
-    pack([source], Ending(512), tmp_path / "e", key="content")
+    tokenize([source], Endless(512), tmp_path / "d", key="content", append_end=False)
+    tokenize([source], Ending(512), tmp_path / "e", key="content")
     assert documents(open_corpus(tmp_path / "e")) == Ending(512).encode(["one", "two"])
     with pytest.raises(RequestError, match=r"does not tell which token ends a text; .*--no-append-end"):
-        pack([source], Endless(512), tmp_path / "f", key="content")
+        tokenize([source], Endless(512), tmp_path / "f", key="content")
 
 
 GOOD = b'{"text": "one"}\n'
@@ -131,7 +131,7 @@ def test_bad_lines_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     (tmp_path / "in.jsonl").write_bytes(content)
     with pytest.raises(RequestError, match=reason) as error:
-        pack([tmp_path / "in.jsonl"], MADE, tmp_path / "c")
+        tokenize([tmp_path / "in.jsonl"], MADE, tmp_path / "c")
     assert str(error.value).startswith(str(tmp_path / "in.jsonl"))
     assert "\n" not in str(error.value)
     assert left(tmp_path) == ["in.jsonl"]
@@ -139,18 +139,18 @@ def test_bad_lines_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", TEXTS)
-    pack([source], MADE, tmp_path / "c")
+    tokenize([source], MADE, tmp_path / "c")
     for kept in ("c_ids.npy", "c_idx.npz"):
         with pytest.raises(RequestError, match=f"{kept} exists; choose another --out, or write over it with --force"):
-            pack([source], MADE, tmp_path / "c")
+            tokenize([source], MADE, tmp_path / "c")
         (tmp_path / "c_ids.npy").unlink(missing_ok=True)
-    pack([source], MADE, tmp_path / "c", force=True)
+    tokenize([source], MADE, tmp_path / "c", force=True)
     before = (tmp_path / "c_ids.npy").read_bytes()
     (tmp_path / "bad.jsonl").write_text("no\n")
     with pytest.raises(RequestError):
-        pack([tmp_path / "bad.jsonl"], MADE, tmp_path / "c", force=True)
+        tokenize([tmp_path / "bad.jsonl"], MADE, tmp_path / "c", force=True)
     assert (tmp_path / "c_ids.npy").read_bytes() == before
-    pack([lines(tmp_path / "in.jsonl", TEXTS[:1])], MADE, tmp_path / "c", force=True)
+    tokenize([lines(tmp_path / "in.jsonl", TEXTS[:1])], MADE, tmp_path / "c", force=True)
     assert documents(open_corpus(tmp_path / "c")) == [[*MADE.encode(TEXTS[:1])[0], 0]]
 
 
@@ -163,7 +163,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ([source], "no/c", "no folder .*no'; make it, or choose another"),
     ):
         with pytest.raises(RequestError, match=reason):
-            pack(inputs, MADE, tmp_path / out)
+            tokenize(inputs, MADE, tmp_path / out)
     assert left(tmp_path) == ["in.jsonl"]
 
 
@@ -181,7 +181,7 @@ def test_a_failure_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, call, second_fails)
     with pytest.raises(LostError if isinstance(fault, OSError) else KeyboardInterrupt) as error:
-        pack([lines(tmp_path / "in.jsonl", TEXTS)], MADE, tmp_path / "c")
+        tokenize([lines(tmp_path / "in.jsonl", TEXTS)], MADE, tmp_path / "c")
     if isinstance(fault, OSError):
         assert str(error.value).endswith(
             "c: cannot be written: No space left on device; free some space or choose another --out"

@@ -15,11 +15,11 @@ from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
-from steelyard.case.case import MadeQuestions
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import BytePairTokenizer, JsonTokenizer, MadeTokenizer, SentencePieceTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks.mmlu import data
+from steelyard.tasks.mmlu.fields import MadeQuestions
 
 TEXTS = ["Hello world", "The lake holds 12 stones.\n\nAnswer:", " two  spaces", "naïve 你好 🦙", "Answer: D", ""]
 
@@ -408,7 +408,7 @@ def test_a_vocabulary_that_is_none(pieces: Any, reason: str, tmp_path: Path) -> 
     ("content", "reason"),
     [
         (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b'{"a": 0, "a": 1}', "not JSON: a key stands twice in one table"),
+        (b'{"a": 0, "a": 1}', "not JSON: a key stands twice"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
         (b"\xff", "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
         (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),

@@ -8,7 +8,7 @@ import pytest
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.alpaca import data
-from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, Sample
+from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, ConversationSample
 
 UNIFORM = 9229  # rows of the file's beginning that are a fair sample of the whole published set
 FINGERPRINT = "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17"
@@ -27,7 +27,7 @@ def aquila(data_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def samples(conversations: list[Conversation], aquila: Tokenizer) -> list[Sample]:
+def samples(conversations: list[Conversation], aquila: Tokenizer) -> list[ConversationSample]:
     found, shortened = data.encode(conversations, aquila, 2048)
     assert shortened == 0
     return found
@@ -41,7 +41,7 @@ def test_real_rows(conversations: list[Conversation]) -> None:
     assert all(one.turns[0][1] for one in conversations)
 
 
-def test_real_totals(samples: list[Sample]) -> None:
+def test_real_totals(samples: list[ConversationSample]) -> None:
     whole, fair = data.totals(samples), data.totals(samples[:UNIFORM])
     assert {**whole, "mean": round(whole["mean"], 2)} == {
         "samples": 21_427,
@@ -60,7 +60,7 @@ def test_real_totals(samples: list[Sample]) -> None:
 
 
 def test_real_samples_are_those_of_the_reference(
-    conversations: list[Conversation], samples: list[Sample], aquila: Tokenizer
+    conversations: list[Conversation], samples: list[ConversationSample], aquila: Tokenizer
 ) -> None:
     """The reference encodes the assistant's line with its tag in one piece; no token differs for our two."""
 
@@ -77,7 +77,7 @@ def test_real_samples_are_those_of_the_reference(
         assert sample.learned == (False,) * (len(sample.tokens) - learned - 1) + (True,) * (learned + 1)
 
 
-def test_an_empty_answer_is_a_line_and_the_end(samples: list[Sample]) -> None:
+def test_an_empty_answer_is_a_line_and_the_end(samples: list[ConversationSample]) -> None:
     assert (samples[1461].tokens[-5:], samples[1461].learned[-5:]) == (
         (8090, 34061, 26, 5037, 100007),
         (False, False, False, True, True),
@@ -85,10 +85,12 @@ def test_an_empty_answer_is_a_line_and_the_end(samples: list[Sample]) -> None:
     assert min(sum(sample.learned) for sample in samples) == 2
 
 
-def test_real_samples_that_are_cut(conversations: list[Conversation], samples: list[Sample], aquila: Tokenizer) -> None:
+def test_real_samples_that_are_cut(
+    conversations: list[Conversation], samples: list[ConversationSample], aquila: Tokenizer
+) -> None:
     found, shortened = data.encode(conversations[:2000], aquila, 128)
     assert shortened == sum(len(sample.tokens) > 128 for sample in samples[:2000]) == 603
-    expected = [Sample(one.tokens[:128], one.learned[:128]) for one in samples[:2000] if any(one.learned[:128])]
+    expected = [ConversationSample(one.tokens[:128], one.learned[:128]) for one in samples[:2000] if any(one.learned[:128])]
     assert found == expected
     assert len(found) == 1995
 
@@ -98,7 +100,7 @@ def test_real_samples_that_are_cut(conversations: list[Conversation], samples: l
     [(21_427, 15.17, 0.940, {7: 2, 8: 91, 9: 73, 10: 1}), (UNIFORM, 16.55, 0.927, {7: 19, 8: 53})],
 )
 def test_real_rows_of_2048(
-    count: int, samples_a_row: float, fill: float, rows_a_batch: dict[int, int], samples: list[Sample]
+    count: int, samples_a_row: float, fill: float, rows_a_batch: dict[int, int], samples: list[ConversationSample]
 ) -> None:
     rows = AlpacaRows(samples[:count], 2048, 128, 0, 0)
     batches = [rows.batch(step) for step in range(count // 128)]
@@ -111,7 +113,7 @@ def test_real_rows_of_2048(
     assert sum(rows.row(key).real for key in keys[:50]) == sum(real[:50])
 
 
-def test_unpacked_rows_are_mostly_padding(samples: list[Sample]) -> None:
+def test_unpacked_rows_are_mostly_padding(samples: list[ConversationSample]) -> None:
     rows = AlpacaRows(samples[:UNIFORM], 2048, 128, 0, 0, pack=False)
     real = [rows.row(key).real for step in range(3) for key in rows.batch(step)]
     assert len(real) == 3 * 128

@@ -8,7 +8,7 @@ import pytest
 from steelyard.data import tokenizer
 from steelyard.data.corpus import CorpusRows, check_ids, open_corpus
 from steelyard.data.rows import IGNORED
-from steelyard.data.tokenize import Packed, Split, inspect, pack
+from steelyard.data.tokenize import Split, TokenFiles, inspect, tokenize
 
 FINGERPRINT = "568c3e691b2f6b14107a014674a667aa953e57bc42c330fc24875b7f316dd612"
 TOKENS = 1_189_962 + 2 * 1000  # as counted without what begins and ends a document
@@ -20,12 +20,12 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packed(data_dir: Path, prefix: Path) -> Packed:
+def packed(data_dir: Path, prefix: Path) -> TokenFiles:
     llama = tokenizer.load([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
-    return pack([data_dir / "openwebtext" / "openwebtext-1000.jsonl.gz"], llama, prefix)
+    return tokenize([data_dir / "openwebtext" / "openwebtext-1000.jsonl.gz"], llama, prefix)
 
 
-def test_known_numbers(packed: Packed, prefix: Path) -> None:
+def test_known_numbers(packed: TokenFiles, prefix: Path) -> None:
     assert (packed.documents, packed.tokens, packed.skipped) == (1000, TOKENS, 0)
     assert packed.fingerprint == FINGERPRINT
     corpus = open_corpus(prefix)
@@ -40,7 +40,7 @@ def test_known_numbers(packed: Packed, prefix: Path) -> None:
     assert np.count_nonzero(corpus.ids == 2) == 1000
 
 
-def test_an_epoch_of_rows(packed: Packed, prefix: Path) -> None:
+def test_an_epoch_of_rows(packed: TokenFiles, prefix: Path) -> None:
     rows = CorpusRows(open_corpus(prefix), 2048, 4, 1, 8)
     epoch = [rows.row(k) for k in range(580)]
     ignored = sum(int((row.targets == IGNORED).sum()) for row in epoch)

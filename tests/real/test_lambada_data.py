@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.case.case import LambadaData
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.lambada import data
-from steelyard.tasks.lambada.data import Passages
+from steelyard.tasks.lambada.data import LambadaTexts
+from steelyard.tasks.lambada.fields import LambadaData
 
 FINGERPRINT = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
 
@@ -25,7 +25,7 @@ def aquila(data_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def passages(texts: list[str], aquila: Tokenizer) -> Passages:
+def passages(texts: list[str], aquila: Tokenizer) -> LambadaTexts:
     return data.encode(texts, aquila, 4096, None, 0)
 
 
@@ -46,7 +46,7 @@ def test_two_texts_stand_twice(texts: list[str]) -> None:
     assert [one.rpartition(" ")[2] for one in twice] == ["Andrew", "Diana"]
 
 
-def test_real_set_has_the_known_tokens(passages: Passages) -> None:
+def test_real_set_has_the_known_tokens(passages: LambadaTexts) -> None:
     sizes = [len(row) for row in passages.rows]
     assert len(sizes) == 5153
     assert sum(sizes) == 430_166
@@ -57,7 +57,7 @@ def test_real_set_has_the_known_tokens(passages: Passages) -> None:
     assert passages.groups == passages.index == list(range(5153))
 
 
-def test_real_last_words(texts: list[str], passages: Passages, aquila: Tokenizer) -> None:
+def test_real_last_words(texts: list[str], passages: LambadaTexts, aquila: Tokenizer) -> None:
     assert sum(passages.last) == 7153
     assert Counter(passages.last) == {1: 3520, 2: 1309, 3: 296, 4: 22, 6: 4, 7: 1, 8: 1}
     assert passages.rows[0][-6:] == [2164, 1184, 3140, 1314, 14446, 100007]  # … care about signs, end

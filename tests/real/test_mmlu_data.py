@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.files import gunzip
-from steelyard.case import case
+from steelyard.case import resolve
 from steelyard.data import batches, tokenizer
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.mmlu import data
@@ -26,7 +26,7 @@ def llama(data_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def real_prompts(real: list[Subject], llama: Tokenizer) -> Prompts:
-    return data.encode(real, case.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0)
+    return data.encode(real, resolve.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0)
 
 
 def test_real_set_is_complete(real: list[Subject]) -> None:
@@ -121,7 +121,7 @@ def test_real_set_has_few_tokens_when_shots_are_shared(real_prompts: Prompts) ->
 
 
 def test_real_fingerprint_is_the_cases(real: list[Subject], llama: Tokenizer) -> None:
-    assert data.fingerprint(real, llama) == case.resolve("llama2-7b-mmlu").case.question.data.fingerprint
+    assert data.fingerprint(real, llama) == resolve.resolve("llama2-7b-mmlu").case.question.data.fingerprint
 
 
 # Scores, worked out by hand: six questions, two subjects, the letters' tokens 10 to 13, 99 another token.

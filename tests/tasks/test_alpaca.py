@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steelyard.case.question import MadeConversations
 from steelyard.data.rows import IGNORED, Rows
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca import conversations, data
-from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, Sample
+from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, ConversationSample
+from steelyard.tasks.alpaca.fields import MadeConversations
 
 ELEMENTS = [
     {"instruction": "Name a cat.", "input": "", "output": "Tom"},
@@ -225,12 +225,12 @@ def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     plain.write_bytes(LINES)
     packed.write_bytes(gzip.compress(LINES, mtime=0))
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES))
-    monkeypatch.setattr(conversations, "MAX_PACKED_BYTES", packed.stat().st_size)
+    monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size)
     assert data.read(plain)[0] == data.read(packed)[0] == SAID
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES) - 1)
     for path in (plain, packed):
         assert refusal(path) == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
-    monkeypatch.setattr(conversations, "MAX_PACKED_BYTES", packed.stat().st_size - 1)
+    monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size - 1)
     assert refusal(packed).startswith(f"{packed}: larger than {packed.stat().st_size - 1} bytes, which a packed file has")
 
 
@@ -242,12 +242,12 @@ def test_a_file_that_unpacks_without_end_is_refused_early(tmp_path: Path, monkey
 
 
 # Header, the human's tag, " cat", newline, the assistant's tag, " dog", "s", newline, end.
-ONE = Sample((1, 10, 12, 15, 14, 13, 16, 19, 14, 2), (False,) * 6 + (True,) * 4)
-TWO = Sample(
+ONE = ConversationSample((1, 10, 12, 15, 14, 13, 16, 19, 14, 2), (False,) * 6 + (True,) * 4)
+TWO = ConversationSample(
     (1, 10, 11, 17, 14, 12, 16, 14, 13, 15, 14, 12, 17, 14, 13, 18, 14, 2),
     (False,) * 9 + (True,) * 2 + (False,) * 4 + (True,) * 3,
 )
-OPEN = Sample((1, 10, 12, 15, 14, 13, 16, 14, 12, 17, 14, 2), (False,) * 6 + (True,) * 2 + (False,) * 4)
+OPEN = ConversationSample((1, 10, 12, 15, 14, 13, 16, 14, 12, 17, 14, 2), (False,) * 6 + (True,) * 2 + (False,) * 4)
 BY_HAND = [said("cat", "dogs"), said("dog", "cat", "mouse", "", instruction="mouse"), said("cat", "dog", "mouse")]
 
 
@@ -261,7 +261,7 @@ def test_samples_by_hand() -> None:
     ("begin", "close"), [((), ()), ((), (2,)), ((1,), (2,)), ((2,), ()), ((2,), (2,)), ((5, 6), (7, 8)), ((2, 2), ())]
 )
 def test_what_a_tokenizer_puts_around_a_text_stands_once(begin: tuple[int, ...], close: tuple[int, ...]) -> None:
-    expected = Sample((*begin, *ONE.tokens[1:]), (*(False for _ in begin), *ONE.learned[1:]))
+    expected = ConversationSample((*begin, *ONE.tokens[1:]), (*(False for _ in begin), *ONE.learned[1:]))
     assert data.encode([BY_HAND[0]], Words(begin=begin, close=close), 18) == ([expected], 0)
 
 
@@ -285,10 +285,10 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 
 
 def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() -> None:
-    assert data.encode(BY_HAND, Words(), 17) == ([ONE, Sample(TWO.tokens[:17], TWO.learned[:17]), OPEN], 1)
-    cut = [Sample(one.tokens[:9], one.learned[:9]) for one in (ONE, OPEN)]
+    assert data.encode(BY_HAND, Words(), 17) == ([ONE, ConversationSample(TWO.tokens[:17], TWO.learned[:17]), OPEN], 1)
+    cut = [ConversationSample(one.tokens[:9], one.learned[:9]) for one in (ONE, OPEN)]
     assert data.encode(BY_HAND, Words(), 9) == (cut, 3)  # nine tokens of the second hold no answer
-    assert data.encode(BY_HAND, Words(), 7) == ([Sample(o.tokens[:7], o.learned[:7]) for o in (ONE, OPEN)], 3)
+    assert data.encode(BY_HAND, Words(), 7) == ([ConversationSample(o.tokens[:7], o.learned[:7]) for o in (ONE, OPEN)], 3)
     assert data.encode(BY_HAND, Words(), 6) == ([], 3)
 
 
@@ -319,13 +319,13 @@ def test_first_fit_decreasing_by_hand() -> None:
     lengths = dict(enumerate([3, 7, 5, 2, 6, 4, 2, 10, 3]))
     expected = [(7,), (1, 0), (4, 5), (2, 8, 3), (6,)]
     for order in ([*lengths], [*reversed(lengths)], sorted(lengths, key=lambda i: i * 5 % 9)):
-        assert data.packed(lengths, order, 10) == expected
-    assert data.packed({3: 4}, [3, 3, 3], 10) == [(3, 3), (3,)]
-    assert data.packed({}, [], 10) == []
+        assert data.first_fit_decreasing(lengths, order, 10) == expected
+    assert data.first_fit_decreasing({3: 4}, [3, 3, 3], 10) == [(3, 3), (3,)]
+    assert data.first_fit_decreasing({}, [], 10) == []
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[Sample]:
+def samples() -> list[ConversationSample]:
     return data.encode(data.make(MadeConversations(conversations=101, seed=4)), MadeTokenizer(512), 200)[0]
 
 
@@ -333,7 +333,7 @@ def flat(keys: list[tuple[int, ...]]) -> list[int]:
     return [i for key in keys for i in key]
 
 
-def test_a_batch_holds_each_of_its_samples_once_and_whole(samples: list[Sample]) -> None:
+def test_a_batch_holds_each_of_its_samples_once_and_whole(samples: list[ConversationSample]) -> None:
     rows: Rows = AlpacaRows(samples, 200, 16, 3, 5)
     again = AlpacaRows(samples, 200, 16, 3, 5)
     for step in (0, 1, 2, 11):
@@ -357,7 +357,7 @@ def test_a_batch_holds_each_of_its_samples_once_and_whole(samples: list[Sample])
             assert set(row.tokens[start:]) <= {0}
 
 
-def test_unpacked_every_sample_is_a_row(samples: list[Sample]) -> None:
+def test_unpacked_every_sample_is_a_row(samples: list[ConversationSample]) -> None:
     rows = AlpacaRows(samples, 200, 16, 3, 5, pack=False)
     for key in rows.batch(0) + rows.held_out():
         (i,), row = key, rows.row(key)
@@ -368,7 +368,9 @@ def test_unpacked_every_sample_is_a_row(samples: list[Sample]) -> None:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(samples: list[Sample], pack: bool) -> None:
+def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(
+    samples: list[ConversationSample], pack: bool
+) -> None:
     rows = AlpacaRows(samples, 200, 16, 3, 5, pack)
     held = flat(rows.held_out())
     assert len(set(held)) == len(held) == 5
@@ -378,7 +380,7 @@ def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(sampl
     assert len({tuple(one) for one in epochs}) == 3
 
 
-def test_a_batch_runs_on_into_the_next_epoch(samples: list[Sample]) -> None:
+def test_a_batch_runs_on_into_the_next_epoch(samples: list[ConversationSample]) -> None:
     rows = AlpacaRows(samples[:10], 200, 4, 0, 1, pack=False)
     line = flat([key for step in range(9) for key in rows.batch(step)])
     assert [Counter(line[start : start + 9]) for start in (0, 9, 18, 27)] == [Counter(set(line))] * 4
@@ -387,7 +389,7 @@ def test_a_batch_runs_on_into_the_next_epoch(samples: list[Sample]) -> None:
     assert [large.row(key).samples for key in large.batch(0)] == [len(key) for key in large.batch(0)]
 
 
-def test_seeds_differ(samples: list[Sample]) -> None:
+def test_seeds_differ(samples: list[ConversationSample]) -> None:
     one, other = (AlpacaRows(samples, 200, 16, seed, 20) for seed in (0, 1))
     assert one.batch(0) != other.batch(0)
     assert one.held_out() != other.held_out()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.case.case import LambadaData, MadePassages
+from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks.lambada import data as lambada
-from steelyard.tasks.mmlu import data as mmlu
+from steelyard.tasks.lambada.fields import LambadaData, MadePassages
 
 TEXTS = ["The stone was blue.\n\n“Blue,” he said", " Two  spaces and a\nline", 'He cried, "Naïve', "a b"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -267,14 +267,14 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 def test_a_sample_holds_the_same_rows_as_the_whole() -> None:
     tokens, texts = MadeTokenizer(512), lambada.make(MadePassages(passages=30))
     whole, part = lambada.encode(texts, tokens, 128, None, 0), lambada.encode(texts, tokens, 128, 11, 5)
-    assert part.index == mmlu.chosen(30, 11, 5)
+    assert part.index == chosen(30, 11, 5)
     assert part.rows == [whole.rows[i] for i in part.index]
     assert part.last == [whole.last[i] for i in part.index]
     assert part.groups == list(range(11))
 
 
 def test_only_the_sample_is_encoded() -> None:
-    index = mmlu.chosen(3, 1, 0)
+    index = chosen(3, 1, 0)
     texts = ["the cat" if i in index else "not in the table" for i in range(3)]
     assert lambada.encode(texts, Words(), 4, 1, 0).rows == [[1, 10, 11, 2]]
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from steelyard.tasks.lambada import score
+from steelyard.tasks.lambada.task import TASK
+from steelyard.tasks.task import Tally
 
 COMMON = score.outputs(targets=[4, 8, 2, 10], last=[1, 2, 1, 3], index=[3, 5, 8, 9])
 RANK_0 = {"items": [3, 0], "nll": [20.0, 6.0], "last_nll": [1.5, 0.5], "hit": [0, 1]}
@@ -13,13 +15,23 @@ RANK_1 = {"items": [2, 1], "nll": [5.0, 4.0], "last_nll": [2.0, 1.0], "hit": [1,
 WHOLE = score.merge(COMMON, "infer", [RANK_0, RANK_1])
 
 
+def passes(found: score.LambadaOutputs) -> dict[str, Any]:
+    table: dict[str, Any] = found.model_dump(mode="json")["passes"]
+    return table
+
+
 def table(**changes: Any) -> dict[str, Any]:
     return {**RANK_0, **changes}
 
 
 def test_ranks_merge_in_the_order_of_the_passages() -> None:
-    assert COMMON == {"targets": [4, 8, 2, 10], "last": [1, 2, 1, 3], "index": [3, 5, 8, 9], "passes": {}}
-    assert WHOLE["passes"] == {
+    assert COMMON.model_dump(mode="json") == {
+        "targets": [4, 8, 2, 10],
+        "last": [1, 2, 1, 3],
+        "index": [3, 5, 8, 9],
+        "passes": {},
+    }
+    assert passes(WHOLE) == {
         "infer": {
             "nll": [6.0, 4.0, 5.0, 20.0],
             "last_nll": [0.5, 1.0, 2.0, 1.5],
@@ -30,8 +42,8 @@ def test_ranks_merge_in_the_order_of_the_passages() -> None:
     }
     assert score.merge(COMMON, "infer", [RANK_1, RANK_0]) == WHOLE
     both = score.merge(WHOLE, "val", [RANK_0])
-    assert both["passes"]["infer"] == WHOLE["passes"]["infer"]
-    assert list(both["passes"]) == ["infer", "val"]
+    assert passes(both)["infer"] == passes(WHOLE)["infer"]
+    assert list(passes(both)) == ["infer", "val"]
 
 
 def test_scores_by_hand() -> None:
@@ -47,7 +59,7 @@ def test_scores_by_hand() -> None:
 
 def test_a_missing_answer_is_no_wrong_answer() -> None:
     found = score.merge(COMMON, "val", [RANK_0, {name: [] for name in score.ANSWERS}])
-    assert found["passes"]["val"] == {
+    assert passes(found)["val"] == {
         "nll": [6.0, None, None, 20.0],
         "last_nll": [0.5, None, None, 1.5],
         "hits": "1??0",
@@ -62,25 +74,25 @@ def test_a_missing_answer_is_no_wrong_answer() -> None:
         "acc": 1 / 2,
         "se": (0.5 * 0.5 / 2) ** 0.5,
     }
-    assert score.tally(found, "val") == (4, 2, 0, 0)
+    assert score.tally(found, "val") == Tally(4, 2, 0, 0)
 
 
 def test_nothing_answered_is_no_score() -> None:
     none = score.merge(COMMON, "val", [])
-    assert none["passes"]["val"]["hits"] == "????"
+    assert passes(none)["val"]["hits"] == "????"
     assert score.score(none, "val") == {}
     assert score.score(none, "infer") == {}
-    assert score.score({}, "infer") == {}
-    assert score.tally(none, "val") == score.tally(none, "infer") == (4, 4, 0, 0)
+    assert score.score(COMMON, "infer") == {}
+    assert (score.tally(none, "val"), score.tally(none, "infer")) == (Tally(4, 4, 0, 0), None)
 
 
 @pytest.mark.parametrize("column", ["nll", "last_nll"])
 def test_one_passage_that_is_not_finite_makes_the_losses_unknown(column: str) -> None:
     found = score.merge(COMMON, "infer", [table(**{column: [None, 1.0]}), RANK_1])
-    assert found["passes"]["infer"]["hits"] == "1110"
-    assert found["passes"]["infer"]["not_finite"] == 1
+    assert passes(found)["infer"]["hits"] == "1110"
+    assert passes(found)["infer"]["not_finite"] == 1
     assert score.score(found, "infer") == {"acc": 3 / 4, "se": (0.75 * 0.25 / 4) ** 0.5}
-    assert score.tally(found, "infer") == (4, 0, 0, 1)
+    assert score.tally(found, "infer") == Tally(4, 0, 0, 1)
 
 
 def test_what_no_float_holds_is_left_out() -> None:
@@ -108,14 +120,14 @@ def test_sums_do_not_depend_on_the_version_of_python() -> None:
 def test_repeated_answers_are_counted() -> None:
     again = {"items": [0, 0, 1], "nll": [None, 7.0, None], "last_nll": [1.0, 2.0, None], "hit": [1, 0, 0]}
     found = score.merge(COMMON, "val", [RANK_0, again])
-    assert found["passes"]["val"] == {
+    assert passes(found)["val"] == {
         "nll": [7.0, None, None, 20.0],
         "last_nll": [2.0, None, None, 1.5],
         "hits": "00?0",
         "not_finite": 2,
         "repeated": 2,
     }
-    assert score.tally(found, "val") == (4, 1, 2, 2)
+    assert score.tally(found, "val") == Tally(4, 1, 2, 2)
 
 
 def test_agreement_is_over_what_both_answered() -> None:
@@ -127,7 +139,7 @@ def test_agreement_is_over_what_both_answered() -> None:
 
 
 def test_passages_have_no_parts() -> None:
-    assert score.breakdown(WHOLE, "infer") == {}
+    assert TASK.breakdowns(WHOLE) == []
 
 
 def test_good_answers_pass_and_what_is_not_finite_becomes_none() -> None:

@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 
 from fixtures.files import gunzip
-from steelyard.case.case import MadeQuestions, MmluData
+from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks.mmlu import data as mmlu
-from steelyard.tasks.mmlu.data import Row, Subject
+from steelyard.tasks.mmlu.data import McqRow, Subject
+from steelyard.tasks.mmlu.fields import MadeQuestions, MmluData
 
-ASTRONOMY: tuple[list[Row], list[Row]] = (
+ASTRONOMY: tuple[list[McqRow], list[McqRow]] = (
     [("Which is a star?", "Sun", "Moon", "Mars", "Io", "A"), ("Which is a moon?", "Sun", "Venus", "Mars", "Io", "D")],
     [("Which is\na planet?", 'The "Sun"', "Venus, say", "Io", "Ceres", "B"), ("What is red?", "1", "2", "Mars", "4", "C")],
 )
-WORLD_HISTORY: tuple[list[Row], list[Row]] = (
+WORLD_HISTORY: tuple[list[McqRow], list[McqRow]] = (
     [("Who fell?", "Rome", "Oslo", "Bern", "Riga", "A"), ("Where?", "Here", "Thère", "Nowhere", "West", "D")],
     [(" When?", "476", "1066", "1492", "1789", "A")],
 )
@@ -327,20 +328,20 @@ def test_a_sample_holds_the_same_prompts_as_the_whole() -> None:
     subjects = mmlu.make(MadeQuestions(subjects=3, questions=9, seed=4), 3)
     whole = mmlu.encode(subjects, data, tokens, None, 0)
     part = mmlu.encode(subjects, data, tokens, 11, 5)
-    assert part.index == mmlu.chosen(27, 11, 5)
+    assert part.index == chosen(27, 11, 5)
     assert part.rows == [whole.rows[i] for i in part.index]
     assert part.gold == [whole.gold[i] for i in part.index]
     assert part.subject_of == [whole.subject_of[i] for i in part.index]
 
 
 def test_sampling_is_seeded_sorted_and_bounded() -> None:
-    assert mmlu.chosen(14042, 8, 0) == [1246, 1972, 8014, 9551, 10137, 10491, 11834, 13462]
-    assert mmlu.chosen(14042, 8, 0) == mmlu.chosen(14042, 8, 0)
-    assert mmlu.chosen(14042, 8, 1) == [2427, 2888, 3597, 4339, 6201, 8132, 8906, 12811]
-    assert mmlu.chosen(5, None, 3) == mmlu.chosen(5, 5, 3) == [0, 1, 2, 3, 4]
+    assert chosen(14042, 8, 0) == [1246, 1972, 8014, 9551, 10137, 10491, 11834, 13462]
+    assert chosen(14042, 8, 0) == chosen(14042, 8, 0)
+    assert chosen(14042, 8, 1) == [2427, 2888, 3597, 4339, 6201, 8132, 8906, 12811]
+    assert chosen(5, None, 3) == chosen(5, 5, 3) == [0, 1, 2, 3, 4]
     for sample in (0, -1, 6):
         with pytest.raises(RequestError) as caught:
-            mmlu.chosen(5, sample, 0)
+            chosen(5, sample, 0)
         assert str(caught.value) == f"--sample {sample}: the data has 5 questions; allowed: 1 to 5"
 
 
@@ -373,7 +374,7 @@ def test_a_fingerprint_sees_every_part() -> None:
     seen = {mmlu.fingerprint(SMALL, tokens), mmlu.fingerprint(SMALL, MadeTokenizer(513)), mmlu.fingerprint(SMALL[:1], tokens)}
     for i in range(6):
         row = SMALL[0].test[1]
-        other: Row = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
+        other: McqRow = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
         seen.add(mmlu.fingerprint([Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens))
     seen.add(mmlu.fingerprint([Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens))
     seen.add(mmlu.fingerprint([Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens))

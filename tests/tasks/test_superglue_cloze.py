@@ -10,13 +10,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from steelyard.case.question import MadeCloze
 from steelyard.data import cloze, tokenizer
 from steelyard.data.cloze import Cloze, ClozeRows, Pack
 from steelyard.data.tokenizer import WordPieces
 from steelyard.errors import RequestError
+from steelyard.tasks.superglue_record import data as record
 from steelyard.tasks.superglue_record import made
 from steelyard.tasks.superglue_record import queries as superglue
+from steelyard.tasks.superglue_record.fields import MadeCloze
 from steelyard.tasks.superglue_record.made import ClozeTokenizer
 from steelyard.tasks.superglue_record.queries import Query
 
@@ -68,16 +69,16 @@ def test_samples_by_hand(pieces: WordPieces, queries: list[Query]) -> None:
     assert CONTEXT[MASK] == 3
     both = ("Oslo", "Bob Ray")
     held = Cloze(CONTEXT, MASK, (ANN, BOB, OSLO), (1, 2), ("Ann", "Bob Ray", "Oslo"), both, "1-1")
-    assert cloze.evaluation(queries, pieces, 512) == ([held], 0)
+    assert record.evaluation(queries, pieces, 512) == ([held], 0)
     one = Cloze(CONTEXT, MASK, (OSLO, ANN), (0,), ("Oslo", "Ann"), ("Oslo",), "1-1")
     two = Cloze(CONTEXT, MASK, (BOB, ANN), (0,), ("Bob Ray", "Ann"), ("Bob Ray",), "1-1")
-    found, shortened = cloze.training(queries, pieces, 512, 9)
+    found, shortened = record.training(queries, pieces, 512, 9)
     assert (found, shortened) == ([one, two], 0)
     assert found[0].context is found[1].context
 
 
 def test_evaluation_by_hand_in_division_open(pieces: WordPieces, queries: list[Query]) -> None:
-    found = cloze.pack(cloze.evaluation(queries, pieces, 512)[0], "open", START, END)
+    found = cloze.pack(record.evaluation(queries, pieces, 512)[0], "open", START, END)
     assert lists(found) == {
         "tokens": [*CONTEXT, START, 4, START, 6, 7, START, 9, 10],
         "positions": [*range(25), *[19] * 8],
@@ -100,7 +101,7 @@ def test_evaluation_by_hand_in_division_open(pieces: WordPieces, queries: list[Q
 
 
 def test_evaluation_by_hand_in_division_closed(pieces: WordPieces, queries: list[Query]) -> None:
-    found = cloze.pack(cloze.evaluation(queries, pieces, 512)[0], "closed", START, END)
+    found = cloze.pack(record.evaluation(queries, pieces, 512)[0], "closed", START, END)
     assert lists(found) == {
         "tokens": [*CONTEXT, *CONTEXT, *CONTEXT, START, 4, START, 6, 7, START, 9, 10],
         "positions": [*range(25), *range(25), *range(25), *[19] * 8],
@@ -129,7 +130,7 @@ SHORT = Cloze((2, 5, 3, 0), 2, ((7,), (8, 9), ()), (), ("a", "b c", ""), ("d",),
 def test_samples_of_several_lengths_lie_end_to_end(
     division: Literal["closed", "open"], pieces: WordPieces, queries: list[Query]
 ) -> None:
-    samples = [*cloze.training(queries, pieces, 512, 9)[0], SHORT]
+    samples = [*record.training(queries, pieces, 512, 9)[0], SHORT]
     found = lists(cloze.pack(samples, division, START, END))
     times = (2, 2, 3) if division == "closed" else (1, 1, 1)
     spans = [START, 9, 10, START, 4, START, 6, 7, START, 4, START, 7, START, 8, 9, START]
@@ -185,11 +186,11 @@ def texts(found: tuple[list[Cloze], int]) -> list[str]:
 
 def test_up_to_nine_wrong_candidates_stay_in_order() -> None:
     nine = query("a b c d e f g h i j k", "k c")
-    found = cloze.training([nine], Letters(), 512, 9)
+    found = record.training([nine], Letters(), 512, 9)
     assert texts(found) == ["k a b d e f g h i j", "c a b d e f g h i j"]
     assert [one.answers for one in found[0]] == [("k",), ("c",)]
-    assert texts(cloze.evaluation([nine], Letters(), 512)) == ["a b c d e f g h i j k"]
-    assert [one.right for one in cloze.evaluation([nine], Letters(), 512)[0]] == [(2, 10)]
+    assert texts(record.evaluation([nine], Letters(), 512)) == ["a b c d e f g h i j k"]
+    assert [one.right for one in record.evaluation([nine], Letters(), 512)[0]] == [(2, 10)]
 
 
 def test_more_than_nine_are_shuffled_with_one_generator_for_the_set() -> None:
@@ -201,24 +202,24 @@ def test_more_than_nine_are_shuffled_with_one_generator_for_the_set() -> None:
         others = list("abdefghijl")
         rng.shuffle(others)
         wanted.append(" ".join([answer, *others[:9]]))
-    found = texts(cloze.training([long, short, long], Letters(), 512, 9))
+    found = texts(record.training([long, short, long], Letters(), 512, 9))
     assert found == [*wanted[:2], "b a c", *wanted[2:]]
     assert len(set(wanted)) == 4
     assert [len(one.split()) for one in found] == [10, 10, 3, 10, 10]
-    assert texts(cloze.training([long], Letters(), 512, 10)) == ["k a b d e f g h i j l", "c a b d e f g h i j l"]
-    assert [len(one.split()) for one in texts(cloze.training([long], Letters(), 512, 2))] == [3, 3]
+    assert texts(record.training([long], Letters(), 512, 10)) == ["k a b d e f g h i j l", "c a b d e f g h i j l"]
+    assert [len(one.split()) for one in texts(record.training([long], Letters(), 512, 2))] == [3, 3]
 
 
 def test_an_answer_that_is_no_entity_is_learned_and_cannot_be_chosen() -> None:
     none, some = query("a b", "z"), query("a b", "z b")
-    assert texts(cloze.training([none, some], Letters(), 512, 9)) == ["z a b", "z a", "b a"]
-    found = cloze.evaluation([none, some], Letters(), 512)[0]
+    assert texts(record.training([none, some], Letters(), 512, 9)) == ["z a b", "z a", "b a"]
+    found = record.evaluation([none, some], Letters(), 512)[0]
     assert [(one.texts, one.right, one.answers) for one in found] == [(("a", "b"), (), ("z",)), (("a", "b"), (1,), ("z", "b"))]
     assert cloze.pack(found, "open", 128, 129).right.tolist() == [-1, 1]
 
 
 def test_an_answer_without_a_wrong_candidate_is_alone() -> None:
-    assert texts(cloze.training([query("a", "a")], Letters(), 512, 9)) == ["a"]
+    assert texts(record.training([query("a", "a")], Letters(), 512, 9)) == ["a"]
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -228,7 +229,7 @@ def ids(text: str) -> tuple[int, ...]:
 @pytest.mark.parametrize(("positions", "kept", "shortened"), [(21, "passage", 0), (20, "passag", 1), (15, "p", 1), (14, "", 1)])
 def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(positions: int, kept: str, shortened: int) -> None:
     """Around the passage are [CLS], who, [MASK], then, [PAD]; the longest span is start-of-piece, x, y, z."""
-    found, count = cloze.evaluation([query("ab xyz", "ab")], Letters(), positions)
+    found, count = record.evaluation([query("ab xyz", "ab")], Letters(), positions)
     assert count == shortened
     assert found[0].context == (1, *ids(kept), *ids("who"), 2, *ids("then"), 0)
     assert found[0].context[found[0].mask] == 2
@@ -238,14 +239,14 @@ def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(positio
 def test_shortened_contexts_are_counted_for_every_sample() -> None:
     """Training looks at the candidates of the sample alone."""
     longer = query("ab cd xyz", "ab xyz")
-    found, count = cloze.training([longer, query("ab", "ab")], Letters(), 20, 9)
+    found, count = record.training([longer, query("ab", "ab")], Letters(), 20, 9)
     assert [(one.texts, len(one.context)) for one in found] == [(("ab", "cd"), 17), (("xyz", "cd"), 16), (("ab",), 17)]
     assert count == 1
 
 
 def test_a_query_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
-        cloze.evaluation([query("a", "a"), query("ab xyz", "ab", "7-2")], Letters(), 13)
+        record.evaluation([query("a", "a"), query("ab xyz", "ab", "7-2")], Letters(), 13)
     assert str(caught.value) == (
         "query 7-2 (its line, and its number there) and its longest candidate need 14 positions without the passage; "
         "the model has 13"
@@ -261,9 +262,9 @@ def test_texts_are_encoded_in_parts_and_each_once(monkeypatch: pytest.MonkeyPatc
             return super().encode(texts)
 
     many = [query("a b", "b a"), query("b c", "c"), query("d e", "d")]
-    whole = cloze.training(many, Letters(), 512, 9)
-    monkeypatch.setattr(cloze, "_AT_ONCE", 3)
-    assert cloze.training(many, Watched(), 512, 9) == whole
+    whole = record.training(many, Letters(), 512, 9)
+    monkeypatch.setattr(record, "_AT_ONCE", 3)
+    assert record.training(many, Watched(), 512, 9) == whole
     assert seen == [["passage", "who ", " then", "b", "a", "c"], ["passage", "who ", " then", "d", "e"]]
 
 
@@ -322,15 +323,15 @@ def test_rows_that_are_none() -> None:
 
 def test_a_fingerprint_sees_texts_order_set_and_vocabulary() -> None:
     one, two = query("a b", "b"), query("a c", "c", "2-1")
-    base = cloze.fingerprint([one], [two], Letters())
+    base = record.fingerprint([one], [two], Letters())
     assert len(base) == 64
-    assert cloze.fingerprint([replace(one, name="9-9")], [two], Letters(source="other")) == base
+    assert record.fingerprint([replace(one, name="9-9")], [two], Letters(source="other")) == base
     others = [
-        cloze.fingerprint([two], [one], Letters()),
-        cloze.fingerprint([one, two], [], Letters()),
-        cloze.fingerprint([one], [two], Letters(sha256="1" * 64)),
+        record.fingerprint([two], [one], Letters()),
+        record.fingerprint([one, two], [], Letters()),
+        record.fingerprint([one], [two], Letters(sha256="1" * 64)),
         *(
-            cloze.fingerprint([replace(one, **{name: value})], [two], Letters())
+            record.fingerprint([replace(one, **{name: value})], [two], Letters())
             for name, value in [
                 ("passage", "x"),
                 ("query", "@placeholder x"),
@@ -368,8 +369,8 @@ def test_real_rows(
     bert: WordPieces,
 ) -> None:
     """The figures of the design: 283 examples of 187 queries, of 2,087 tokens closed and 263 open."""
-    train, shortened = cloze.training(real, bert, 512, 9)
-    ask, asked_shortened = cloze.evaluation(real, bert, 512)
+    train, shortened = record.training(real, bert, 512, 9)
+    ask, asked_shortened = record.evaluation(real, bert, 512)
     assert (len(train), len(ask), shortened, asked_shortened) == (283, 187, 0, 0)
     assert (sum(len(one.candidates) for one in train), sum(len(one.candidates) for one in ask)) == (2460, 2083)
     assert max(len(one.context) for one in ask) == 406
@@ -382,8 +383,8 @@ def test_real_rows(
 
 
 def test_real_rows_that_are_shortened(real: list[Query], bert: WordPieces) -> None:
-    whole = cloze.evaluation(real, bert, 512)[0]
-    found, shortened = cloze.evaluation(real, bert, 256)
+    whole = record.evaluation(real, bert, 512)[0]
+    found, shortened = record.evaluation(real, bert, 256)
     longest = [max(map(len, one.candidates)) + 1 for one in found]
     assert shortened == 58
     for one, before, span in zip(found, whole, longest, strict=True):
@@ -462,8 +463,8 @@ def test_made_queries_are_read_with_the_made_vocabulary() -> None:
     """No word is unknown, nothing is shortened, and some candidates have two tokens."""
     train, held = made.make(MADE)
     words: WordPieces = ClozeTokenizer(62)
-    learned, shortened = cloze.training(train, words, 64, 9)
-    asked, asked_shortened = cloze.evaluation(held, words, 64)
+    learned, shortened = record.training(train, words, 64, 9)
+    asked, asked_shortened = record.evaluation(held, words, 64)
     assert (shortened, asked_shortened) == (0, 0)
     assert len(learned) == sum(len(one.answers) for one in train) > 300
     assert not any(3 in one.context for one in learned + asked)

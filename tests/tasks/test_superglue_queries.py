@@ -218,12 +218,12 @@ def test_lines_and_files_have_limits(packed: bool, tmp_path: Path, monkeypatch: 
     if packed:
         path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size)
-    monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2)
+    monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 1)  # its end is none of them
     assert len(superglue.read(path)) == 4
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size - 1)
     assert refusal(path) == f"{path}: larger than {size - 1} bytes, which a file of ReCoRD has at most"
-    monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 1)
-    assert refusal(path) == f"{path}: line 1 has more than {size // 2 - 1} bytes, which a line has at most; {SHAPE}"
+    monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 2)
+    assert refusal(path) == f"{path}: line 1 has more than {size // 2 - 2} bytes, which a line has at most; {SHAPE}"
 
 
 def test_an_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:

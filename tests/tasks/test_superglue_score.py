@@ -6,6 +6,8 @@ import pytest
 
 from steelyard.data.cloze import Cloze
 from steelyard.tasks.superglue_record import score
+from steelyard.tasks.superglue_record.task import TASK
+from steelyard.tasks.task import Breakdown, Tally
 
 
 def asked(texts: str, answers: str, right: tuple[int, ...]) -> Cloze:
@@ -31,6 +33,11 @@ RANK_1 = {"stopped": None, "evaluations": [evaluation(0, (1, 2), (2, 1)), evalua
 WHOLE = score.merge(COMMON, "train", [RANK_0, RANK_1])
 
 
+def passes(found: score.RecordOutputs) -> dict[str, Any]:
+    table: dict[str, Any] = found.model_dump(mode="json")["passes"]
+    return table
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "em", "f1"),
     [
@@ -54,7 +61,7 @@ def test_texts_are_compared_as_record_does(text: str, answer: str, em: int, f1: 
 
 
 def test_each_candidate_has_its_best_over_the_answers() -> None:
-    assert COMMON == {
+    assert COMMON.model_dump(mode="json") == {
         "items": 4,
         "right": [[0, 2], [], [1], [0]],
         "em": [[1, 0, 1], [0, 0, 0], [0, 1], [1, 0, 0]],
@@ -64,7 +71,7 @@ def test_each_candidate_has_its_best_over_the_answers() -> None:
 
 
 def test_ranks_merge_in_the_order_of_the_questions() -> None:
-    assert WHOLE["passes"] == {
+    assert passes(WHOLE) == {
         "train": {
             "evaluations": [
                 {"step": 0, "samples": 0, "choices": [[0, 1], [1, 2], [2, 1], [3, 1]], "repeated": 0},
@@ -74,10 +81,10 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
         }
     }
     assert score.merge(COMMON, "train", [RANK_1, RANK_0]) == WHOLE
-    assert COMMON["passes"] == {}
+    assert COMMON.passes == {}
     after = score.merge(WHOLE, "after", [{"evaluations": [evaluation(5, (2, 1))]}])
-    assert after["passes"]["train"] == WHOLE["passes"]["train"]
-    assert after["passes"]["after"] == {"evaluations": [{"step": 5, "samples": 40, "choices": [[2, 1]], "repeated": 0}]}
+    assert passes(after)["train"] == passes(WHOLE)["train"]
+    assert passes(after)["after"] == {"evaluations": [{"step": 5, "samples": 40, "choices": [[2, 1]], "repeated": 0}]}
 
 
 def test_scores_by_hand_are_of_the_last_evaluation() -> None:
@@ -88,29 +95,35 @@ def test_scores_by_hand_are_of_the_last_evaluation() -> None:
         "se": (0.5 * 0.5 / 4) ** 0.5,
     }
     assert score.history(WHOLE, "train") == [
-        {"step": 0, "samples": 0, "acc": 1 / 4},
-        {"step": 5, "samples": 40, "acc": 2 / 4},
+        (0, 0, 1 / 4),
+        (5, 40, 2 / 4),
     ]
-    assert score.tally(WHOLE, "train") == (4, 0, 0, 0)
-    assert score.agreement(WHOLE, "train", "train") is None
-    assert score.breakdown(WHOLE, "train") == {}
+    assert score.tally(WHOLE, "train") == Tally(4, 0, 0, 0)
+    assert TASK.agreement is None
+    assert score.breakdowns(score.merge(WHOLE, "after", [{"evaluations": [evaluation(6)]}])) == [
+        Breakdown(
+            ("Evaluations", "评估过程"),
+            (("after step", "步数之后"), ("samples trained on", "已训练样本数"), ("acc", "acc")),
+            ((0, 0, 1 / 4), (5, 40, 2 / 4), (6, 48, None)),
+        )
+    ]
 
 
 def test_a_missing_answer_is_no_wrong_answer() -> None:
     found = score.merge(COMMON, "train", [RANK_0])
     assert score.score(found, "train") == {"acc": 1.0, "em": 1.0, "f1": 1.0, "se": 0.0}
-    assert [one["acc"] for one in score.history(found, "train")] == [0.0, 1.0]
-    assert score.tally(found, "train") == (4, 2, 0, 0)
+    assert [acc for *_, acc in score.history(found, "train")] == [0.0, 1.0]
+    assert score.tally(found, "train") == Tally(4, 2, 0, 0)
 
 
 def test_an_evaluation_that_one_rank_lacks_is_not_lost() -> None:
     short = {**RANK_1, "evaluations": RANK_1["evaluations"][:1]}
     found = score.merge(COMMON, "train", [short, RANK_0])
-    assert [one["choices"] for one in found["passes"]["train"]["evaluations"]] == [
+    assert [one["choices"] for one in passes(found)["train"]["evaluations"]] == [
         [[0, 1], [1, 2], [2, 1], [3, 1]],
         [[0, 2], [3, 0]],
     ]
-    assert score.tally(found, "train") == (4, 2, 0, 0)
+    assert score.tally(found, "train") == Tally(4, 2, 0, 0)
 
 
 def test_scores_that_are_not_finite_are_no_hits() -> None:
@@ -121,42 +134,43 @@ def test_scores_that_are_not_finite_are_no_hits() -> None:
         "f1": 1 / 4,
         "se": pytest.approx((0.25 * 0.75 / 4) ** 0.5, rel=1e-15),
     }
-    assert score.tally(found, "before") == (4, 0, 0, 2)
+    assert score.tally(found, "before") == Tally(4, 0, 0, 2)
 
 
 def test_repeated_answers_are_counted_and_the_last_one_stands() -> None:
     again = {"evaluations": [evaluation(0, (2, 1), (2, 0), (3, 2))]}
     found = score.merge(COMMON, "after", [{"evaluations": [evaluation(0, (3, 0))]}, again])
-    assert found["passes"]["after"]["evaluations"][0]["choices"] == [[2, 0], [3, 2]]
-    assert score.tally(found, "after") == (4, 2, 2, 0)
+    assert passes(found)["after"]["evaluations"][0]["choices"] == [[2, 0], [3, 2]]
+    assert score.tally(found, "after") == Tally(4, 2, 2, 0)
 
 
 @pytest.mark.parametrize(
     "found",
     [
-        {},
+        score.outputs([]),
         COMMON,
         score.merge(COMMON, "train", []),
         score.merge(COMMON, "train", [{"stopped": None, "evaluations": []}]),
     ],
 )
-def test_no_evaluation_is_no_score(found: dict[str, Any]) -> None:
+def test_no_evaluation_is_no_score(found: score.RecordOutputs) -> None:
     assert score.score(found, "train") == {}
     assert score.history(found, "train") == []
-    assert score.tally(found, "train") == (0, 0, 0, 0)
+    assert score.tally(found, "train") is None
+    assert score.breakdowns(found) == []
 
 
 def test_an_evaluation_without_answers_is_no_score() -> None:
     found = score.merge(COMMON, "train", [{"stopped": None, "evaluations": [evaluation(3)]}])
     assert score.score(found, "train") == {}
-    assert score.history(found, "train") == [{"step": 3, "samples": 24, "acc": None}]
-    assert score.tally(found, "train") == (4, 4, 0, 0)
+    assert score.history(found, "train") == [(3, 24, None)]
+    assert score.tally(found, "train") == Tally(4, 4, 0, 0)
 
 
 def test_the_earliest_stop_stands() -> None:
     stops = [None, {"step": 9, "why": "nan"}, {"step": 7, "why": "target"}]
     tables = [{"stopped": stopped, "evaluations": []} for stopped in stops]
-    assert score.merge(COMMON, "train", tables)["passes"]["train"]["stopped"] == {"step": 7, "why": "target"}
+    assert passes(score.merge(COMMON, "train", tables))["train"]["stopped"] == {"step": 7, "why": "target"}
 
 
 @pytest.mark.parametrize(

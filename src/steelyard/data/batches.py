@@ -1,4 +1,4 @@
-"""Packing: prompts into batches of equal token count in which nothing is padded.
+"""Batches of prompts, of equal token count and without padding.
 
 Closed: every prompt is a row of its own. Open: the tokens that prompts of a group have in common are computed once, as a
 row of their own, and each prompt's remaining tokens are a row that sees them.
@@ -30,7 +30,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPiece:
     """A row of an open batch: the shared prefix of a group, or the rest of one prompt behind it."""
 
     group: int
@@ -104,7 +104,9 @@ def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
     return out
 
 
-def open_bins(rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int = 1) -> list[list[list[Piece]]]:
+def open_bins(
+    rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int = 1
+) -> list[list[list[PromptPiece]]]:
     """Bins of about `budget` tokens for each of `world` ranks. Groups come in seeded random order and stay together; one
     that spills into the next bin is carried on there, and one cut between ranks computes its prefix on both."""
     shared = prefixes(rows, groups)
@@ -116,7 +118,7 @@ def open_bins(rows: list[list[int]], groups: list[int], budget: int, seed: int, 
         members[group].append(item)
     line = [(group, item, len(rows[item]) - shared[group]) for group in order for item in members[group]]
     total = sum(shared) + sum(length for _, _, length in line)
-    out: list[list[list[Piece]]] = []
+    out: list[list[list[PromptPiece]]] = []
     start = done = 0
     for rank in range(world):
         stop = len(line) if rank == world - 1 else start
@@ -129,25 +131,27 @@ def open_bins(rows: list[list[int]], groups: list[int], budget: int, seed: int, 
     return out
 
 
-def _fill(line: list[tuple[int, int, int]], shared: list[int], budget: int) -> list[list[Piece]]:
+def _fill(line: list[tuple[int, int, int]], shared: list[int], budget: int) -> list[list[PromptPiece]]:
     tokens = sum(length for _, _, length in line) + sum(shared[group] for group in {group for group, _, _ in line})
     target = tokens / max(1, round(tokens / budget))
-    bins: list[list[Piece]] = [[]]
+    bins: list[list[PromptPiece]] = [[]]
     filled = 0.0
     current = None
     for group, item, length in line:
         if filled >= target * len(bins) and bins[-1]:
             bins.append([])
         if group != current and shared[group]:
-            bins[-1].append(Piece(group, None, shared[group]))
+            bins[-1].append(PromptPiece(group, None, shared[group]))
             filled += shared[group]
         current = group
-        bins[-1].append(Piece(group, item, length))
+        bins[-1].append(PromptPiece(group, item, length))
         filled += length
     return bins if bins[0] else []
 
 
-def open_batch(rows: list[list[int]], pieces: list[Piece], after: list[Piece] | None, shared: list[int], cache: int) -> Batch:
+def open_batch(
+    rows: list[list[int]], pieces: list[PromptPiece], after: list[PromptPiece] | None, shared: list[int], cache: int
+) -> Batch:
     """A bin of an open pass. `after` is the next bin: the group it continues must keep its prefix; `cache` is the number of
     rows kept for the carried prefix, which stand before this batch's own."""
     starts = np.cumsum([0] + [piece.length for piece in pieces])
@@ -180,11 +184,11 @@ def open_batch(rows: list[list[int]], pieces: list[Piece], after: list[Piece] | 
     )
 
 
-def _items(pieces: list[Piece]) -> list[tuple[int, int]]:
+def _items(pieces: list[PromptPiece]) -> list[tuple[int, int]]:
     return [(piece.item, piece.group) for piece in pieces if piece.item is not None]
 
 
-def _keep(pieces: list[Piece], after: list[Piece] | None, starts: Ids) -> tuple[int, int] | None:
+def _keep(pieces: list[PromptPiece], after: list[PromptPiece] | None, starts: Ids) -> tuple[int, int] | None:
     if not after or after[0].item is None:
         return None
     for i, piece in enumerate(pieces):

@@ -1,10 +1,7 @@
 """Token files made from texts (JSON lines, gzip or not), and what a pair of them holds."""
 
-import gzip
-import json
 import os
 import secrets
-import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +13,8 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard import files
+from steelyard.data import jsonl
 from steelyard.data.corpus import FEWEST, IDS, IDX, Corpus, blocks, fingerprint, splits
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import LostError, RequestError
@@ -25,11 +24,13 @@ BATCH_TEXTS, BATCH_CHARACTERS = 512, 1 << 20
 HEADER_BYTES = 128
 ROW = 2048
 
-Watch = Callable[[int, int], None]  # bytes of the input read, and all
+ByteWatch = Callable[[int, int], None]  # bytes of the input read, and all
 
 
 @dataclass(frozen=True)
-class Packed:
+class TokenFiles:
+    """A pair of token files that was written."""
+
     documents: int
     tokens: int
     skipped: int  # documents without a word
@@ -44,7 +45,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class CorpusInspection:
     name: str
     documents: int
     tokens: int
@@ -58,14 +59,14 @@ class Inspection:
     fingerprint: str
 
 
-def inspect(corpus: Corpus) -> Inspection:
+def inspect(corpus: Corpus) -> CorpusInspection:
     """What a corpus holds; all its tokens are read."""
     lens = np.diff(corpus.ends, prepend=0)
     parts = None
     if len(lens) >= FEWEST:
         named = zip(("train", "valid", "test"), splits(len(lens)), strict=True)
         parts = {name: Split(len(part), int(lens[part.start : part.stop].sum())) for name, part in named}
-    return Inspection(
+    return CorpusInspection(
         name=corpus.name,
         documents=len(lens),
         tokens=len(corpus.ids),
@@ -80,21 +81,20 @@ def inspect(corpus: Corpus) -> Inspection:
     )
 
 
-def pack(
+def tokenize(
     inputs: list[Path],
     tokenizer: Tokenizer,
     prefix: Path,
     key: str = "text",
     append_end: bool = True,
     force: bool = False,
-    watch: Watch | None = None,
-) -> Packed:
+    watch: ByteWatch | None = None,
+) -> TokenFiles:
     """Tokenise the text of every line into a pair of token files, one sentence a document; both appear whole, or neither.
 
     A document is what begins a sequence for the tokenizer, its text, and the token that ends one."""
     end = _end(tokenizer) if append_end else None
     total = _check(inputs, prefix, force)
-    tell = watch or (lambda done, total: None)
     skipped = 0
 
     def documents() -> Iterator[list[list[int]]]:
@@ -103,7 +103,8 @@ def pack(
             full = [text for text in texts if text.strip()]
             skipped += len(texts) - len(full)
             yield [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in tokenizer.encode(full)]
-            tell(done, total)
+            if watch is not None:
+                watch(done, total)
 
     with _pair(prefix) as (tokens, index):
         dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<i4")
@@ -116,8 +117,8 @@ def pack(
         tokens.flush()
         written = np.memmap(tokens.name, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(int(ends[-1]),))
         mark = fingerprint(Corpus(written, ends, prefix.name), None)
-    files = [Path(f"{prefix}{suffix}") for suffix in (IDS, IDX)]
-    return Packed(len(lens), int(ends[-1]), skipped, [(path.name, path.stat().st_size) for path in files], mark)
+    pair = [Path(f"{prefix}{suffix}") for suffix in (IDS, IDX)]
+    return TokenFiles(len(lens), int(ends[-1]), skipped, [(path.name, path.stat().st_size) for path in pair], mark)
 
 
 def _end(tokenizer: Tokenizer) -> int:
@@ -165,35 +166,26 @@ def _batches(inputs: list[Path], key: str) -> Iterator[tuple[list[str], int]]:
 
 def _texts(path: Path, key: str) -> Iterator[tuple[str, int]]:
     """The texts of a file, each with how far in it was read."""
-    try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            lines: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
-            number = 0
-            while line := lines.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                yield _text(line, key, f"{path}: line {number}"), raw.tell()
-    except (OSError, EOFError, zlib.error) as error:
-        raise RequestError(f"{path}: cannot be read: {error}") from error
+    at = 0
+
+    def watch(read: int) -> None:
+        nonlocal at
+        at = read
+
+    for line in jsonl.read(path, _form(key), MAX_LINE_BYTES, watch=watch):
+        yield _text(line, key), at
 
 
-def _text(line: bytes, key: str, where: str) -> str:
-    form = f'a line is {{"{key}": "…"}}'
-    if len(line) > MAX_LINE_BYTES:
-        raise RequestError(f"{where} has more than {MAX_LINE_BYTES} bytes, which is the most allowed; {form}")
-    try:
-        found = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
-        raise RequestError(f"{where} is not JSON in UTF-8: {reason}; {form}") from error
-    text = found.get(key) if isinstance(found, dict) else None
+def _form(key: str) -> str:
+    return f'a line is {{"{key}": "…"}}'
+
+
+def _text(line: jsonl.Line, key: str) -> str:
+    text = line.value.get(key) if isinstance(line.value, dict) else None
     if not isinstance(text, str):
-        raise RequestError(f"{where} is {shown(found)}; {form}; name another key with --key")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can write half of a character, which no tokenizer reads
-        raise RequestError(f"{where} has the text {shown(text)}; a text is whole characters") from error
+        raise RequestError(f"{line.where} is {shown(line.value)}; {_form(key)}; name another key with --key")
+    if not jsonl.whole(text):
+        raise RequestError(f"{line.where} has the text {shown(text)}; a text is whole characters")
     return text
 
 
@@ -217,7 +209,7 @@ def _pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Two files to write beside their places, which they take together once both are written and synced."""
     places = [Path(f"{prefix}{suffix}") for suffix in (IDS, IDX)]
     mark = secrets.token_hex(4)
-    made = [place.with_name(f".{place.name}.{mark}") for place in places]
+    made = [place.with_name(f".{place.name}.{mark}{files.PART}") for place in places]
     try:
         with made[0].open("x+b") as tokens, made[1].open("xb") as index:
             yield tokens, index
@@ -239,12 +231,7 @@ def _place(made: list[Path], places: list[Path]) -> None:
     places[1].unlink(missing_ok=True)
     try:
         for path, place in zip(made, places, strict=True):
-            os.replace(path, place)
-        handle = os.open(places[0].parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            files.place(path, place)
     except BaseException:
         for place in places:
             place.unlink(missing_ok=True)

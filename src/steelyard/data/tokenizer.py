@@ -10,6 +10,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Protocol, TypeVar
 
+from steelyard import files
 from steelyard.errors import RequestError
 
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -208,7 +209,7 @@ def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
 
 def _vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
     """Pieces and their ids, which are all the numbers from 0 on; with a piece for each byte there is nothing unknown."""
-    table = _json(path, MAX_TOKENIZER_BYTES, _without_repeats)
+    table = _json(path, MAX_TOKENIZER_BYTES)
     if not isinstance(table, dict) or not all(type(i) is int for i in table.values()):
         raise RequestError(f"{path}: not a vocabulary; allowed: a table of pieces and their ids, which are integers")
     lacking = sorted(set(alphabet) - set(table))
@@ -258,33 +259,28 @@ def _special(path: Path, ids: dict[str, int]) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    lines = [line.removesuffix("\r") for line in _text(path, MAX_TOKENIZER_BYTES).split("\n")]
+    try:
+        text = _content(path, MAX_TOKENIZER_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8: {error}") from error
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines if lines[-1] else lines[:-1]
 
 
-def _json(path: Path, most: int, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    text = _text(path, most)
+def _json(path: Path, most: int) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=hook)
+        return files.parse(_content(path, most))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not JSON: {error}") from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a key stands twice in one table")
-    return out
-
-
-def _text(path: Path, most: int) -> str:
+def _content(path: Path, most: int) -> bytes:
     size = path.stat().st_size
     if size > most:
         raise RequestError(f"{path}: {size} bytes; it has at most {most}")
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: not UTF-8: {error}") from error
+    return path.read_bytes()
 
 
 def _pieces_sha256(pieces: list[str]) -> str:
@@ -319,9 +315,9 @@ def load_pieces(places: list[Path]) -> WordPieces:
     return _first(places, _PIECES, "BERT's vocab.txt")
 
 
-def _first(places: list[Path], files: Mapping[str, Callable[[Path], Kind]], wanted: str) -> Kind:
+def _first(places: list[Path], kinds: Mapping[str, Callable[[Path], Kind]], wanted: str) -> Kind:
     for place in places:
-        for path, kind in _candidates(place, files):
+        for path, kind in _candidates(place, kinds):
             if path.is_file():
                 if path.stat().st_size > MAX_TOKENIZER_BYTES:
                     raise RequestError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}")
@@ -332,15 +328,15 @@ def _first(places: list[Path], files: Mapping[str, Callable[[Path], Kind]], want
     )
 
 
-def _candidates(place: Path, files: Mapping[str, Callable[[Path], Kind]]) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
+def _candidates(place: Path, kinds: Mapping[str, Callable[[Path], Kind]]) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
     """A file is what its name says, and under another name what its suffix says."""
     if place.is_file():
-        named = [name for name in files if name == place.name] or [n for n in files if place.name.endswith(Path(n).suffix)]
+        named = [name for name in kinds if name == place.name] or [n for n in kinds if place.name.endswith(Path(n).suffix)]
         for name in named[:1]:
-            yield place, files[name]
+            yield place, kinds[name]
         return
     for folder in (place, place / "tokenizer"):
-        for name, kind in files.items():
+        for name, kind in kinds.items():
             yield folder / name, kind
 
 

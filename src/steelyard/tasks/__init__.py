@@ -1,1 +1,30 @@
-"""Tasks: what is asked of a model, from reading data to scoring answers. One folder each."""
+"""Tasks: what is asked of a model, from reading data to scoring answers. One folder and one row each.
+
+Other packages add rows through the entry-point group `steelyard.tasks`: each entry point names a `Task`.
+"""
+
+from steelyard import plugins
+from steelyard.errors import RequestError
+from steelyard.tasks.alpaca.task import TASK as ALPACA
+from steelyard.tasks.lambada.task import TASK as LAMBADA
+from steelyard.tasks.mmlu.task import TASK as MMLU
+from steelyard.tasks.openwebtext.task import TASK as OPENWEBTEXT
+from steelyard.tasks.superglue_record.task import TASK as SUPERGLUE_RECORD
+from steelyard.tasks.task import Task
+
+GROUP = "steelyard.tasks"
+SHIPPED = [MMLU, LAMBADA, OPENWEBTEXT, ALPACA, SUPERGLUE_RECORD]
+
+
+def table() -> dict[str, Task]:
+    """All rows by name."""
+    return plugins.table(SHIPPED, GROUP, Task, "task")
+
+
+def row(name: str) -> Task:
+    """The row of a task, by its name or by the spelling it has in questions."""
+    rows = table()
+    found = rows.get(name) or next((one for one in rows.values() if one.key == name), None)
+    if found is None:
+        raise RequestError(f"no task {name!r}; known: {', '.join(rows)}")
+    return found

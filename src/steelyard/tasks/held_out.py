@@ -1,14 +1,36 @@
-"""What a record keeps of training beside its samples: the loss of held-out rows before and after, and why it stopped early."""
+"""What a record keeps of training on rows, beside its samples: the loss of held-out rows before and after, and why it stopped
+early. Shared by the tasks that train on rows."""
 
 from typing import Any
 
+from steelyard.schema import Frozen
+from steelyard.tasks.task import Many, Score, Stopped
 
-def outputs(held_out: int) -> dict[str, Any]:
+
+class Steps(Frozen):
+    """The pass that trains."""
+
+    stopped: Stopped | None
+
+
+class RowsLoss(Frozen):
+    """A pass over held-out rows: the summed loss in nats, None where it is not finite, and the tokens it is of."""
+
+    nll: float | None
+    targets: Many
+
+
+class HeldOutOutputs(Frozen):
+    held_out: int  # rows
+    passes: dict[str, Steps | RowsLoss]
+
+
+def outputs(held_out: int) -> HeldOutOutputs:
     """The part that does not depend on a pass."""
-    return {"held_out": held_out, "passes": {}}
+    return HeldOutOutputs(held_out=held_out, passes={})
 
 
-def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
+def check(table: Any, outputs: HeldOutOutputs) -> dict[str, Any]:
     """An engine's outputs of a pass, if a record can be made of them."""
     if not isinstance(table, dict) or set(table) not in ({"stopped"}, {"nll", "targets"}):
         raise TypeError("the engine's outputs must be `stopped` of the steps, or `nll` and `targets` of held-out rows")
@@ -17,33 +39,64 @@ def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
     return dict(table)
 
 
-def merge(common: dict[str, Any], name: str, tables: list[dict[str, Any]]) -> dict[str, Any]:
-    """A pass's outputs of all replicas."""
+def merge(outputs: HeldOutOutputs, name: str, tables: list[dict[str, Any]]) -> HeldOutOutputs:
+    """With a pass's outputs of all replicas."""
+    found: Steps | RowsLoss
     if name == "train":
-        stopped = [table["stopped"] for table in tables if table["stopped"]]
-        merged: dict[str, Any] = {"stopped": min(stopped, key=lambda one: int(one["step"])) if stopped else None}
+        found = Steps(stopped=first_stop(tables))
     else:
         parts = [table["nll"] for table in tables]
         known = None if None in parts else float(sum(parts))
-        merged = {"nll": known, "targets": sum(table["targets"] for table in tables)}
-    return {**common, "passes": {**common["passes"], name: merged}}
+        found = RowsLoss(nll=known, targets=sum(table["targets"] for table in tables))
+    return outputs.model_copy(update={"passes": {**outputs.passes, name: found}})
 
 
-def score(found: dict[str, Any], name: str) -> dict[str, float]:
-    """The mean loss of the held-out rows, of a pass that looked at them."""
-    table = found.get("passes", {}).get(name, {})
-    known = table.get("nll") is not None and table.get("targets")
-    return {"loss": table["nll"] / table["targets"]} if known else {}
+def first_stop(tables: list[dict[str, Any]]) -> Stopped | None:
+    """The earliest of the replicas' reasons to stop."""
+    stopped = [Stopped.model_validate(table["stopped"]) for table in tables if table.get("stopped")]
+    return min(stopped, key=lambda one: one.step) if stopped else None
 
 
-def agreement(found: dict[str, Any], one: str, other: str) -> float | None:
-    return None
+def score(outputs: HeldOutOutputs, name: str) -> dict[str, float]:
+    """The mean loss of the held-out rows, each target counted the same, of a pass that looked at them."""
+    found = outputs.passes.get(name)
+    known = isinstance(found, RowsLoss) and found.nll is not None and found.targets
+    return {"loss": found.nll / found.targets} if known else {}  # type: ignore[union-attr, operator]
 
 
-def breakdown(found: dict[str, Any], name: str) -> dict[str, float]:
-    return {}
+def stopped(outputs: HeldOutOutputs) -> Stopped | None:
+    found = outputs.passes.get("train")
+    return found.stopped if isinstance(found, Steps) else None
 
 
-def tally(found: dict[str, Any], name: str) -> tuple[int, int, int, int]:
+def finite(outputs: HeldOutOutputs, name: str) -> bool | None:
+    found = outputs.passes.get(name)
+    return found.nll is not None if isinstance(found, RowsLoss) else None
+
+
+def tally(outputs: HeldOutOutputs, name: str) -> None:
     """Steps are covered by samples, which the record has: nothing to count here."""
-    return 0, 0, 0, 0
+
+
+SCORES = (
+    Score(
+        "loss_before",
+        "loss",
+        ("Held-out loss before", "mean cross-entropy per target of rows never trained on, before the first step"),
+        ("训练前留出集损失", "从不参与训练的行，首步之前每个目标 token 的平均交叉熵"),
+        unit="nats",
+        better="",
+        form="number",
+        of="before",
+    ),
+    Score(
+        "loss_after",
+        "loss",
+        ("Held-out loss after", "the same after the last step"),
+        ("训练后留出集损失", "同上，末步之后"),
+        unit="nats",
+        better="lower",
+        form="number",
+        of="after",
+    ),
+)

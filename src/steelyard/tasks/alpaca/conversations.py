@@ -7,24 +7,21 @@ own, the input where there is one. The converter that made FlagAI's `alpaca_data
 joint is the package's own choice. An answer may be empty: alpaca's data has some.
 """
 
-import gzip
-import json
 import random
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedIOBase
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
-from steelyard.case.question import MadeConversations
-from steelyard.data.strict import no_constant, without_repeats
+from steelyard import files
+from steelyard.data import jsonl
 from steelyard.errors import RequestError
+from steelyard.tasks.alpaca.fields import MadeConversations
 
 MAX_FILE_BYTES = 1 << 30
-MAX_PACKED_BYTES = 256 << 20
+MAX_GZIP_BYTES = 256 << 20
 
 Role = Literal["human", "assistant"]
 
@@ -52,7 +49,7 @@ def read(source: Path) -> tuple[list[Conversation], str]:
     if first == b"[":
         return [_alpaca(found, where) for found, where in _elements(content, path)], path.name
     if first == b"{":
-        return [_conversation(found, where) for found, where in _lines(content, path)], path.name
+        return [_conversation(line) for line in jsonl.parse(jsonl.split(content), path, _LINE)], path.name
     begins = f"begins with {first!r}" if first else "is empty"
     raise RequestError(f"{path}: {begins}; allowed: alpaca's JSON, which is a list, or conversations, one object a line")
 
@@ -74,31 +71,14 @@ def _file(source: Path) -> Path:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a file, unpacked if they are gzip's, and never more of them than the limit."""
-    try:
+    with jsonl.refusals(path, "; alpaca's data has 23 MB"):
         with path.open("rb") as file:
-            if file.read(2) != b"\x1f\x8b":
-                file.seek(0)
-                return _bounded(file, path)
-        if path.stat().st_size > MAX_PACKED_BYTES:
-            raise RequestError(f"{path}: larger than {MAX_PACKED_BYTES} bytes, which a packed file has at most")
-        with gzip.open(path) as packed:
-            return _bounded(packed, path)
-    except (OSError, EOFError, zlib.error) as error:
-        raise RequestError(f"{path}: cannot be read: {error}") from error
+            compressed = file.read(len(files.GZIP)) == files.GZIP
+        if compressed and path.stat().st_size > MAX_GZIP_BYTES:
+            raise RequestError(f"{path}: larger than {MAX_GZIP_BYTES} bytes, which a packed file has at most")
+        return files.read(path, MAX_FILE_BYTES)
 
 
-def _bounded(file: BufferedIOBase, path: Path) -> bytes:
-    parts, size = [], 0
-    while part := file.read(1 << 20):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_FILE_BYTES:
-            raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes; alpaca's data has 23 MB")
-    return b"".join(parts)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=without_repeats, parse_constant=no_constant)
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -121,9 +101,9 @@ def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
         number += 1
         where = f"{path}: element {number}"
         try:
-            found, at = _DECODER.raw_decode(text, at)
+            found, at = files.DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} is not JSON: {_reason(error)}; {_ALPACA}") from error
+            raise RequestError(f"{where} is not JSON: {files.reason(error)}; {_ALPACA}") from error
         yield found, where
         at = _after_space(text, at)
         sign = text[at : at + 1]
@@ -131,33 +111,6 @@ def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
     if sign != "]" or text[at:]:
         behind = f"element {number}" if sign != "]" else "the list"
         raise RequestError(f"{path}: {shown(sign if sign != ']' else text[at:])} behind {behind}; the file is one JSON list")
-
-
-def _lines(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
-    for number, start, stop in _spans(content):
-        where = f"{path}: line {number}"
-        try:
-            yield _DECODER.decode(content[start:stop].decode("utf-8")), where
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} is not JSON in UTF-8: {_reason(error)}; {_LINE}") from error
-
-
-def _spans(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Number, first and last byte of every line, without a copy of them all."""
-    number = start = 0
-    while start < len(content):
-        stop = content.find(b"\n", start)
-        stop = len(content) if stop < 0 else stop
-        number += 1
-        yield number, start, stop
-        start = stop + 1
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        return f"{error.msg} ({line}column {error.colno})"
-    return str(error)
 
 
 def _alpaca(found: Any, where: str) -> Conversation:
@@ -170,7 +123,8 @@ def _alpaca(found: Any, where: str) -> Conversation:
     return Conversation((("human", f"{asked}\n{more}" if more else asked), ("assistant", answer)))
 
 
-def _conversation(found: Any, where: str) -> Conversation:
+def _conversation(line: jsonl.Line) -> Conversation:
+    found, where = line.value, line.where
     turns = found.get("conversations") if isinstance(found, dict) else None
     if not isinstance(turns, list):
         raise RequestError(f"{where} is {shown(found)}; {_LINE}")
@@ -193,8 +147,7 @@ def _conversation(found: Any, where: str) -> Conversation:
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{where}: {name} is {shown(value)}; allowed: a string")
-    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        # JSON can write half of a character, which no tokenizer reads.
+    if not jsonl.whole(value):
         raise RequestError(f"{where}: {name} is {shown(value)}; a text is whole characters")
     return value
 

@@ -19,13 +19,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from steelyard.case.case import canonical
 from steelyard.data.rows import IGNORED, Key, Row
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
+from steelyard.schema import canonical
 from steelyard.tasks.alpaca.conversations import Conversation, make, read
 
-__all__ = ["AlpacaRows", "Conversation", "Sample", "encode", "fingerprint", "make", "read", "totals"]
+__all__ = ["AlpacaRows", "Conversation", "ConversationSample", "encode", "fingerprint", "make", "read", "totals"]
 
 HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "
@@ -36,7 +36,7 @@ _AT_ONCE = 1024  # conversations whose texts are encoded in one call
 
 
 @dataclass(frozen=True)
-class Sample:
+class ConversationSample:
     """One tokenised conversation."""
 
     tokens: tuple[int, ...]
@@ -52,14 +52,14 @@ class _Frame:
     end: int
 
 
-def encode(conversations: list[Conversation], tokenizer: Tokenizer, length: int) -> tuple[list[Sample], int]:
+def encode(conversations: list[Conversation], tokenizer: Tokenizer, length: int) -> tuple[list[ConversationSample], int]:
     """The samples, each cut to `length` at its end, and how many were shortened: cut, or left out because nothing learned was
     left. These last are the ones by which the samples are fewer than the conversations."""
     frame = _frame(tokenizer)
     samples, shortened = [], 0
     for start in range(0, len(conversations), _AT_ONCE):
         for whole in _whole(conversations[start : start + _AT_ONCE], tokenizer, frame):
-            sample = Sample(whole.tokens[:length], whole.learned[:length])
+            sample = ConversationSample(whole.tokens[:length], whole.learned[:length])
             keeps = any(sample.learned)
             shortened += not keeps or len(whole.tokens) > length
             if keeps:
@@ -78,7 +78,7 @@ def _frame(tokenizer: Tokenizer) -> _Frame:
     return _Frame(empty[:common], empty[common:], tokenizer.end)
 
 
-def _whole(conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame) -> Iterator[Sample]:
+def _whole(conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame) -> Iterator[ConversationSample]:
     pieces = [_pieces(one) for one in conversations]
     encoded = iter(tokenizer.encode([text for parts in pieces for text, _ in parts]))
     for one, parts in zip(conversations, pieces, strict=True):
@@ -87,7 +87,7 @@ def _whole(conversations: list[Conversation], tokenizer: Tokenizer, frame: _Fram
             ids = _bare(next(encoded), frame, tokenizer.source)
             tokens += ids
             learned += [answer] * len(ids)
-        yield Sample((*tokens, frame.end), (*learned, one.turns[-1][0] == "assistant"))
+        yield ConversationSample((*tokens, frame.end), (*learned, one.turns[-1][0] == "assistant"))
 
 
 def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
@@ -115,7 +115,7 @@ def fingerprint(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def totals(samples: list[Sample]) -> dict[str, int | float]:
+def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
     sizes = [len(one.tokens) for one in samples]
     return {
         "samples": len(sizes),
@@ -133,7 +133,9 @@ class AlpacaRows:
     its own of all samples but the held-out ones. Packed into the rows that first-fit-decreasing needs, or one to a row.
     """
 
-    def __init__(self, samples: list[Sample], length: int, batch: int, seed: int, held_out: int, pack: bool = True) -> None:
+    def __init__(
+        self, samples: list[ConversationSample], length: int, batch: int, seed: int, held_out: int, pack: bool = True
+    ) -> None:
         longest = totals(samples)["longest"]
         if longest > length:
             raise RequestError(f"a sample has {longest} tokens; a row has {length}, and no sample is split")
@@ -164,7 +166,7 @@ class AlpacaRows:
     def _keys(self, numbers: list[int]) -> list[Key]:
         if not self._pack:
             return [(i,) for i in numbers]
-        return packed({i: len(self._samples[i].tokens) for i in numbers}, numbers, self._length)
+        return first_fit_decreasing({i: len(self._samples[i].tokens) for i in numbers}, numbers, self._length)
 
     def row(self, key: Key) -> Row:
         samples = [self._samples[i] for i in key]
@@ -189,7 +191,7 @@ def _permutation(count: int, seed: str) -> tuple[int, ...]:
     return tuple(order)
 
 
-def packed(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[Key]:
+def first_fit_decreasing(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[Key]:
     """Numbers in rows of `room`, the longest first and each into the first row that has room for it; the same rows for any
     order of the numbers."""
     rows: list[list[int]] = []

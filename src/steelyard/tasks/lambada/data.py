@@ -3,29 +3,30 @@
 Read from JSON lines with the key `text` (OpenAI's formatting of the test set), as a file or the folder that holds it.
 """
 
-import gzip
 import hashlib
-import json
 import random
-import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.case.case import canonical
-from steelyard.case.question import LambadaData, MadePassages
-from steelyard.data.strict import no_constant, without_repeats
+from steelyard import files
+from steelyard.data import jsonl
+from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
-from steelyard.tasks.mmlu.data import chosen
+from steelyard.schema import canonical
+from steelyard.tasks.lambada.fields import LambadaData, MadePassages
 
 NAMES = ("lambada_test.jsonl", "lambada_test_bak.jsonl", "lambada_test.jsonl.gz", "lambada_test_bak.jsonl.gz")
 MAX_FILE_BYTES = 64 << 20
 MAX_LINE_BYTES = 1 << 20
 MAX_LINES = 1_000_000
 
+_LINE = 'a line is {"text": "…"}'
+
 
 @dataclass(frozen=True)
-class Passages:
+class LambadaTexts:
     """Tokenised passages: what begins a sequence, the text, what ends one."""
 
     rows: list[list[int]]
@@ -53,15 +54,13 @@ def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
 def read(source: Path) -> list[str]:
     """All passages, in the order of their lines."""
     path = _file(source)
-    content = _content(path)
+    with jsonl.refusals(path, "; LAMBADA's test set has 1.8 MB"):
+        content = files.read(path, MAX_FILE_BYTES)
     if content.count(b"\n") > MAX_LINES:
         raise RequestError(f"{path}: more than {MAX_LINES} lines; LAMBADA's test set has 5153")
-    lines = content.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    if not lines:
+    if not content:
         raise RequestError(f"{path}: no lines; LAMBADA's test set has 5153")
-    return [_passage(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
+    return [_passage(line) for line in jsonl.parse(_lines(content, path), path, _LINE)]
 
 
 def _file(source: Path) -> Path:
@@ -78,37 +77,24 @@ def _file(source: Path) -> Path:
     raise RequestError(f"{source}: no lambada_test.jsonl in it, nor in its data/; give that file or its folder with --data")
 
 
-def _content(path: Path) -> bytes:
-    """The bytes of a file, unpacked if they are gzip's, and never more of them than the limit."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if content[:2] == b"\x1f\x8b":
-            with gzip.open(path) as packed:
-                content = packed.read(MAX_FILE_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise RequestError(f"{path}: cannot be read: {error}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes; LAMBADA's test set has 1.8 MB")
-    return content
+def _lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
+    for number, line in jsonl.split(content):
+        if len(line) > MAX_LINE_BYTES:
+            raise RequestError(f"{path}: line {number} has {len(line)} bytes; allowed: at most {MAX_LINE_BYTES}")
+        yield number, line
 
 
-def _passage(line: bytes, where: str) -> str:
-    if len(line) > MAX_LINE_BYTES:
-        raise RequestError(f"{where} has {len(line)} bytes; allowed: at most {MAX_LINE_BYTES}")
-    try:
-        found = json.loads(line.decode("utf-8"), object_pairs_hook=without_repeats, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
-        raise RequestError(f'{where} is not JSON in UTF-8: {reason}; a line is {{"text": "…"}}') from error
-    text = found.get("text") if isinstance(found, dict) else None
+def _passage(line: jsonl.Line) -> str:
+    text = line.value.get("text") if isinstance(line.value, dict) else None
     if not isinstance(text, str):
-        raise RequestError(f'{where} is {_shown(line.decode())}; a line is {{"text": "…"}}')
+        raise RequestError(f"{line.where} is {_shown(line.raw.decode())}; {_LINE}")
     # A text is kept as it is, so one that ends in whitespace has no last word; nor has one without a word before it.
     if text != text.rstrip() or not text.rpartition(" ")[0].strip():
-        raise RequestError(f"{where} has the text {_shown(text)}; it needs two words with a space between, and to end in one")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can write half of a character, which no tokenizer reads
-        raise RequestError(f"{where} has the text {_shown(text)}; a text is whole characters")
+        raise RequestError(
+            f"{line.where} has the text {_shown(text)}; it needs two words with a space between, and to end in one"
+        )
+    if not jsonl.whole(text):
+        raise RequestError(f"{line.where} has the text {_shown(text)}; a text is whole characters")
     return text
 
 
@@ -123,7 +109,7 @@ def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def encode(texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int) -> Passages:
+def encode(texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int) -> LambadaTexts:
     """Rows of all passages, or of a seeded sample; none is cut to fit."""
     end = tokenizer.end
     if end is None:
@@ -148,7 +134,7 @@ def encode(texts: list[str], tokenizer: Tokenizer, positions: int, sample: int |
             raise RequestError(
                 f"tokenizer {tokenizer.source}: the last word of passage {i + 1} (its line) has no token of its own"
             )
-    return Passages(rows, list(range(len(rows))), index, last)
+    return LambadaTexts(rows, list(range(len(rows))), index, last)
 
 
 def _open(ids: list[int], end: int) -> list[int]:

@@ -1,26 +1,61 @@
 """Loss and last-word accuracy on LAMBADA from the answers a record keeps.
 
-Per passage: `nll` and `last_nll` are the negative log-likelihoods (nats) of all its targets and of its last word's tokens,
-`hits` says whether greedy decoding gives the whole last word. A passage that was not answered is "?" in `hits`; one that was
-and has no finite likelihood is None in `nll` or `last_nll`.
+A passage that was not answered is "?" in `hits`; one that was and has no finite likelihood is None in `nll` or `last_nll`.
 """
 
 from collections.abc import Callable
 from math import exp, fsum, isfinite
-from typing import Any
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from steelyard.schema import Frozen
+from steelyard.tasks.task import Many, Tally
 
 ANSWERS = ("items", "nll", "last_nll", "hit")  # an engine's answers: four lists of one length
 LEAST = -1e-3  # a sum of log-probabilities can be above 0 by its rounding, and by no more
 
 
-def outputs(targets: list[int], last: list[int], index: list[int]) -> dict[str, Any]:
+UNANSWERED = "?"
+
+
+class LambadaAnswers(Frozen):
+    """Per passage the negative log-likelihood (nats) of all its targets and of its last word's tokens, and whether greedy
+    decoding gives the whole last word."""
+
+    nll: list[float | None]
+    last_nll: list[float | None]
+    hits: str = Field(pattern=r"^[01?]*$")
+    not_finite: int
+    repeated: int
+
+
+class LambadaOutputs(Frozen):
+    """Per passage its predicted tokens, how many of them are the last word's, and its place in the whole set."""
+
+    targets: list[Many]
+    last: list[int]
+    index: list[int]
+    passes: dict[str, LambadaAnswers]
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        count = len(self.targets)
+        if any(target < 1 for target in self.targets):
+            raise ValueError("a passage without a token to predict")
+        if any({len(one.nll), len(one.last_nll), len(one.hits)} != {count} for one in self.passes.values()):
+            raise ValueError(f"answers are not those of {count} passages")
+        return self
+
+
+def outputs(targets: list[int], last: list[int], index: list[int]) -> LambadaOutputs:
     """The part that does not depend on a pass."""
-    return {"targets": targets, "last": last, "index": index, "passes": {}}
+    return LambadaOutputs(targets=targets, last=last, index=index, passes={})
 
 
-def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
+def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
     """An engine's answers, if a record can be made of them; a value that is not finite becomes None, for JSON has neither."""
-    passages = len(common["targets"])
+    passages = len(outputs.targets)
     columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
     if not columns or not all(isinstance(column, list) for column in columns):
         raise TypeError(f"the engine's outputs must be lists: {', '.join(ANSWERS)}")
@@ -40,36 +75,38 @@ def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
     return {"items": items, "nll": sums[0], "last_nll": sums[1], "hit": hit}
 
 
-def merge(common: dict[str, Any], name: str, tables: list[dict[str, Any]]) -> dict[str, Any]:
-    """A pass's answers of all ranks, in the order of the passages."""
-    count = len(common["targets"])
-    hits = ["?"] * count
+def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> LambadaOutputs:
+    """With a pass's answers of all ranks, in the order of the passages."""
+    count = len(outputs.targets)
+    hits = [UNANSWERED] * count
     nll: list[float | None] = [None] * count
     last_nll: list[float | None] = [None] * count
     repeated = 0
     bad = 0
     for table in tables:
         for item, whole, last, hit in zip(*(table[column] for column in ANSWERS), strict=True):
-            repeated += hits[item] != "?"
+            repeated += hits[item] != UNANSWERED
             bad += whole is None or last is None
             nll[item], last_nll[item], hits[item] = whole, last, str(int(hit))
-    answers = {"nll": nll, "last_nll": last_nll, "hits": "".join(hits), "not_finite": bad, "repeated": repeated}
-    return {**common, "passes": {**common["passes"], name: answers}}
+    answers = LambadaAnswers(nll=nll, last_nll=last_nll, hits="".join(hits), not_finite=bad, repeated=repeated)
+    return outputs.model_copy(update={"passes": {**outputs.passes, name: answers}})
 
 
-def score(found: dict[str, Any], name: str) -> dict[str, float]:
+def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
     """Over the answered passages: the losses and perplexities, if all are finite, and the accuracy of the last word.
 
     `loss` is the mean over passages of each one's loss per token, as published; `loss_token` weighs every token alike;
     `perplexity_last` is of whole last words, as LAMBADA's perplexity is commonly reported.
     """
-    answers = found.get("passes", {}).get(name)
-    asked = [i for i, hit in enumerate(answers["hits"]) if hit != "?"] if answers else []
-    if not asked:
+    answers = outputs.passes.get(name)
+    asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
+    if answers is None or not asked:
         return {}
-    acc = sum(answers["hits"][i] == "1" for i in asked) / len(asked)
-    nll, last = ([answers[column][i] for i in asked] for column in ("nll", "last_nll"))
-    known = {} if None in nll or None in last else _losses(nll, last, [found["targets"][i] for i in asked])
+    acc = sum(answers.hits[i] == "1" for i in asked) / len(asked)
+    nll, last = ([column[i] for i in asked] for column in (answers.nll, answers.last_nll))
+    finite = [one for one in nll if one is not None], [one for one in last if one is not None]
+    whole = len(finite[0]) == len(finite[1]) == len(asked)
+    known = _losses(*finite, [outputs.targets[i] for i in asked]) if whole else {}
     return {**known, "acc": acc, "se": (acc * (1 - acc) / len(asked)) ** 0.5}
 
 
@@ -89,24 +126,17 @@ def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str
     return out
 
 
-def agreement(found: dict[str, Any], one: str, other: str) -> float | None:
+def agreement(outputs: LambadaOutputs, one: str, other: str) -> float | None:
     """Share of the passages, answered in both passes, whose last word was right in both or wrong in both."""
-    passes = found.get("passes", {})
-    if one not in passes or other not in passes:
+    if one not in outputs.passes or other not in outputs.passes:
         return None
-    pairs = [(a, b) for a, b in zip(passes[one]["hits"], passes[other]["hits"], strict=True) if "?" not in (a, b)]
+    both = zip(outputs.passes[one].hits, outputs.passes[other].hits, strict=True)
+    pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
 
 
-def breakdown(found: dict[str, Any], name: str) -> dict[str, float]:
-    """Nothing: the passages have no parts."""
-    return {}
-
-
-def tally(found: dict[str, Any], name: str) -> tuple[int, int, int, int]:
-    """Passages in scope, those without an answer, answers too many, and answers that are not finite."""
-    count = len(found["targets"])
-    answers = found.get("passes", {}).get(name)
+def tally(outputs: LambadaOutputs, name: str) -> Tally | None:
+    answers = outputs.passes.get(name)
     if answers is None:
-        return count, count, 0, 0
-    return count, answers["hits"].count("?"), answers["repeated"], answers["not_finite"]
+        return None
+    return Tally(len(outputs.targets), answers.hits.count(UNANSWERED), answers.repeated, answers.not_finite)

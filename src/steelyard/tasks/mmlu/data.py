@@ -14,24 +14,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.case.case import canonical
-from steelyard.case.question import MadeQuestions, MmluData
+from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
+from steelyard.schema import canonical
+from steelyard.tasks.mmlu.fields import MadeQuestions, MmluData
 
 LETTERS = "ABCD"
 MAX_FILE_BYTES = 64 << 20
 MAX_ALL_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
 
-Row = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
+McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
 
 
 @dataclass(frozen=True)
 class Subject:
     name: str
-    dev: tuple[Row, ...]
-    test: tuple[Row, ...]
+    dev: tuple[McqRow, ...]
+    test: tuple[McqRow, ...]
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
         raise RequestError(f"{source}: not a readable tar: {first}") from error
 
 
-def _rows(content: bytes, name: str) -> tuple[Row, ...]:
+def _rows(content: bytes, name: str) -> tuple[McqRow, ...]:
     try:
         table = list(csv.reader(io.StringIO(content.decode("utf-8"), newline=""), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
@@ -163,7 +164,7 @@ def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def text(row: Row) -> str:
+def text(row: McqRow) -> str:
     """A question with its choices, up to the place of the answer."""
     choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True))
     return f"{row[0]}{choices}\nAnswer:"
@@ -175,7 +176,7 @@ def header(subject: str) -> str:
     return f"The following are multiple choice questions (with answers) about {words}.\n\n"
 
 
-def prompt(subject: Subject, row: Row, shots: int, dropped: int = 0) -> str:
+def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
     """A question after its examples, the first `dropped` of them left out."""
     examples = "".join(f"{text(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots])
     return header(subject.name) + examples + text(row)
@@ -214,15 +215,6 @@ def encode(subjects: list[Subject], data: MmluData, tokenizer: Tokenizer, sample
     )
 
 
-def chosen(total: int, sample: int | None, seed: int, noun: str = "question") -> list[int]:
-    """Which items are asked: all, or a seeded sample in the order of the set."""
-    if sample is None:
-        return list(range(total))
-    if not 1 <= sample <= total:
-        raise RequestError(f"--sample {sample}: the data has {total} {noun}s; allowed: 1 to {total}")
-    return sorted(random.Random(f"sample:{seed}").sample(range(total), sample))
-
-
 def _number(keys: list[tuple[int, int]]) -> list[int]:
     numbers: dict[tuple[int, int], int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
@@ -255,7 +247,7 @@ def make(made: MadeQuestions, shots: int) -> list[Subject]:
     return sorted(out, key=lambda subject: subject.name)
 
 
-def _made_row(rng: random.Random) -> Row:
+def _made_row(rng: random.Random) -> McqRow:
     things = rng.sample(_NOUNS, 5)
     verb, filler = rng.choice(_VERBS), " ".join(rng.choices(_NOUNS, k=rng.randrange(0, 9)))
     question = f"The {things[4]} {verb} the {things[0]} near {filler or 'nothing'}. What does the {things[4]} {verb[:-1]}?"

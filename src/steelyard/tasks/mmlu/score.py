@@ -1,33 +1,58 @@
-"""Accuracy on MMLU from the answers a record keeps.
-
-`hits` says per question whether the likeliest token of the whole vocabulary was the right answer (the headline), `choices`
-which of the four letters was likeliest, `gold` which is right; a question that was not answered is "?".
-"""
+"""Accuracy on MMLU from the answers a record keeps."""
 
 from math import fsum
-from typing import Any
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from steelyard.schema import Frozen
+from steelyard.tasks.task import Breakdown, Tally
 
 LETTERS = "ABCD"
 ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
+UNANSWERED = "?"
 
 
-def outputs(
-    gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]
-) -> dict[str, Any]:
+class MmluAnswers(Frozen):
+    """One character a question, `?` where it was not answered: whether the likeliest token of the whole vocabulary was the
+    right answer (`hits`, the headline), and which of the four letters was likeliest (`choices`)."""
+
+    choices: str = Field(pattern=r"^[ABCD?]*$")
+    hits: str = Field(pattern=r"^[01?]*$")
+    not_finite: int
+    repeated: int
+
+
+class MmluOutputs(Frozen):
+    """`gold` says which letter is right, `subject_of` which subject a question is of, `index` its place in the whole set."""
+
+    gold: str = Field(pattern=r"^[ABCD]*$")
+    subjects: list[str]
+    subject_of: list[int]
+    index: list[int]
+    letters: list[int] = Field(min_length=4, max_length=4)
+    passes: dict[str, MmluAnswers]
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        count = len(self.gold)
+        lengths = {len(column) for one in self.passes.values() for column in (one.choices, one.hits)}
+        if len(self.subject_of) != count or lengths - {count}:
+            raise ValueError(f"answers and subjects are not those of {count} questions")
+        if any(not 0 <= subject < len(self.subjects) for subject in self.subject_of):
+            raise ValueError("a question is of a subject that is not there")
+        return self
+
+
+def outputs(gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]) -> MmluOutputs:
     """The part that does not depend on a pass."""
-    return {
-        "gold": "".join(LETTERS[i] for i in gold),
-        "subjects": subjects,
-        "subject_of": subject_of,
-        "index": index,
-        "letters": letters,
-        "passes": {},
-    }
+    right = "".join(LETTERS[i] for i in gold)
+    return MmluOutputs(gold=right, subjects=subjects, subject_of=subject_of, index=index, letters=letters, passes={})
 
 
-def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
+def check(table: Any, outputs: MmluOutputs) -> dict[str, Any]:
     """An engine's answers, if a record can be made of them: that happens where the engine is no longer there to blame."""
-    questions = len(common["gold"])
+    questions = len(outputs.gold)
     columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
     if not columns or not all(isinstance(c, list) and all(isinstance(value, int) for value in c) for c in columns):
         raise TypeError(f"the engine's outputs must be lists of integers: {', '.join(ANSWERS)}")
@@ -39,60 +64,70 @@ def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(ANSWERS, columns, strict=True))
 
 
-def merge(common: dict[str, Any], name: str, tables: list[dict[str, Any]]) -> dict[str, Any]:
-    """A pass's answers of all ranks, in the order of the questions."""
-    count = len(common["gold"])
-    choices, hits = ["?"] * count, ["?"] * count
+def merge(outputs: MmluOutputs, name: str, tables: list[dict[str, Any]]) -> MmluOutputs:
+    """With a pass's answers of all ranks, in the order of the questions."""
+    count = len(outputs.gold)
+    choices, hits = [UNANSWERED] * count, [UNANSWERED] * count
     repeated = 0
     bad = 0
     for table in tables:
-        for item, best, choice, finite in zip(table["items"], table["best"], table["choice"], table["finite"], strict=True):
-            repeated += choices[item] != "?"
+        for item, best, choice, finite in zip(*(table[column] for column in ANSWERS), strict=True):
+            repeated += choices[item] != UNANSWERED
             bad += not finite
             choices[item] = LETTERS[choice]
-            hits[item] = str(int(best == common["letters"][LETTERS.index(common["gold"][item])]))
-    answers = {"choices": "".join(choices), "hits": "".join(hits), "not_finite": bad, "repeated": repeated}
-    return {**common, "passes": {**common["passes"], name: answers}}
+            hits[item] = str(int(best == outputs.letters[LETTERS.index(outputs.gold[item])]))
+    answers = MmluAnswers(choices="".join(choices), hits="".join(hits), not_finite=bad, repeated=repeated)
+    return outputs.model_copy(update={"passes": {**outputs.passes, name: answers}})
 
 
-def score(found: dict[str, Any], name: str) -> dict[str, float]:
+def score(outputs: MmluOutputs, name: str) -> dict[str, float]:
     """Over the answered questions: acc and its standard error, the mean over subjects, and the four-letter accuracy."""
-    answers = found.get("passes", {}).get(name)
-    if answers is None:
+    answers = outputs.passes.get(name)
+    asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
+    if answers is None or not asked:
         return {}
-    asked = [i for i, hit in enumerate(answers["hits"]) if hit != "?"]
-    if not asked:
-        return {}
-    right = [i for i in asked if answers["hits"][i] == "1"]
-    acc = len(right) / len(asked)
-    by_subject = subject_accuracy(found, name)
+    acc = sum(answers.hits[i] == "1" for i in asked) / len(asked)
+    by_subject = subject_accuracy(outputs, name)
     return {
         "acc": acc,
         "se": (acc * (1 - acc) / len(asked)) ** 0.5,
         "macro": fsum(by_subject.values()) / len(by_subject),
-        "choice": sum(answers["choices"][i] == found["gold"][i] for i in asked) / len(asked),
+        "choice": sum(answers.choices[i] == outputs.gold[i] for i in asked) / len(asked),
     }
 
 
-def subject_accuracy(found: dict[str, Any], name: str) -> dict[str, float]:
+def subject_accuracy(outputs: MmluOutputs, name: str) -> dict[str, float]:
     """Accuracy by subject, of the subjects that were asked."""
     counts: dict[str, list[int]] = {}
-    for subject, hit in zip(found["subject_of"], found["passes"][name]["hits"], strict=True):
-        if hit != "?":
-            counts.setdefault(found["subjects"][subject], []).append(int(hit))
+    for subject, hit in zip(outputs.subject_of, outputs.passes[name].hits, strict=True):
+        if hit != UNANSWERED:
+            counts.setdefault(outputs.subjects[subject], []).append(int(hit))
     return {subject: sum(hits) / len(hits) for subject, hits in counts.items()}
 
 
-def agreement(found: dict[str, Any], one: str, other: str) -> float | None:
+def agreement(outputs: MmluOutputs, one: str, other: str) -> float | None:
     """Share of the questions, answered in both passes, that got the same letter."""
-    passes = found.get("passes", {})
-    if one not in passes or other not in passes:
+    if one not in outputs.passes or other not in outputs.passes:
         return None
-    pairs = [(a, b) for a, b in zip(passes[one]["choices"], passes[other]["choices"], strict=True) if "?" not in (a, b)]
+    both = zip(outputs.passes[one].choices, outputs.passes[other].choices, strict=True)
+    pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
 
 
-def tally(found: dict[str, Any], name: str) -> tuple[int, int, int, int]:
-    """Questions in scope, those without an answer, answered more than once, with logits that are not finite."""
-    answers = found["passes"][name]
-    return len(answers["choices"]), answers["choices"].count("?"), answers["repeated"], answers["not_finite"]
+def tally(outputs: MmluOutputs, name: str) -> Tally | None:
+    answers = outputs.passes.get(name)
+    if answers is None:
+        return None
+    return Tally(len(answers.choices), answers.choices.count(UNANSWERED), answers.repeated, answers.not_finite)
+
+
+def breakdowns(outputs: MmluOutputs) -> list[Breakdown]:
+    """Accuracy by subject, in every pass that has answers."""
+    passes = [name for name in ("val", "infer") if name in outputs.passes]
+    found = {name: subject_accuracy(outputs, name) for name in passes}
+    subjects = [subject for subject in outputs.subjects if any(subject in one for one in found.values())]
+    if not subjects:
+        return []
+    rows = tuple((subject, *(found[name].get(subject) for name in passes)) for subject in subjects)
+    columns = (("Subject", "学科"), *((name, name) for name in passes))
+    return [Breakdown(("Accuracy by subject", "各学科准确率"), columns, rows)]

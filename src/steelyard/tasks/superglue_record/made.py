@@ -7,8 +7,8 @@ import random
 import re
 from dataclasses import dataclass
 
-from steelyard.case.question import MadeCloze
 from steelyard.errors import RequestError
+from steelyard.tasks.superglue_record.fields import MadeCloze
 from steelyard.tasks.superglue_record.queries import PLACEHOLDER, Query
 
 # Some have two words: a candidate is not always one token.

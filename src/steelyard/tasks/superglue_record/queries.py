@@ -9,16 +9,13 @@ is it required that it is one of the entities: GLM's processor does not either. 
 set every answer is an entity.
 """
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from steelyard.data.strict import no_constant, without_repeats
+from steelyard.data import jsonl
 from steelyard.errors import RequestError
 
 PLACEHOLDER = "@placeholder"
@@ -64,7 +61,8 @@ def _one(folder: Path, stem: str) -> Path:
 
 def read(path: Path) -> list[Query]:
     """All queries of a file, perhaps gzipped, in the order of their lines."""
-    out = [query for number, line in _lines(path) for query in _queries(line, number, f"{path}: line {number}")]
+    lines = jsonl.read(path, _LINE, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most")
+    out = [query for line in lines for query in _queries(line)]
     if not out:
         raise RequestError(f"{path}: no queries; {_LINE}")
     return out
@@ -75,27 +73,8 @@ def plain(text: str) -> str:
     return text.translate(_PLAIN)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbers and contents of the lines, one at a time: a whole set is larger than its queries need to be in memory."""
-    size = 0
-    try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            with gzip.open(raw) if packed else raw as file:
-                number = 0
-                while line := file.readline(MAX_LINE_BYTES + 1):
-                    number += 1
-                    size += len(line)
-                    if size > MAX_FILE_BYTES:
-                        raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes, which a file of ReCoRD has at most")
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        raise RequestError(f"{path}: cannot be read: {error}") from error
-
-
-def _queries(line: bytes, number: int, where: str) -> Iterator[Query]:
-    found = _json(line, where)
+def _queries(line: jsonl.Line) -> Iterator[Query]:
+    found, where = line.value, line.where
     passage = found.get("passage") if isinstance(found, dict) else None
     if not isinstance(passage, dict) or not isinstance(found.get("qas"), list):
         raise RequestError(f"{where} is {shown(found)}; {_LINE}")
@@ -108,17 +87,7 @@ def _queries(line: bytes, number: int, where: str) -> Iterator[Query]:
         query = plain(_text(one.get("query"), f"query {i}", where))
         if (count := query.count(PLACEHOLDER)) != 1:
             raise RequestError(f"{where}: query {i} has {count} {PLACEHOLDER} in {shown(query)}; allowed: one")
-        yield Query(written, query, entities, _answers(one.get("answers"), f"query {i}", where), f"{number}-{i}")
-
-
-def _json(line: bytes, where: str) -> Any:
-    if len(line) > MAX_LINE_BYTES:
-        raise RequestError(f"{where} has more than {MAX_LINE_BYTES} bytes, which a line has at most; {_LINE}")
-    try:
-        return json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=without_repeats, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
-        raise RequestError(f"{where} is not JSON in UTF-8: {reason}; {_LINE}") from error
+        yield Query(written, query, entities, _answers(one.get("answers"), f"query {i}", where), f"{line.number}-{i}")
 
 
 def _entities(found: Any, text: str, where: str) -> tuple[str, ...]:
@@ -156,7 +125,6 @@ def _answers(found: Any, name: str, where: str) -> tuple[str, ...]:
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{where}: {name} is {shown(value)}; {_LINE}")
-    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        # JSON can write half of a character, which no tokenizer reads.
+    if not jsonl.whole(value):
         raise RequestError(f"{where}: {name} is {shown(value)}; a text is whole characters")
     return value

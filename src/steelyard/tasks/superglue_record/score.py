@@ -9,24 +9,76 @@ import re
 import string
 from collections import Counter
 from math import fsum
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from steelyard.data.cloze import Cloze
+from pydantic import Field, model_validator
+
+from steelyard.schema import Frozen
+from steelyard.tasks.held_out import first_stop
+from steelyard.tasks.task import Breakdown, Stopped, Tally
+
+if TYPE_CHECKING:
+    from steelyard.data.cloze import Cloze
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _EVALUATION = {"step", "samples", "choices"}
 
 
-def outputs(held: list[Cloze]) -> dict[str, Any]:
+Match = Annotated[int, Field(ge=0, le=1)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
+
+
+class RecordEvaluation(Frozen):
+    """After so many steps, and samples trained on: the chosen candidate of every question, as pairs."""
+
+    step: int
+    samples: int
+    choices: list[tuple[int, int]]
+    repeated: int
+
+
+class Pass(Frozen):
+    evaluations: list[RecordEvaluation]
+
+
+class RecordSteps(Frozen):
+    """The pass that trains."""
+
+    evaluations: list[RecordEvaluation]
+    stopped: Stopped | None
+
+
+class RecordOutputs(Frozen):
+    """Per question the candidates that are right, and each candidate's exact match and F1."""
+
+    items: int
+    right: list[list[int]]
+    em: list[list[Match]]
+    f1: list[list[UnitInterval]]
+    passes: dict[str, RecordSteps | Pass]
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if {len(self.right), len(self.em), len(self.f1)} != {self.items}:
+            raise ValueError(f"candidates are not those of {self.items} questions")
+        if any(len(em) != len(f1) for em, f1 in zip(self.em, self.f1, strict=True)):
+            raise ValueError("a question has other candidates for exact match than for F1")
+        for one in (one for found in self.passes.values() for one in found.evaluations):
+            if not all(0 <= item < self.items and -1 <= choice < len(self.em[item]) for item, choice in one.choices):
+                raise ValueError("an evaluation names a question or a candidate that is not there")
+        return self
+
+
+def outputs(held: "list[Cloze]") -> RecordOutputs:
     """The part that does not depend on a pass."""
-    return {
-        "items": len(held),
-        "right": [list(one.right) for one in held],
-        "em": [[max(exact(text, answer) for answer in one.answers) for text in one.texts] for one in held],
-        "f1": [[round(max(f1(text, answer) for answer in one.answers), 6) for text in one.texts] for one in held],
-        "passes": {},
-    }
+    return RecordOutputs(
+        items=len(held),
+        right=[list(one.right) for one in held],
+        em=[[max(exact(text, answer) for answer in one.answers) for text in one.texts] for one in held],
+        f1=[[round(max(f1(text, answer) for answer in one.answers), 6) for text in one.texts] for one in held],
+        passes={},
+    )
 
 
 def exact(text: str, answer: str) -> int:
@@ -45,7 +97,7 @@ def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
-def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
+def check(table: Any, outputs: RecordOutputs) -> dict[str, Any]:
     """An engine's outputs of a pass, if a record can be made of them."""
     if not isinstance(table, dict) or set(table) not in ({"stopped", "evaluations"}, {"evaluations"}):
         raise TypeError("the engine's outputs must be `stopped` and `evaluations` of the steps, or `evaluations` alone")
@@ -54,7 +106,7 @@ def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
         raise TypeError("the engine's outputs must be a list: evaluations")
     if "stopped" not in table and len(evaluations) != 1:
         raise ValueError(f"the engine's outputs have {len(evaluations)} evaluations; a pass without steps has one")
-    out: dict[str, Any] = {"evaluations": [_evaluation(one, common) for one in evaluations]}
+    out: dict[str, Any] = {"evaluations": [_evaluation(one, outputs) for one in evaluations]}
     steps = [one["step"] for one in out["evaluations"]]
     if steps != sorted(set(steps)):
         raise ValueError(f"the engine's outputs have evaluations at the steps {steps}; each is later than the one before")
@@ -66,7 +118,7 @@ def check(table: Any, common: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _evaluation(found: Any, common: dict[str, Any]) -> dict[str, Any]:
+def _evaluation(found: Any, outputs: RecordOutputs) -> dict[str, Any]:
     if not isinstance(found, dict) or set(found) != _EVALUATION:
         raise TypeError(f"the engine's outputs must be tables as evaluations: {', '.join(sorted(_EVALUATION))}")
     for name in ("step", "samples"):
@@ -77,14 +129,14 @@ def _evaluation(found: Any, common: dict[str, Any]) -> dict[str, Any]:
         isinstance(pair, list | tuple) and len(pair) == 2 and all(type(i) is int for i in pair) for pair in choices
     ):
         raise TypeError("the engine's outputs must be a list of pairs of integers: choices of an evaluation")
-    items = common["items"]
-    if not all(0 <= item < items and -1 <= choice < len(common["em"][item]) for item, choice in choices):
+    items = outputs.items
+    if not all(0 <= item < items and -1 <= choice < len(outputs.em[item]) for item, choice in choices):
         raise ValueError(f"the engine's outputs name a question beyond 0 to {items - 1}, or a candidate that it does not have")
     return {"step": found["step"], "samples": found["samples"], "choices": [list(pair) for pair in choices]}
 
 
-def merge(common: dict[str, Any], name: str, tables: list[dict[str, Any]]) -> dict[str, Any]:
-    """A pass's evaluations, each with the choices of all ranks in the order of the questions."""
+def merge(outputs: RecordOutputs, name: str, tables: list[dict[str, Any]]) -> RecordOutputs:
+    """With a pass's evaluations, each with the choices of all ranks in the order of the questions."""
     evaluations: dict[int, dict[str, Any]] = {}
     for table in tables:
         for one in table["evaluations"]:
@@ -92,72 +144,61 @@ def merge(common: dict[str, Any], name: str, tables: list[dict[str, Any]]) -> di
             for item, choice in one["choices"]:
                 mine["repeated"] += item in mine["choices"]
                 mine["choices"][item] = choice
-    merged: dict[str, Any] = {
-        "evaluations": [
-            {"step": step, **one, "choices": [list(pair) for pair in sorted(one["choices"].items())]}
-            for step, one in sorted(evaluations.items())
-        ]
-    }
-    if name == "train":
-        stopped = [table["stopped"] for table in tables if table.get("stopped")]
-        merged["stopped"] = min(stopped, key=lambda one: int(one["step"])) if stopped else None
-    return {**common, "passes": {**common["passes"], name: merged}}
+    found = [
+        RecordEvaluation(step=step, samples=one["samples"], choices=sorted(one["choices"].items()), repeated=one["repeated"])
+        for step, one in sorted(evaluations.items())
+    ]
+    merged = RecordSteps(evaluations=found, stopped=first_stop(tables)) if name == "train" else Pass(evaluations=found)
+    return outputs.model_copy(update={"passes": {**outputs.passes, name: merged}})
 
 
-def score(found: dict[str, Any], name: str) -> dict[str, float]:
+def score(outputs: RecordOutputs, name: str) -> dict[str, float]:
     """Of the pass's last evaluation, over the questions answered: accuracy and its standard error, exact match, F1."""
-    choices = _last(found, name).get("choices")
-    if not choices:
+    last = _last(outputs, name)
+    if last is None or not last.choices:
         return {}
-    acc = _accuracy(found, choices)
-    chosen = [(item, choice) for item, choice in choices if choice >= 0]
+    acc = _accuracy(outputs, last)
+    chosen = [(item, choice) for item, choice in last.choices if choice >= 0]
     return {
         "acc": acc,
-        "em": sum(found["em"][item][choice] for item, choice in chosen) / len(choices),
-        "f1": fsum(found["f1"][item][choice] for item, choice in chosen) / len(choices),
-        "se": (acc * (1 - acc) / len(choices)) ** 0.5,
+        "em": sum(outputs.em[item][choice] for item, choice in chosen) / len(last.choices),
+        "f1": fsum(outputs.f1[item][choice] for item, choice in chosen) / len(last.choices),
+        "se": (acc * (1 - acc) / len(last.choices)) ** 0.5,
     }
 
 
-def history(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def history(outputs: RecordOutputs, name: str) -> list[tuple[int, int, float | None]]:
     """Of each evaluation of a pass its step, the samples trained on until then, and the accuracy, None where none answered."""
-    return [
-        {
-            "step": one["step"],
-            "samples": one["samples"],
-            "acc": _accuracy(found, one["choices"]) if one["choices"] else None,
-        }
-        for one in _evaluations(found, name)
-    ]
+    found = outputs.passes.get(name)
+    every = found.evaluations if found is not None else []
+    return [(one.step, one.samples, _accuracy(outputs, one) if one.choices else None) for one in every]
 
 
-def _accuracy(found: dict[str, Any], choices: list[list[int]]) -> float:
-    return sum(choice in found["right"][item] for item, choice in choices) / len(choices)
+def _accuracy(outputs: RecordOutputs, evaluation: RecordEvaluation) -> float:
+    return sum(choice in outputs.right[item] for item, choice in evaluation.choices) / len(evaluation.choices)
 
 
-def _evaluations(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = found.get("passes", {}).get(name, {}).get("evaluations", [])
-    return out
+def _last(outputs: RecordOutputs, name: str) -> RecordEvaluation | None:
+    found = outputs.passes.get(name)
+    return found.evaluations[-1] if found is not None and found.evaluations else None
 
 
-def _last(found: dict[str, Any], name: str) -> dict[str, Any]:
-    return (_evaluations(found, name) or [{}])[-1]
+def tally(outputs: RecordOutputs, name: str) -> Tally | None:
+    """Of the pass's last evaluation. A pass without one, as steps with random weights are, has nothing in scope."""
+    last = _last(outputs, name)
+    if last is None:
+        return None
+    bad = sum(choice < 0 for _, choice in last.choices)
+    return Tally(outputs.items, outputs.items - len(last.choices), last.repeated, bad)
 
 
-def agreement(found: dict[str, Any], one: str, other: str) -> float | None:
-    return None
+def stopped(outputs: RecordOutputs) -> Stopped | None:
+    found = outputs.passes.get("train")
+    return found.stopped if isinstance(found, RecordSteps) else None
 
 
-def breakdown(found: dict[str, Any], name: str) -> dict[str, float]:
-    """Nothing: the questions have no parts."""
-    return {}
-
-
-def tally(found: dict[str, Any], name: str) -> tuple[int, int, int, int]:
-    """Of the pass's last evaluation: questions in scope, those without an answer, answers too many, and answers from scores
-    that are not finite. A pass without one, as steps with random weights are, has nothing in scope."""
-    last = _last(found, name)
-    if not last:
-        return 0, 0, 0, 0
-    choices = last["choices"]
-    return found["items"], found["items"] - len(choices), last["repeated"], sum(choice < 0 for _, choice in choices)
+def breakdowns(outputs: RecordOutputs) -> list[Breakdown]:
+    """Accuracy on the way to a target, before the first step and after every so many samples."""
+    rows = tuple(one for name in ("before", "train", "after") for one in history(outputs, name))
+    columns = (("after step", "步数之后"), ("samples trained on", "已训练样本数"), ("acc", "acc"))
+    return [Breakdown(("Evaluations", "评估过程"), columns, rows)] if rows else []

@@ -1,0 +1,23 @@
+"""What a case says of alpaca's data. All of it is in the key."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from steelyard.schema import Frozen
+
+
+class MadeConversations(Frozen):
+    """Conversations that the package makes itself, from a seed."""
+
+    conversations: int = Field(ge=1)
+    seed: int = 0
+
+
+class ConversationData(Frozen):
+    """Instructions and their answers."""
+
+    kind: Literal["alpaca"]
+    held_out: int = Field(ge=1, description="samples kept for the loss before and after")
+    fingerprint: str | None = None
+    made: MadeConversations | None = None

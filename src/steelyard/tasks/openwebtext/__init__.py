@@ -1,0 +1,1 @@
+"""OpenWebText, as token files."""

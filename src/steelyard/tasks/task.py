@@ -1,0 +1,223 @@
+"""What a task is: one row that says how data are read, asked, answered and scored.
+
+A worker prepares a task's inputs and checks the answers that an engine gives; the parent merges the ranks' answers into
+outputs and scores them, again on every verification. Nothing here needs a framework.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from steelyard import plugins
+from steelyard.data import tokenizer as tokenizers
+from steelyard.data.division import Division
+from steelyard.data.tokenizer import Tokenizer
+from steelyard.errors import RequestError
+from steelyard.schema import Frozen, OpenTable
+
+Kind = Literal["score", "train"]
+Many = Annotated[int, Field(ge=0, le=10**18)]  # a count of outputs: no formula overflows
+Meaning = tuple[str, str]  # a title, and what it means
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a kind of task: all there are, and those that rates and quality are taken from, best first."""
+
+    every: tuple[str, ...]
+    headline: tuple[str, ...]
+
+
+PASSES: dict[str, Passes] = {
+    "score": Passes(("val", "infer", "bare"), ("infer", "val")),
+    "train": Passes(("before", "train", "after"), ("train",)),
+}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a task's data may lie."""
+
+    data: Path | None
+    tokenizer: Path | None
+    weights: Path | None
+
+    def tokenizer_places(self) -> list[Path]:
+        """Where a tokenizer is looked for: where it was named, else beside the weights and beside the data."""
+        if self.tokenizer is not None:
+            return [self.tokenizer]
+        beside = self.data.parent if self.data is not None and not self.data.is_dir() else self.data
+        return [place for place in (self.weights, beside) if place is not None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a task is told of a question. `length` and `batch` (the global batch) are those of training."""
+
+    data: Any  # the task's own fields
+    vocab: int
+    positions: int
+    division: Division
+    seed: int
+    length: int
+    batch: int
+    sample: int | None
+    sources: Sources
+    pack: bool = True  # several samples to a row, where a task has rows
+    published: Mapping[str, int] = field(default_factory=dict)  # what is known of the published data set
+
+    def tokenizer(self) -> Tokenizer:
+        """The named tokenizer, or the one beside the weights or the data; made data come with their own."""
+        if self.sources.data is None:
+            return tokenizers.MadeTokenizer(self.vocab)
+        found = tokenizers.load(self.sources.tokenizer_places())
+        tokenizers.check_vocab(found, self.vocab)
+        return found
+
+    def step_batch(self) -> int:
+        """How much of a global batch a step takes: all, or the sample that was asked for."""
+        if self.sample is not None and self.sample > self.batch:
+            raise RequestError(f"--sample {self.sample}: the global batch is {self.batch}; allowed: 1 to {self.batch}")
+        return self.sample or self.batch
+
+
+class TokenizerFacts(OpenTable):
+    source: str
+    vocab: int
+    sha256: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        return cls(source=tokenizer.source, vocab=tokenizer.vocab, sha256=tokenizer.sha256)
+
+
+class DataFacts(OpenTable):
+    """What a record says of the data that were read; a task adds its own counts. `published`: whether they are the published
+    set, None where nobody has told what that is."""
+
+    source: str
+    rows: int
+    fingerprint: str
+    published: bool | None
+    tokenizer: TokenizerFacts | None = None
+
+
+def is_published(fingerprint: str, published: str | None) -> bool | None:
+    return None if published is None else fingerprint == published
+
+
+class Stopped(OpenTable):
+    """Why training ended before its last step: `nan`, `bound` or `target`."""
+
+    step: int
+    why: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs for an engine, facts on the data for the record, and the part of the outputs that no pass changes."""
+
+    inputs: Any  # what the kind of work takes: data.texts, data.rows or data.cloze
+    facts: DataFacts
+    outputs: Frozen
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How a pass's answers cover the items in scope."""
+
+    items: int
+    missing: int
+    repeated: int
+    not_finite: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """A quality metric of a task: which value of `Task.score`, of which pass (None: the headline one), and what it means."""
+
+    name: str
+    value: str
+    en: Meaning
+    zh: Meaning
+    unit: str = ""
+    better: str = "higher"
+    form: str = "percent"
+    of: str | None = None
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A table of a record's outputs for its page. A cell is text, a count (int) or a share (float); None is unknown."""
+
+    title: Meaning  # in English and in Chinese, as all words here
+    columns: tuple[Meaning, ...]
+    rows: tuple[tuple[str | int | float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row. Functions on outputs take the task's own `outputs` type."""
+
+    name: str  # its folder's, and a user's word for it
+    kind: Kind
+    work: str  # what an engine must be able to do: see docs/engines.md
+    noun: str  # what one item is called
+    data: type[Frozen]  # the fields of `question.data`
+    outputs: type[Frozen]  # what a record keeps of the answers
+    reader: str  # `module:function` from Asked to Prepared; loaded by workers only
+    check: Callable[[Any, Any], dict[str, Any]]  # an engine's answers, if they fit the outputs
+    merge: Callable[[Any, str, list[dict[str, Any]]], Any]  # outputs, pass, every rank's answers → outputs
+    score: Callable[[Any, str], dict[str, float]]  # outputs, pass → values by name
+    tally: Callable[[Any, str], Tally | None]  # None: the pass has no items to cover
+    scores: tuple[Score, ...]
+    quality: str  # the metric that stands for quality where a case has no gate
+    passes: tuple[str, ...]  # of a run that names none
+    agreement: Callable[[Any, str, str], float | None] | None = None  # of two passes
+    breakdowns: Callable[[Any], list[Breakdown]] = lambda outputs: []
+    stopped: Callable[[Any], Stopped | None] = lambda outputs: None
+    held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None  # None: the pass has no such loss
+    batch_unit: Literal["rows", "samples"] = "samples"  # what the global batch counts
+    rates_in_samples: bool = False  # also where every token is computed: how the published rows count
+    starts_trained: bool = False  # training begins with a trained model
+    padded_rates: bool = False  # published rows count every sample as long as the model has positions
+    published_facts: tuple[str, ...] = ()  # names of a case's `published` table
+    spelling: str = ""  # in questions, records and keys, where that is another
+
+    def prepare(self, asked: Asked) -> Prepared:
+        """Read the data, and make inputs of them."""
+        prepared: Prepared = plugins.load(self.reader)(asked)
+        return prepared
+
+    @property
+    def key(self) -> str:
+        """How questions spell it."""
+        return self.spelling or self.name
+
+
+ACCURACY = (
+    Score(
+        "acc",
+        "acc",
+        ("Accuracy", "answers right by argmax over the whole vocabulary, from the same pass that was timed"),
+        ("准确率", "整个词表上的 argmax 答对的比例，取自被计时的同一遍"),
+    ),
+    Score(
+        "acc_val",
+        "acc",
+        ("Accuracy, reference pass", "the same of the reference pass"),
+        ("验证结果", "同上，参考遍"),
+        of="val",
+    ),
+    Score(
+        "acc_se",
+        "se",
+        ("Standard error of accuracy", "from the number of questions"),
+        ("准确率标准误", "由题目数得出"),
+        better="",
+    ),
+)

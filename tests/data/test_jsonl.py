@@ -1,0 +1,78 @@
+"""JSON lines: values with their places, limits, and refusals in one line."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from steelyard.data import jsonl
+from steelyard.errors import RequestError
+
+ENDED = "Compressed file ended before the end-of-stream marker was reached"
+CONTENT = b'{"a": 1}\n[2]\r\n"three"'
+
+
+def refusal(path: Path, most_line_bytes: int = 100, most_bytes: int | None = None) -> str:
+    with pytest.raises(RequestError) as caught:
+        list(jsonl.read(path, "a line is 1", most_line_bytes, most_bytes, "; it has 2 MB"))
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ")
+    assert "\n" not in text
+    return text.removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_lines_come_with_their_places(compressed: bool, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(gzip.compress(CONTENT, mtime=0) if compressed else CONTENT)
+    seen: list[int] = []
+    found = list(jsonl.read(path, "", 100, watch=seen.append))
+    assert [(one.number, one.raw, one.value) for one in found] == [
+        (1, b'{"a": 1}', {"a": 1}),
+        (2, b"[2]\r", [2]),
+        (3, b'"three"', "three"),
+    ]
+    assert [one.where for one in found] == [f"{path}: line {number}" for number in (1, 2, 3)]
+    assert list(jsonl.parse(jsonl.split(CONTENT), path, "")) == found
+    assert seen == sorted(seen)
+    assert seen[-1] == path.stat().st_size
+    if not compressed:
+        assert seen == [9, 14, 21]
+
+
+def test_limits_count_what_stands_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"12345\n12345")
+    assert len(list(jsonl.read(path, "", 5, 11))) == 2
+    assert refusal(path, 4) == "line 1 has more than 4 bytes, which a line has at most; a line is 1"
+    assert refusal(path, 5, 10) == "larger than 10 bytes; it has 2 MB"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"1\n\n", "line 2 is not JSON in UTF-8: Expecting value (column 1); a line is 1"),
+        (b"NaN", "line 1 is not JSON in UTF-8: NaN is no number; a line is 1"),
+        (b'{"a": 1, "a": 1}', "line 1 is not JSON in UTF-8: a key stands twice; a line is 1"),
+        (
+            gzip.compress(b"1", mtime=0)[:-9],
+            f"cannot be read: {ENDED}",
+        ),
+        (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
+    ],
+)
+def test_refusals(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    assert refusal(path) == reason
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == "cannot be read: Is a directory"
+    assert refusal(tmp_path / "x") == "cannot be read: No such file or directory"
+
+
+def test_half_a_character() -> None:
+    assert jsonl.whole("")
+    assert jsonl.whole("naïve 🤖")
+    assert not jsonl.whole("half \ud83e")
