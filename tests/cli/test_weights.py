@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import rich.console
 
+from fixtures import glm_checkpoints
 from fixtures.commands import CASE
 from steelyard import cli
-from steelyard.case import case
+from steelyard.case import resolve
 from steelyard.errors import RequestError
 
-NAME = "steelyard.weights.convert"
+NAMES = {"inspect": "steelyard.weights.inspection", "convert": "steelyard.weights.convert"}
 SHAPE = {"layers": 32, "hidden": 4096, "kv_heads": 32, "positions": None, "rope_base": 10000.0, "norm_eps": 1e-5, "tied": False}
 
 Run = Callable[..., tuple[int, str, str]]
@@ -45,7 +46,7 @@ class Conversion:
 
 
 class Worker:
-    """What stands in for `steelyard.models.convert`: it answers `found` and `made`, or raises `error`."""
+    """What stands in for those modules: it answers `found` and `made`, or raises `error`."""
 
     def __init__(self) -> None:
         self.found = Inspection()
@@ -69,9 +70,11 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    one, module = Worker(), ModuleType(NAME)
-    vars(module).update(inspect=one.inspect, convert=one.convert)
-    monkeypatch.setitem(sys.modules, NAME, module)
+    one = Worker()
+    for verb, name in NAMES.items():
+        module = ModuleType(name)
+        setattr(module, verb, getattr(one, verb))
+        monkeypatch.setitem(sys.modules, name, module)
     return one
 
 
@@ -169,6 +172,27 @@ def test_inspect_json(run: Run, worker: Worker) -> None:
     }
 
 
+def test_inspect_a_glm(run: Run, tmp_path: Path) -> None:
+    """With the real module, in text and in JSON; converting it is refused."""
+    glm_checkpoints.put(tmp_path / "glm", glm_checkpoints.weights())
+    code, out, err = run("inspect", "glm")
+    assert (code, err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    size = lines.pop("size")
+    assert lines.pop("files").startswith("500/mp_rank_00_model_states.pt  ")
+    table = {"layout": "glm", "shards": "1", "iteration": "500", "dtype": "fp32", "parameters": "18624"}
+    assert lines == table | {"layers": "2", "hidden": "32", "heads": "/", "ffn": "48", "vocab": "61", "positions": "24"}
+    told = json.loads(run("inspect", "glm", "--json")[1])
+    assert (told["layout"], told["iteration"], told["parameters"]) == ("glm", "500", 18624)
+    assert told["shape"] == {"layers": 2, "hidden": 32, "heads": None, "ffn": 48, "vocab": 61, "positions": 24}
+    assert str(told["size_bytes"]) in size
+    code, out, err = run("convert", "glm", "dst", "--to", "hf")
+    said = (
+        "error: glm: holds a checkpoint of the family glm, and one of the family llama is wanted; give weights of that family\n"
+    )
+    assert (code, out, err) == (2, "", said)
+
+
 def test_convert(run: Run, worker: Worker) -> None:
     code, out, err = run("convert", "src", "dst", "--to", "hf")
     assert (code, err) == (0, "")
@@ -183,7 +207,7 @@ def test_convert(run: Run, worker: Worker) -> None:
 def test_convert_that_went_on(run: Run, worker: Worker) -> None:
     worker.made = Conversion([("mp_rank_00/m.pt", 5 << 10), ("mp_rank_01/m.pt", 5 << 10)], 10 << 10, 1)
     out = run("convert", "src", "dst", "--to", "megatron", "--tp", "2", "--case", CASE)[1]
-    assert worker.asked == [(Path("src"), Path("dst"), "megatron", 2, case.resolve(CASE).case.question.model)]
+    assert worker.asked == [(Path("src"), Path("dst"), "megatron", 2, resolve.resolve(CASE).case.question.model)]
     assert out.splitlines()[-1] == "megatron TP2: 2 file(s), 10.00 KiB, 1 of them kept from an earlier conversion, in dst"
 
 

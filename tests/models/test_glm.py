@@ -8,16 +8,16 @@ from torch import Tensor
 
 from fixtures.glm import CPU, SHAPE, build, dense, literal, literal_scores, packed, samples
 from steelyard.data.cloze import Cloze
-from steelyard.engines.torch.glm import ClozeMicro, scores_of, to_device
 from steelyard.models import glm
 from steelyard.models.glm_attention import Blocks, Merged, Rows, attend, layout, merge
+from steelyard.training.glm import ClozeMicroBatch, scores_of, to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIVISIONS = ["closed", "open"]
 LENGTHS = {"closed": ([6, 6, 3, 3], [2, 4, 1, 3], [1, 1, 1, 1]), "open": ([6, 3, 9], [2, 4, 1, 3, 2, 5], [2, 3, 1])}
 
 
-def scores(model: glm.Glm, micro: ClozeMicro) -> Tensor:
+def scores(model: glm.Glm, micro: ClozeMicroBatch) -> Tensor:
     logits = model(micro.tokens, micro.positions, micro.blocks, micro.layout, "padded")
     return scores_of(logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0], micro)
 

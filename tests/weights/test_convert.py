@@ -27,17 +27,19 @@ from fixtures.megatron import (
     write_large,
     write_megatron,
 )
-from steelyard.case import case
 from steelyard.errors import RequestError
 from steelyard.models.attention import layout
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Share
+from steelyard.models.llama_init import parameters
+from steelyard.models.placements import Shard
+from steelyard.models.shapes import LlamaModel
 from steelyard.weights import convert, load
 from steelyard.weights import write as writing
+from steelyard.weights.inspection import Inspection, inspect
 
 
-def model_of(shape: LlamaShape) -> case.Model:
-    return case.Model(family="llama", **{key: value for key, value in asdict(shape).items() if key != "head_dim"})
+def model_of(shape: LlamaShape) -> LlamaModel:
+    return LlamaModel(family="llama", **{key: value for key, value in asdict(shape).items() if key != "head_dim"})
 
 
 def assert_same(found: Tensors, wanted: Tensors) -> None:
@@ -108,7 +110,7 @@ def test_from_hugging_face_it_is_a_release(tmp_path: Path) -> None:
     convert.convert(hf(tmp_path / "hf"), tmp_path / "to", "megatron", 2)
     assert (tmp_path / "to" / "latest_checkpointed_iteration.txt").read_text().strip() == "release"
     assert torch.load(tmp_path / "to" / "release" / "mp_rank_01" / FILE, weights_only=False)["iteration"] == 0
-    assert convert.inspect(tmp_path / "to").iteration == "release"
+    assert inspect(tmp_path / "to").iteration == "release"
 
 
 def test_other_names_become_the_older_ones(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_transformers_answers_the_same(kind: str, tmp_path: Path) -> None:
     assert not info["unexpected_keys"]
     assert theirs.config.max_position_embeddings == shape.positions
     ours = load.build(shape, CPU, torch.float32)
-    load.load(ours, tmp_path / "hf", shape, Share())
+    load.load(ours, tmp_path / "hf", shape, Shard())
     tokens = torch.arange(0, 240, 10)
     with torch.no_grad():
         wanted = theirs.eval()(tokens[None]).logits[0]
@@ -174,7 +176,7 @@ def test_dtypes_are_kept(tmp_path: Path) -> None:
     convert.convert(tmp_path / "tp4", tmp_path / "last", "hf", 1)
     assert_same(hf_tensors(tmp_path / "last"), tensors)
     assert json.loads((tmp_path / "last" / "config.json").read_text())["torch_dtype"] == "float16"
-    assert convert.inspect(tmp_path / "tp4").dtype == convert.inspect(first).dtype == "fp16+fp32"
+    assert inspect(tmp_path / "tp4").dtype == inspect(first).dtype == "fp16+fp32"
     tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].bfloat16()
     refused(lambda: convert.convert(hf(tmp_path / "mixed", tensors=tensors), tmp_path / "x", "megatron", 2), "(BF16, F16); ")
     assert not (tmp_path / "x").exists()
@@ -213,13 +215,13 @@ def test_layers_of_a_liar(tmp_path: Path) -> None:
 def test_inspect(tmp_path: Path) -> None:
     shape = replace(SHAPES["bias"], rope_base=500000.0)
     write_megatron(tmp_path / "m", shape, 2, args={"rotary_base": 500000})
-    found = convert.inspect(tmp_path / "m")
+    found = inspect(tmp_path / "m")
     dims = {key: value for key, value in asdict(shape).items() if key != "head_dim"}
     files = [
         (f"mp_rank_{i:02}/{FILE}", (tmp_path / "m/iter_0135000" / f"mp_rank_{i:02}" / FILE).stat().st_size) for i in range(2)
     ]
-    count = load.parameters(load.build(shape, CPU, torch.float32))
-    assert found == convert.Inspection(
+    count = parameters(load.build(shape, CPU, torch.float32))
+    assert found == Inspection(
         layout="megatron",
         tp=2,
         iteration="135000",
@@ -231,7 +233,7 @@ def test_inspect(tmp_path: Path) -> None:
         notes=["the files hold an optimizer's state too; it is not read", "the vocabulary is padded to 256 rows"],
     )
     done = convert.convert(tmp_path / "m", tmp_path / "hf", "hf", 1)
-    again = convert.inspect(tmp_path / "hf")
+    again = inspect(tmp_path / "hf")
     assert (again.layout, again.tp, again.iteration, again.dtype, again.notes) == ("huggingface", 1, None, "fp32", [])
     assert again.shape == dims
     assert again.parameters == count
@@ -240,9 +242,9 @@ def test_inspect(tmp_path: Path) -> None:
 
 def test_inspect_what_says_little(tmp_path: Path) -> None:
     write_megatron(tmp_path, change=lambda index, file: file.pop("args"), tensors=odd_tensors(SHAPE))
-    found = convert.inspect(tmp_path)
+    found = inspect(tmp_path)
     assert found.dtype == "bf16"
-    assert found.parameters == load.parameters(load.build(SHAPE, CPU, torch.float32)) + 2 * 5 * 64
+    assert found.parameters == parameters(load.build(SHAPE, CPU, torch.float32)) + 2 * 5 * 64
     unknown = dict.fromkeys(("heads", "kv_heads", "vocab", "positions", "rope_base", "norm_eps"))
     assert found.shape == unknown | {"layers": 2, "hidden": 64, "ffn": 96, "qkv_bias": False, "tied": False}
     assert "name the case of the model with --case" in found.notes[-1]
@@ -251,7 +253,7 @@ def test_inspect_what_says_little(tmp_path: Path) -> None:
 def test_inspect_another_model(tmp_path: Path) -> None:
     config = {"model_type": "gemma", "max_position_embeddings": 32}
     write(tmp_path, SHAPE, **config)
-    assert "model_type is 'gemma', allowed: 'llama', 'aquila'; " in convert.inspect(tmp_path).notes[-1]
+    assert "model_type is 'gemma', allowed: 'llama', 'aquila'; " in inspect(tmp_path).notes[-1]
 
 
 MEMORY = """

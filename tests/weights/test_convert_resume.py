@@ -23,6 +23,7 @@ from fixtures.megatron import (
 )
 from steelyard.errors import LostError, RequestError
 from steelyard.weights import convert, load, write
+from steelyard.weights.inspection import inspect
 
 
 class Stopped(Exception):  # noqa: N818
@@ -56,7 +57,7 @@ def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.Mo
     complete = json.loads((target / "conversion.json").read_text())["files"]
     assert len(list(target.rglob("*.part"))) == 1
     for folder in (target, *target.glob("release")):
-        for action in (convert.inspect, lambda f: load.load(load.build(SHAPE, CPU, torch.float32), f, SHAPE)):
+        for action in (inspect, lambda f: load.load(load.build(SHAPE, CPU, torch.float32), f, SHAPE)):
             refused(
                 lambda action=action, folder=folder: action(folder), "conversion.json: says that its folder is not complete; "
             )
@@ -93,6 +94,16 @@ def test_what_is_left_behind(tmp_path: Path) -> None:
     (target / "release" / "mp_rank_01" / FILE).unlink()
     assert convert.convert(source, target, "megatron", 4).kept == 1
     assert hashes(target) == hashes(tmp_path / "whole")
+
+
+def test_a_run_that_was_killed_at_its_beginning(tmp_path: Path) -> None:
+    """It leaves its lock and a journal that is not complete; that is as good as nothing, and goes."""
+    target = tmp_path / "to"
+    target.mkdir()
+    (target / "conversion.lock").touch()
+    (target / ".conversion.json.0a1b2c3d.part").write_bytes(b"{")
+    convert.convert(hf(tmp_path / "first"), target, "hf", 1)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "conversion.json", "model.safetensors"]
 
 
 def test_keyboard_interrupt_passes(tmp_path: Path) -> None:
@@ -187,7 +198,7 @@ def test_finished_already(to: str, tp: int, tmp_path: Path) -> None:
     again = convert.convert(source, target, to, tp)
     assert (again.files, again.size_bytes, again.kept) == (done.files, done.size_bytes, len(done.files))
     assert {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))} == before
-    assert convert.inspect(target).notes[1:] == []
+    assert inspect(target).notes[1:] == []
     empty = f"target '{target}' is not empty; "
     refused(lambda: convert.convert(source, target, "megatron", 4), empty)
     refused(lambda: convert.convert(other_values(tmp_path / "other"), target, to, tp), empty)

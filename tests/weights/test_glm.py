@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fixtures.glm import CPU, SHAPE, job
-from steelyard.engines.torch.glm import GlmTrainer
+from steelyard.engines.torch import glm as fused
 from steelyard.errors import RequestError
 from steelyard.models import glm
 from steelyard.weights import glm as glm_checkpoint
@@ -124,10 +124,10 @@ def test_a_trainer_begins_with_them(tmp_path: Path) -> None:
 
     asked = job()
     asked.weights = put(tmp_path, weights())
-    trainer = GlmTrainer(asked)
+    trainer = fused.trainer(asked)
     trainer.prepare(lambda name: nullcontext())
-    assert same(trainer.model)
-    assert trainer.details()["weights"]["source"] == "glm"
+    assert same(trainer.model.module)
+    assert trainer.model.weights["source"] == "glm"
 
 
 def test_vocabulary_of_another_size(tmp_path: Path) -> None:

@@ -36,10 +36,11 @@ from fixtures.megatron import (
     write_megatron,
 )
 from fixtures.megatron_loads import load
-from steelyard.case import case
+from steelyard import schema
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Share
+from steelyard.models.llama_init import parameters
+from steelyard.models.placements import Shard
 from steelyard.weights import checkpoint
 from steelyard.weights import load as weights
 from steelyard.weights.megatron_names import LAYER, ours, theirs
@@ -50,7 +51,7 @@ def assert_shares(folder: Path, shape: LlamaShape, tensors: Tensors, degrees: tu
     for count in degrees:
         rows = shape.vocab if count == 1 else padded(shape.vocab, count)
         for index in range(count):
-            found = load(folder, shape, Share(index, count))
+            found = load(folder, shape, Shard(index, count))
             wanted = in_blocks(shard_of(tensors, shape, index, count, rows), shape)
             assert found.keys() == wanted.keys()
             for name, tensor in wanted.items():
@@ -110,8 +111,8 @@ def test_folders(given: str, tmp_path: Path) -> None:
     folder = tmp_path if inner else tmp_path / given
     model = weights.build(SHAPE, CPU, torch.float32)
     told: list[tuple[int, int]] = []
-    facts = weights.load(model, folder, SHAPE, Share(), lambda done, total: told.append((done, total)))
-    size = 4 * weights.parameters(model)
+    facts = weights.load(model, folder, SHAPE, Shard(), lambda done, total: told.append((done, total)))
+    size = 4 * parameters(model)
     assert told == sorted(told)
     assert told[-1] == (size, size)
     files = [tmp_path / inner / where / f"mp_rank_{i:02}" / FILE for i in range(2)]
@@ -120,8 +121,8 @@ def test_folders(given: str, tmp_path: Path) -> None:
     assert facts == {
         "source": "megatron",
         "files": [{"name": f"mp_rank_{i:02}/{FILE}", "bytes": f.stat().st_size} for i, f in enumerate(files)],
-        "header_sha256": sha256(case.canonical(covered).encode()).hexdigest(),
-        "parameters": weights.parameters(model),
+        "header_sha256": sha256(schema.canonical(covered).encode()).hexdigest(),
+        "parameters": parameters(model),
         "tp": 2,
         "iteration": "release" if given == "release" else "135000",
     }
@@ -152,7 +153,7 @@ def test_values_are_cast(tmp_path: Path) -> None:
     write_megatron(tmp_path, tensors=tensors)
     wanted = in_blocks(shard_of(tensors, SHAPE, 1, 2, padded(SHAPE.vocab, 2)), SHAPE)
     for dtype in (torch.bfloat16, torch.float16):
-        for name, found in load(tmp_path, SHAPE, Share(1, 2), dtype).items():
+        for name, found in load(tmp_path, SHAPE, Shard(1, 2), dtype).items():
             assert found.dtype == dtype
             assert torch.equal(found, wanted[name].to(dtype)), name
 
@@ -197,17 +198,17 @@ def test_random_shares_are_slices_of_the_whole(kind: str) -> None:
     whole = weights.build(shape, CPU, torch.float32)
     weights.fill_random(whole, 3)
     again = weights.build(shape, CPU, torch.float32)
-    weights.fill_random(again, 3, shape, Share())
+    weights.fill_random(again, 3, shape, Shard())
     named = dict(whole.named_parameters())
     assert all(torch.equal(named[name], p) for name, p in again.named_parameters())
     theirs_now = {name: torch.empty_like(t) for name, t in tensors_of(shape).items()}
     weights.copy_to_hf(whole, theirs_now)
     for count in (2, 4, 8):
         for index in range(count):
-            part = weights.build(shape, CPU, torch.float32, Share(index, count))
-            assert part.shape == placements.local(shape, Share(index, count))
+            part = weights.build(shape, CPU, torch.float32, Shard(index, count))
+            assert part.shape == placements.local(shape, Shard(index, count))
             assert (part.output.weight is part.embed.weight) == shape.tied
-            weights.fill_random(part, 3, shape, Share(index, count))
+            weights.fill_random(part, 3, shape, Shard(index, count))
             wanted = in_blocks(shard_of(theirs_now, shape, index, count, padded(shape.vocab, count)), shape)
             for name, parameter in part.named_parameters():
                 assert torch.equal(parameter, wanted[name]), (name, index, count)
@@ -219,13 +220,13 @@ import json, re, sys, threading, torch
 from pathlib import Path
 from steelyard.weights import load as weights
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Share
+from steelyard.models.placements import Shard
 
 def anonymous():
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(re.search(r"^Anonymous: +([0-9]+) kB", text, re.M).group(1)) * 1024
 
-shape, share = LlamaShape(**json.loads(sys.argv[2])), Share(*json.loads(sys.argv[3]))
+shape, share = LlamaShape(**json.loads(sys.argv[2])), Shard(*json.loads(sys.argv[3]))
 torch.set_num_threads(1)
 model = weights.build(shape, torch.device("cpu"), torch.bfloat16, share)
 for parameter in model.parameters():

@@ -13,7 +13,7 @@ from fixtures.megatron import CPU, FILE, SHAPE, SHAPES, Change, args_of, write_m
 from fixtures.megatron_loads import load
 from steelyard.errors import RequestError
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Share
+from steelyard.models.placements import Shard
 from steelyard.weights import convert
 from steelyard.weights import load as weights
 
@@ -34,7 +34,7 @@ def put(**changes: Any) -> Change:
 
 def refused(folder: Path, *fragments: str, shape: LlamaShape = SHAPE) -> None:
     with pytest.raises(RequestError) as caught:
-        weights.load(weights.build(shape, CPU, torch.float32), folder, shape, Share())
+        weights.load(weights.build(shape, CPU, torch.float32), folder, shape, Shard())
     line = str(caught.value)
     assert "\n" not in line
     assert "; " in line, f"no next step in: {line}"
@@ -152,7 +152,7 @@ ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ],
 )
 def test_args_that_change_nothing(args: dict[str, Any], tmp_path: Path) -> None:
-    load(write_megatron(tmp_path, args=args), SHAPE, Share())
+    load(write_megatron(tmp_path, args=args), SHAPE, Shard())
 
 
 @pytest.mark.parametrize("name", ARGS_ERRORS)
@@ -214,7 +214,7 @@ def test_exchanged_shards_that_we_wrote(tmp_path: Path) -> None:
     exchange(at)
     refused(tmp_path / "to", f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ")
     exchange(at)
-    load(tmp_path / "to", SHAPE, Share())
+    load(tmp_path / "to", SHAPE, Shard())
 
 
 def test_exchanged_shards_of_others(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_exchanged_shards_of_others(tmp_path: Path) -> None:
         file["args"].rank = index
 
     at = write_megatron(tmp_path, tp=4, args={"world_size": 4}, change=change) / "iter_0135000"
-    load(tmp_path, SHAPE, Share())
+    load(tmp_path, SHAPE, Shard())
     exchange(at)
     refused(tmp_path, f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ")
 
@@ -236,7 +236,7 @@ def test_ranks_that_say_nothing(world: int | None, ranks: tuple[int, ...], tmp_p
     def change(index: int, file: dict[str, Any]) -> None:
         file["args"].rank = ranks[index]
 
-    load(write_megatron(tmp_path, tp=4, args={"world_size": world}, change=change), SHAPE, Share())
+    load(write_megatron(tmp_path, tp=4, args={"world_size": world}, change=change), SHAPE, Shard())
 
 
 def test_pipeline(tmp_path: Path) -> None:
@@ -273,14 +273,14 @@ def test_trackers(tmp_path: Path) -> None:
 def test_both_layouts_in_one_folder(tmp_path: Path) -> None:
     write(write_megatron(tmp_path), SHAPE)
     refused(tmp_path, f"{tmp_path}: holds a Hugging Face and a Megatron checkpoint; give {tmp_path}/iter_0135000")
-    load(tmp_path / "iter_0135000", SHAPE, Share())
+    load(tmp_path / "iter_0135000", SHAPE, Shard())
 
 
 def test_checkpoints_below_a_hugging_face_folder(tmp_path: Path) -> None:
     write_megatron(write(tmp_path, SHAPE) / "checkpoints")
     (tmp_path / "release").mkdir()
     model = weights.build(SHAPE, CPU, torch.float32)
-    assert weights.load(model, tmp_path, SHAPE, Share())["source"] == "huggingface"
+    assert weights.load(model, tmp_path, SHAPE, Shard())["source"] == "huggingface"
 
 
 def test_unfinished_conversion(tmp_path: Path) -> None:

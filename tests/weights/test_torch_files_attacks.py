@@ -16,7 +16,7 @@ import torch
 
 from fixtures.pickles import MARKER, checkpoint, raw, refused, same, saved
 from steelyard.errors import RequestError
-from steelyard.weights import torch_files
+from steelyard.weights import torch_archive, torch_files
 from steelyard.weights.torch_files import Stub, TensorRef, read
 
 
@@ -80,8 +80,8 @@ ATTACKS = sorted(attacks(MARKER))
 
 
 def tables() -> Any:
-    every = (torch_files.KNOWN, torch_files.REBUILD, torch_files.STEPS, torch_files.DTYPES, torch_files.STORAGES)
-    classes = [dict(vars(kind)) for kind in (Stub, TensorRef, torch_files._Machine, torch_files._Archive)]
+    every = (torch_files.KNOWN, torch_files.REBUILD, torch_files.STEPS, torch_files.DTYPES, torch_archive.STORAGES)
+    classes = [dict(vars(kind)) for kind in (Stub, TensorRef, torch_files._Machine, torch_archive.Archive)]
     functions = [(f.__code__, dict(f.__dict__), f.__defaults__) for f in torch_files.KNOWN.values()]
     return [dict(table) for table in every], classes, functions
 
@@ -193,7 +193,7 @@ def test_deep_nesting_ends_well(data, tmp_path):
 )
 def test_limits(limit, value, fragment, tmp_path, monkeypatch):
     path = saved(tmp_path, checkpoint())
-    monkeypatch.setattr(torch_files, limit, value)
+    monkeypatch.setattr(torch_files if hasattr(torch_files, limit) else torch_archive, limit, value)
     refused(path, fragment)
 
 

@@ -13,10 +13,11 @@ from steelyard.cli.out import answer, dump, one_line, plain, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
-    from steelyard.case.question import Model
-    from steelyard.weights.convert import Conversion, Inspection
+    from steelyard.models.shapes import LlamaModel
+    from steelyard.weights.convert import Conversion
+    from steelyard.weights.inspection import Inspection
 
-LAYOUTS = {"hf": "huggingface", "megatron": "megatron"}
+FORMATS = {"hf": "huggingface", "megatron": "megatron"}
 MOST_FILES = 8
 
 app = typer.Typer(
@@ -29,16 +30,16 @@ app = typer.Typer(
 @app.command()
 def inspect(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of safetensors or a Megatron checkpoint.")
+        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of safetensors, or a checkpoint of Megatron or GLM.")
     ],
     as_json: Json = False,
 ) -> None:
-    """What a checkpoint holds: layout, shards, sizes, dimensions.
+    """What a checkpoint holds: its format (layout), shards, sizes, dimensions.
 
     Example: steelyard weights inspect Llama-2-7b-hf/
     """
     _ready(folder)
-    from steelyard.weights.convert import inspect as look
+    from steelyard.weights.inspection import inspect as look
 
     found = look(folder)
     if as_json:
@@ -49,7 +50,7 @@ def inspect(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read, of either layout.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint of a Llama to read, of either format.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[str, typer.Option(help="hf or megatron.")],
     tp: Annotated[int, typer.Option(help="Shards by tensor parallelism; more than 1 for megatron alone.")] = 1,
@@ -58,7 +59,7 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a checkpoint in another layout, or in other shards.
+    """Write a checkpoint of a Llama in another format, or in other shards.
 
     Interrupted, it goes on where it was when the same command is run again; complete, it is left as it is.
 
@@ -76,29 +77,29 @@ def convert(
         say("interrupted; run the same command again to go on")
         return 1
     if as_json:
-        table = {"path": str(target), "layout": LAYOUTS[to], "tp": tp, "files": _named(made.files)}
+        table = {"path": str(target), "layout": FORMATS[to], "tp": tp, "files": _named(made.files)}
         dump({**table, "size_bytes": made.size_bytes, "kept": made.kept})
     else:
-        answer(_written(made, target, LAYOUTS[to] if tp == 1 else f"{LAYOUTS[to]} TP{tp}"))
+        answer(_written(made, target, FORMATS[to] if tp == 1 else f"{FORMATS[to]} TP{tp}"))
     return 0
 
 
 def _check(to: str, tp: int) -> None:
-    if to not in LAYOUTS:
-        raise RequestError(f"--to {to!r}: allowed: {', '.join(LAYOUTS)}")
+    if to not in FORMATS:
+        raise RequestError(f"--to {to!r}: allowed: {', '.join(FORMATS)}")
     if tp < 1:
         raise RequestError(f"--tp {tp}: must be at least 1")
     if to == "hf" and tp != 1:
         raise RequestError(f"--tp {tp} --to hf: a Hugging Face folder is not sharded by tensor parallelism; leave --tp out")
 
 
-def _model(name: str | None) -> "Model | None":
-    from steelyard.case.case import resolve
-    from steelyard.case.question import Model
+def _model(name: str | None) -> "LlamaModel | None":
+    from steelyard.case.resolve import resolve
+    from steelyard.models.shapes import LlamaModel
 
     model = None if name is None else resolve(name).case.question.model
-    if model is not None and not isinstance(model, Model):
-        raise RequestError(f"--case {name}: its model is of family {model.family}; the layouts known here are those of a Llama")
+    if model is not None and not isinstance(model, LlamaModel):
+        raise RequestError(f"--case {name}: its model is of family {model.family}; only those of a Llama are converted")
     return model
 
 
@@ -110,7 +111,7 @@ def _ready(folder: Path) -> None:
         raise RequestError("torch is not installed, and weights need it; pip install 'steelyard[torch]', then run again")
 
 
-def _convert(source: Path, target: Path, to: str, tp: int, model: "Model | None", quiet: bool) -> "Conversion":
+def _convert(source: Path, target: Path, to: str, tp: int, model: "LlamaModel | None", quiet: bool) -> "Conversion":
     from rich.console import Console
 
     from steelyard.cli.progress import Display
@@ -139,11 +140,11 @@ def _facts(found: "Inspection") -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def _written(made: "Conversion", target: Path, layout: str) -> str:
+def _written(made: "Conversion", target: Path, form: str) -> str:
     lines = [f"{name}  {size}" for name, size in aligned([(str(target / name), size) for name, size in made.files])]
     done = "already complete, " if made.kept == len(made.files) else ""
     kept = f", {made.kept} of them kept from an earlier conversion" if made.kept and not done else ""
-    lines.append(f"{layout}: {done}{len(made.files)} file(s), {size(made.size_bytes)}{kept}, in {one_line(target)}")
+    lines.append(f"{form}: {done}{len(made.files)} file(s), {size(made.size_bytes)}{kept}, in {one_line(target)}")
     return "\n".join(lines)
 
 

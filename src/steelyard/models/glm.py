@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.case.question import GlmModel
 from steelyard.models.glm_attention import ClozeLayout, attend
+from steelyard.models.shapes import GlmModel
 
 STD = 0.02  # of GLM's initialisation, for matrices and tables alike
 
-Streams = tuple[Tensor, Tensor]
-Layer = Callable[[Tensor, Tensor, ClozeLayout, str, float], Streams]
+GlmStreams = tuple[Tensor, Tensor]
+Layer = Callable[[Tensor, Tensor, ClozeLayout, str, float], GlmStreams]
 
 
 class Attention(nn.Module):
@@ -34,7 +34,7 @@ class Mlp(nn.Module):
         self.dense_4h_to_h = nn.Linear(shape.ffn, shape.hidden)
 
 
-class Block(nn.Module):
+class GlmBlock(nn.Module):
     """One layer. The residual stream comes as (x, delta): what is to be dropped of delta is not yet, nor the rest added, so
     that a compiler can fuse both with the norm that follows."""
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(shape.hidden, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> Streams:
+    def forward(self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> GlmStreams:
         x, normed = joined(x, delta, self.input_layernorm, dropout)
         qkv = split(self.attention.query_key_value(normed), self.heads)
         seen = attend(qkv, rows, kernel, dropout).flatten(1)
@@ -60,7 +60,7 @@ def split(qkv: Tensor, heads: int) -> Tensor:
     return out
 
 
-def joined(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> Streams:
+def joined(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
     """The residual stream, and its norm."""
     x = x + F.dropout(delta, dropout)
     return x, F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.position_embeddings = nn.Embedding(shape.positions + 1, shape.hidden)
         self.block_position_embeddings = nn.Embedding(shape.positions + 1, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(GlmBlock(shape) for _ in range(shape.layers))
         self.final_layernorm = nn.LayerNorm(shape.hidden, shape.norm_eps)
 
 
@@ -91,7 +91,7 @@ class Glm(nn.Module):
 
     def streams(
         self, embedded: Tensor, rows: ClozeLayout, kernel: str, dropout: float, layers: Sequence[Layer] = ()
-    ) -> Streams:
+    ) -> GlmStreams:
         """The residual stream behind the last layer, its last part not yet added: [T, hidden] each. `layers` stand in for the
         model's own, compiled ones say."""
         x, delta = torch.zeros_like(embedded), embedded

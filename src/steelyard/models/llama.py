@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from steelyard.kernels.rotary import rotate
+from steelyard.kernels.swiglu import gated
 from steelyard.models.attention import Layout, Prefix, attend
 
 
@@ -73,13 +74,6 @@ def heads(qkv: Tensor, cos: Tensor, sin: Tensor, shape: LlamaShape) -> tuple[Ten
     grouped = qkv.unflatten(-1, (-1, shape.heads // shape.kv_heads + 2, shape.head_dim))  # type: ignore[no-untyped-call]
     q = rotate(grouped[:, :, :-2].flatten(1, 2), cos, sin)
     return q, rotate(grouped[:, :, -2], cos, sin), grouped[:, :, -1]
-
-
-def gated(gate_up: Tensor, block: int) -> Tensor:
-    """SwiGLU of gate and up in alternating blocks."""
-    gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)  # type: ignore[no-untyped-call]
-    out: Tensor = (F.silu(gate) * up).flatten(-2)
-    return out
 
 
 class Llama(nn.Module):
@@ -150,9 +144,3 @@ def rotary(positions: Tensor, shape: LlamaShape, dtype: torch.dtype) -> tuple[Te
     steps = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).float() / dim
     angles = positions[:, None].float() * (1.0 / shape.rope_base**steps)
     return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split convention of Hugging Face checkpoints."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -1,9 +1,9 @@
 """Tensor parallelism of the Llama family as a table: which dimension of each parameter is divided, and what becomes of the
 output of a module that was.
 
-A share of the model is the same model with a part of the heads, of the FFN and of the vocabulary. Parameters are described
-in their plain form, where every part that has a name of its own (a key group, gate and up) has a dimension of its own, so
-that a share is one range along one dimension, whatever the degree.
+A shard of the model is the same model with a part of the heads, of the FFN and of the vocabulary. Parameters are described
+by their logical view, where every part that has a name of its own (a key group, gate and up) has a dimension of its own, so
+that a shard is one range along one dimension, whatever the degree. A box is such a range along every dimension.
 """
 
 import math
@@ -15,29 +15,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.models.llama import Llama, LlamaShape
+from steelyard.models.shapes import vocab_rows
 
-VOCAB_MULTIPLE = 64  # a divided vocabulary is padded to a multiple of this in every share, as Megatron does
-
-Box = tuple[tuple[int, int], ...]  # a range along every dimension of a plain form
-Total = Callable[[Tensor], Tensor]  # the sum of a tensor over all shares
+Box = tuple[tuple[int, int], ...]  # begin and end along every dimension of a logical view
+Total = Callable[[Tensor], Tensor]  # the sum of a tensor over all shards
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which part of a model: one of `count` equal ones."""
+class Shard:
+    """Which part of a model: rank `index` of `count` that divide it equally."""
 
     index: int = 0
     count: int = 1
 
 
-WHOLE = Share()
+WHOLE = Shard()
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The plain form of a parameter, and the dimension of it that is divided; None: every share has all of it."""
+class ParameterPlacement:
+    """The shape of a parameter's logical view, and the dimension of it that is divided; None: every shard has all of it."""
 
-    form: Callable[[LlamaShape], tuple[int, ...]]
+    logical_shape: Callable[[LlamaShape], tuple[int, ...]]
     split: int | None
     swapped: bool = False  # the first two dimensions stand the other way round in the parameter itself
 
@@ -46,24 +45,24 @@ def _qkv(shape: LlamaShape) -> tuple[int, int, int]:
     return shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim
 
 
-TABLE = {
-    "embed.weight": Placement(lambda s: (s.vocab, s.hidden), 0),
-    "attention_norm.weight": Placement(lambda s: (s.hidden,), None),
-    "qkv.weight": Placement(lambda s: (*_qkv(s), s.hidden), 0),
-    "qkv.bias": Placement(_qkv, 0),
-    "out.weight": Placement(lambda s: (s.hidden, s.heads * s.head_dim), 1),
-    "ffn_norm.weight": Placement(lambda s: (s.hidden,), None),
-    "gate_up.weight": Placement(lambda s: (2, s.ffn // s.ffn_block, s.ffn_block, s.hidden), 1, swapped=True),
-    "down.weight": Placement(lambda s: (s.hidden, s.ffn), 1),
-    "norm.weight": Placement(lambda s: (s.hidden,), None),
-    "output.weight": Placement(lambda s: (s.vocab, s.hidden), 0),
+PLACEMENTS = {
+    "embed.weight": ParameterPlacement(lambda s: (s.vocab, s.hidden), 0),
+    "attention_norm.weight": ParameterPlacement(lambda s: (s.hidden,), None),
+    "qkv.weight": ParameterPlacement(lambda s: (*_qkv(s), s.hidden), 0),
+    "qkv.bias": ParameterPlacement(_qkv, 0),
+    "out.weight": ParameterPlacement(lambda s: (s.hidden, s.heads * s.head_dim), 1),
+    "ffn_norm.weight": ParameterPlacement(lambda s: (s.hidden,), None),
+    "gate_up.weight": ParameterPlacement(lambda s: (2, s.ffn // s.ffn_block, s.ffn_block, s.hidden), 1, swapped=True),
+    "down.weight": ParameterPlacement(lambda s: (s.hidden, s.ffn), 1),
+    "norm.weight": ParameterPlacement(lambda s: (s.hidden,), None),
+    "output.weight": ParameterPlacement(lambda s: (s.vocab, s.hidden), 0),
 }
 
 SUMMED = ("out", "down")  # modules whose input is divided: their outputs are parts of a sum
 
-# How a team divides a module in training, where it divides the tokens of the residual stream too: a table of tokens by its
-# rows, a norm's tokens, a matrix by what it gives (columns) or by what it takes (sum); the logits stay divided.
-TRAINING = {
+# How a tensor-parallel group divides a module in training, where it divides the tokens of the residual stream too: a table of
+# tokens by its rows, a norm's tokens, a matrix by what it gives (columns) or by what it takes (sum); logits stay divided.
+TRAINING_PLACEMENTS = {
     "embed": "table",
     "attention_norm": "tokens",
     "qkv": "columns",
@@ -76,20 +75,22 @@ TRAINING = {
 }
 
 
-def placement(name: str) -> Placement:
+def placement(name: str) -> ParameterPlacement:
     """The row of a parameter, by its full name."""
     module, _, leaf = name.rpartition(".")
-    return TABLE[f"{module.rpartition('.')[2]}.{leaf}"]
+    return PLACEMENTS[f"{module.rpartition('.')[2]}.{leaf}"]
 
 
-def vocab_rows(vocab: int, count: int) -> int:
-    """Rows of a share of the vocabulary: all of it as it is, or equal parts of it padded at its end."""
-    return vocab if count == 1 else math.ceil(vocab / (VOCAB_MULTIPLE * count)) * VOCAB_MULTIPLE
+def flat_shape(name: str, logical_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor with this logical view: parts with names of their own are rows among the others."""
+    if len(logical_shape) == 1 or name.endswith("bias"):
+        return (math.prod(logical_shape),)
+    return (math.prod(logical_shape[:-1]), logical_shape[-1])
 
 
-def local(shape: LlamaShape, share: Share) -> LlamaShape:
-    """The shape of a share."""
-    n = share.count
+def local(shape: LlamaShape, shard: Shard) -> LlamaShape:
+    """The shape of a shard."""
+    n = shard.count
     for what, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % n:
             raise ValueError(f"{what} {size} cannot be divided by {n}")
@@ -102,30 +103,30 @@ def local(shape: LlamaShape, share: Share) -> LlamaShape:
     )
 
 
-def box(name: str, shape: LlamaShape, share: Share) -> Box:
-    """The part of a parameter's plain form, of the whole model's, that a share holds. Rows that pad a vocabulary are in
+def box(name: str, shape: LlamaShape, shard: Shard) -> Box:
+    """The part of a parameter's logical view, of the whole model's, that a shard holds. Rows that pad a vocabulary are in
     no box."""
     row = placement(name)
-    ranges = [(0, size) for size in row.form(shape)]
+    ranges = [(0, size) for size in row.logical_shape(shape)]
     if row.split is not None:
         size = ranges[row.split][1]
-        rows = vocab_rows(size, share.count) if name in ("embed.weight", "output.weight") else size // share.count
-        ranges[row.split] = (min(share.index * rows, size), min((share.index + 1) * rows, size))
+        rows = vocab_rows(size, shard.count) if name in ("embed.weight", "output.weight") else size // shard.count
+        ranges[row.split] = (min(shard.index * rows, size), min((shard.index + 1) * rows, size))
     return tuple(ranges)
 
 
-def plain(name: str, parameter: Tensor, shape: LlamaShape, share: Share) -> Tensor:
-    """A view of a share's parameter in its plain form, as large as its box: writing to it writes to the parameter."""
+def logical_view(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
+    """A shard's parameter, viewed as large as its box: writing to it writes to the parameter."""
     row = placement(name)
-    form = row.form(local(shape, share))
-    whole = parameter.view(form[1], form[0], *form[2:]).transpose(0, 1) if row.swapped else parameter.view(form)
+    size = row.logical_shape(local(shape, shard))
+    whole = parameter.view(size[1], size[0], *size[2:]).transpose(0, 1) if row.swapped else parameter.view(size)
     if row.split is None:
         return whole
-    begin, end = box(name, shape, share)[row.split]
+    begin, end = box(name, shape, shard)[row.split]
     return whole.narrow(row.split, 0, end - begin)
 
 
-class VocabShare(nn.Embedding):
+class VocabParallelEmbedding(nn.Embedding):
     """A part of an embedding table. Tokens of other parts give zeros here and their values there."""
 
     def __init__(self, table: nn.Embedding, first: int, total: Total) -> None:
@@ -141,12 +142,12 @@ class VocabShare(nn.Embedding):
         return self.total(torch.where(here[..., None], found, torch.zeros_like(found)))
 
 
-def connect(model: Llama, share: Share, total: Total) -> None:
-    """Make a share answer as the whole model does, up to its logits, which stay divided over the vocabulary."""
-    if share.count == 1:
+def apply_tensor_parallel(model: Llama, shard: Shard, total: Total) -> None:
+    """Make a shard answer as the whole model does, up to its logits, which stay divided over the vocabulary."""
+    if shard.count == 1:
         return
     rows = model.embed.num_embeddings
-    model.embed = VocabShare(model.embed, share.index * rows, total)
+    model.embed = VocabParallelEmbedding(model.embed, shard.index * rows, total)
     if model.shape.tied:
         model.output.weight = model.embed.weight
     for name, module in model.named_modules():

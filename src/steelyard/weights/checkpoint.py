@@ -1,13 +1,13 @@
-"""What the tensors of a checkpoint hold, whatever its layout: boxes of the whole model's parameters.
+"""What the tensors of a checkpoint hold, whatever its format: boxes of the whole model's parameters.
 
-A tensor in a file covers a box of one parameter's plain form (models/parallel.py). Loading copies what the boxes of the
-stored tensors have in common with the box of a share; converting copies what they have in common with the box of a tensor
-of another layout. So a layout is a table of names and boxes, and one table serves reading and writing.
+A tensor in a file covers a box of one parameter's logical view (models/placements.py). Loading copies what the boxes of the
+stored tensors have in common with the box of a shard; converting copies what they have in common with the box of a tensor
+of another format. So a format is a table of names and boxes, and one table serves reading and writing.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,14 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box
 
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 
-JOURNAL = "conversion.json"  # in a folder that a conversion writes or has written; see models/convert.py
+JOURNAL = "conversion.json"  # in a folder that a conversion writes or has written; see weights/convert.py
 MAX_JOURNAL_BYTES = 64 << 20
 
 # The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without their scales.
@@ -37,22 +38,22 @@ TOP = ("embed.weight", "norm.weight")
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one tensor of a layout covers of a parameter's plain form. The tensor's own plain form is larger than its box
-    where rows pad a vocabulary."""
+class TensorPart:
+    """What one tensor of a format covers of a parameter's logical view. The tensor's own is larger than its box where rows
+    pad a vocabulary."""
 
     parameter: str
     box: Box
-    form: tuple[int, ...]
+    logical_shape: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape in the file."""
-        return flat(self.parameter, self.form)
+        return placements.flat_shape(self.parameter, self.logical_shape)
 
     def inside(self, tensor: Tensor) -> Tensor:
         """A view of the tensor, as large as its box."""
-        return tensor.reshape(self.form)[tuple(slice(0, end - begin) for begin, end in self.box)]
+        return tensor.reshape(self.logical_shape)[tuple(slice(0, end - begin) for begin, end in self.box)]
 
 
 @dataclass(frozen=True)
@@ -83,25 +84,20 @@ class Piece:
         return DTYPES[self.stored.dtype]
 
 
-class Checkpoint(Protocol):
-    """A folder whose headers were read. Nothing is compared with a model before `pieces` and `check_values` are asked."""
+class Headers(Protocol):
+    """A folder whose headers were read, of any family and format: what they tell."""
 
     @property
-    def layout(self) -> str: ...
+    def family(self) -> str: ...
+
+    @property
+    def format(self) -> str: ...
 
     @property
     def tp(self) -> int: ...
 
     @property
     def iteration(self) -> str | None: ...
-
-    @property
-    def step(self) -> int:
-        """The iteration as a number; 0 if there is none."""
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """Where its files are."""
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -111,8 +107,27 @@ class Checkpoint(Protocol):
     def tensors(self) -> list[Stored]:
         """The model's tensors, each once for every file that holds a part of it."""
 
-    def told(self) -> dict[str, Any]:
-        """Every field of a shape; None where the files do not tell."""
+    def config(self) -> dict[str, Any]:
+        """Dimensions of the model; None where the files do not tell."""
+
+    def count(self) -> int:
+        """How many parameters the model has; refuses files that are not one whole model."""
+
+    def digest(self) -> str: ...
+
+    def notes(self) -> list[str]: ...
+
+
+class Checkpoint(Headers, Protocol):
+    """A Llama's. Nothing is compared with a model before `pieces` and `check_values` are asked."""
+
+    @property
+    def step(self) -> int:
+        """The iteration as a number; 0 if there is none."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where its files are."""
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
         """Every parameter of a model of this shape, each element covered once; refuses a checkpoint of another model."""
@@ -120,25 +135,46 @@ class Checkpoint(Protocol):
     def check_values(self, shape: LlamaShape) -> None:
         """Refuse values that must be equal or zero and are not."""
 
-    def digest(self) -> str: ...
 
-    def notes(self) -> list[str]: ...
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Say in one line that a folder, or a file in it, cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"{folder}: cannot be read ({error.strerror}); make it readable, or give another folder") from error
 
 
 def read_journal(path: Path) -> dict[str, Any]:
     """A journal as it is; empty if it is none."""
-    with path.open("rb") as file:
-        raw = file.read(MAX_JOURNAL_BYTES)
     try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
+        found = files.parse(files.read(path, MAX_JOURNAL_BYTES))
+    except (ValueError, RecursionError, files.TooLargeError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
+def shape_in(source: Checkpoint) -> LlamaShape:
+    """The whole model's, as its files tell it."""
+    config, where = source.config(), source.folders[0]
+    missing = [field for field, value in config.items() if value is None]
+    if missing:
+        raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
+    if config["layers"] > len(source.tensors):  # a number of a stranger, before anything is made of that many
+        raise RequestError(f"{where}: tells of {config['layers']} layers and has {len(source.tensors)} tensors; fetch it again")
+    return LlamaShape(**config)
+
+
+def count(source: Checkpoint) -> int:
+    """How many parameters a checkpoint's model has, if all of it is there."""
+    shape = shape_in(source)
+    source.pieces(shape)
+    return elements(shape)
+
+
 def parameters(shape: LlamaShape) -> list[str]:
     """The names of a whole model's parameters; a tied output is none."""
-    leaves = [name for name in placements.TABLE if name not in (*TOP, "output.weight")]
+    leaves = [name for name in placements.PLACEMENTS if name not in (*TOP, "output.weight")]
     layer = [name for name in leaves if shape.qkv_bias or name != "qkv.bias"]
     within = [f"layers.{i}.{name}" for i in range(shape.layers) for name in layer]
     return ["embed.weight", *within, "norm.weight", *(() if shape.tied else ("output.weight",))]
@@ -146,14 +182,7 @@ def parameters(shape: LlamaShape) -> list[str]:
 
 def elements(shape: LlamaShape) -> int:
     """How many parameters the whole model has."""
-    return sum(math.prod(placements.placement(name).form(shape)) for name in parameters(shape))
-
-
-def flat(parameter: str, form: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor whose plain form is this one: parts with names of their own are rows among the others."""
-    if len(form) == 1 or parameter.endswith("bias"):
-        return (math.prod(form),)
-    return (math.prod(form[:-1]), form[-1])
+    return sum(math.prod(placements.placement(name).logical_shape(shape)) for name in parameters(shape))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
@@ -178,7 +207,7 @@ def copy(piece: Piece, both: Box, place: Tensor, box: Box) -> None:
     target.copy_(found.to(target.device))
 
 
-def check_entries(tensors: Iterable[Stored], parts: dict[str, Part], known: Callable[[str], bool]) -> None:
+def check_entries(tensors: Iterable[Stored], parts: dict[str, TensorPart], known: Callable[[str], bool]) -> None:
     """Every tensor is a part of the model, with its shape and a dtype that is a weight's, or one known to be redundant."""
     for stored in tensors:
         if stored.name not in parts and not known(stored.name):
@@ -190,7 +219,7 @@ def check_entries(tensors: Iterable[Stored], parts: dict[str, Part], known: Call
             raise RequestError(f"{stored}: the shape must be {wanted}; give weights of the case's model")
 
 
-def check_missing(where: Path, found: Iterable[str], parts: dict[str, Part]) -> None:
+def check_missing(where: Path, found: Iterable[str], parts: dict[str, TensorPart]) -> None:
     missing = sorted(parts.keys() - set(found))
     if missing:
         first = f"tensor {missing[0]!r} {list(parts[missing[0]].shape)}"

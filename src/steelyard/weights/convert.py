@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and the same weights in another layout or other shards.
+"""The same weights in another format or other shards.
 
 A conversion makes one tensor at a time, whatever the size of the model, and keeps a journal in its target: run again, it
 goes on after the last complete file. The files that make a folder a checkpoint come last, and then the journal says that
@@ -8,7 +8,6 @@ all is finished. It stays, so that the same conversion, run once more, is known 
 import errno
 import fcntl
 import hashlib
-import math
 import os
 import random
 import shutil
@@ -22,36 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.case import case
-from steelyard.case.question import Model
+from steelyard import files
 from steelyard.errors import LostError, RequestError
 from steelyard.models.llama import LlamaShape
-from steelyard.weights import checkpoint as layouts
-from steelyard.weights import load
+from steelyard.models.llama_init import shape_of
+from steelyard.models.shapes import LlamaModel
+from steelyard.schema import canonical
+from steelyard.weights import checkpoint, load
 from steelyard.weights import write as writing
-from steelyard.weights.checkpoint import JOURNAL, Checkpoint, Part, Piece, Progress
-from steelyard.weights.write import PART, File, Plan, Planned, Planning
+from steelyard.weights.checkpoint import JOURNAL, ByteProgress, Checkpoint, Piece, TensorPart
+from steelyard.weights.write import File, FilePlan, Planned, Planning
 
 LOCK = "conversion.lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems that have none, as some clusters' do
 SAMPLE_BYTES = 4 << 10
 SAMPLE_EVERY_BYTES = 32 << 20
-SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """A checkpoint as its files describe it. Sizes are of the files; what a shape's fields are not told is None."""
-
-    layout: str
-    tp: int
-    iteration: str | None
-    dtype: str
-    parameters: int
-    size_bytes: int
-    files: list[tuple[str, int]]
-    shape: dict[str, Any]
-    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -63,47 +47,19 @@ class Conversion:
     kept: int
 
 
-def inspect(folder: Path) -> Inspection:
-    """What a folder holds. What keeps it from being used as it is, is a note."""
-    source = load.open_folder(folder)
-    told = source.told()
-    notes = source.notes()
-    dtypes, parameters = Counter[str](), 0
-    for stored in source.tensors:
-        dtypes[SHOWN.get(stored.dtype, stored.dtype.lower())] += math.prod(stored.shape)
-        parameters += math.prod(stored.shape)
-    try:
-        shape = _shape(source, told, None)
-        source.pieces(shape)
-        parameters = layouts.elements(shape)
-    except RequestError as error:
-        notes.append(str(error))
-    return Inspection(
-        layout=source.layout,
-        tp=source.tp,
-        iteration=source.iteration,
-        dtype="+".join(name for name, _ in dtypes.most_common()),
-        parameters=parameters,
-        size_bytes=sum(size for _, size in source.files),
-        files=source.files,
-        shape={field: value for field, value in told.items() if field != "head_dim"},
-        notes=notes,
-    )
-
-
 def convert(
-    source: Path, target: Path, to: str, tp: int, model: Model | None = None, progress: Progress | None = None
+    source: Path, target: Path, to: str, tp: int, model: LlamaModel | None = None, progress: ByteProgress | None = None
 ) -> Conversion:
     """Write a checkpoint's weights to a folder, bit for bit. `progress` is told the bytes of tensors that are written,
     kept ones included, and those in all, after every tensor."""
-    checkpoint = load.open_folder(source)
-    shape = _shape(checkpoint, checkpoint.told(), model)
+    opened = load.open_folder(source)
+    shape = _shape(opened, model)
     _check_request(to, tp, shape)
-    pieces = layouts.by_parameter(checkpoint.pieces(shape))
-    checkpoint.check_values(shape)
-    plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), checkpoint.iteration, checkpoint.step), tp)
-    _check_apart(target, (source, *checkpoint.folders))
-    what = {"source": _identity(checkpoint), "to": to, "tp": tp, "shape": asdict(shape)}
+    pieces = checkpoint.by_parameter(opened.pieces(shape))
+    opened.check_values(shape)
+    plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), opened.iteration, opened.step), tp)
+    _check_apart(target, (source, *opened.folders))
+    what = {"source": _identity(opened), "to": to, "tp": tp, "shape": asdict(shape)}
     journal = Journal.open(target, what, plan.names)
     kept = len(plan.names)
     if not journal.complete:
@@ -113,21 +69,21 @@ def convert(
             kept = len([name for name in plan.names if journal.finished(name)])
             if not journal.complete:
                 _write(target, plan, journal, lambda planned: _make(planned, pieces), progress)
-    files = [(name, (target / name).stat().st_size) for name in plan.names]
-    return Conversion(files, sum(size for _, size in files), kept)
+    written = [(name, (target / name).stat().st_size) for name in plan.names]
+    return Conversion(written, sum(size for _, size in written), kept)
 
 
-def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+def _identity(opened: Checkpoint) -> dict[str, Any]:
     """What tells a source from another of the same shapes: times of its files, which copies that keep them share, and a
     sample of their values, for times may be those of an archive."""
     out: list[Any] = []
-    for name, size in checkpoint.files:
-        path = checkpoint.folders[0] / name
+    for name, size in opened.files:
+        path = opened.folders[0] / name
         try:
             out.append([name, size, path.stat().st_mtime_ns, _sample(path, size)])
         except OSError as error:
             raise RequestError(f"{path}: cannot be read ({error.strerror}); make it readable, or fetch it again") from error
-    return {"headers": checkpoint.digest(), "files": out}
+    return {"headers": opened.digest(), "files": out}
 
 
 def _sample(path: Path, size: int) -> str:
@@ -141,18 +97,12 @@ def _sample(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def _shape(source: Checkpoint, told: dict[str, Any], model: Model | None) -> LlamaShape:
+def _shape(opened: Checkpoint, model: LlamaModel | None) -> LlamaShape:
     """The whole model's: the case's, or what the files tell."""
-    if model is not None:
-        shape = load.shape_of(model)
-        return replace(shape, positions=told["positions"] or shape.positions)
-    missing = [field for field, value in told.items() if value is None]
-    where = source.folders[0]
-    if missing:
-        raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
-    if told["layers"] > len(source.tensors):  # a number of a stranger, before anything is made of that many
-        raise RequestError(f"{where}: tells of {told['layers']} layers and has {len(source.tensors)} tensors; fetch it again")
-    return LlamaShape(**told)
+    if model is None:
+        return checkpoint.shape_in(opened)
+    shape = shape_of(model)
+    return replace(shape, positions=opened.config()["positions"] or shape.positions)
 
 
 def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
@@ -165,11 +115,11 @@ def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
             raise RequestError(f"{what} {size} cannot be divided by {tp}; give a tensor parallel size that divides it")
 
 
-def _dtype(part: Part, pieces: dict[str, list[Piece]]) -> str:
+def _dtype(part: TensorPart, pieces: dict[str, list[Piece]]) -> str:
     """The dtype of a tensor is that of what it is made of; of all weights', if it is made of nothing."""
     own = pieces.get(part.parameter, [])
     every = own or [piece for of_one in pieces.values() for piece in of_one]
-    found = Counter(piece.stored.dtype for piece, _ in layouts.common(own, lambda name: part.box))
+    found = Counter(piece.stored.dtype for piece, _ in checkpoint.common(own, lambda name: part.box))
     found = found or Counter(piece.stored.dtype for piece in every)
     if own and len(found) > 1:
         first, *_ = own
@@ -182,13 +132,15 @@ def _dtype(part: Part, pieces: dict[str, list[Piece]]) -> str:
 
 def _make(planned: Planned, pieces: dict[str, list[Piece]]) -> Tensor:
     part = planned.part
-    whole = torch.zeros(part.form, dtype=layouts.DTYPES[planned.dtype])
-    for piece, both in layouts.common(pieces.get(part.parameter, ()), lambda name: part.box):
-        layouts.copy(piece, both, part.inside(whole), part.box)
+    whole = torch.zeros(part.logical_shape, dtype=checkpoint.DTYPES[planned.dtype])
+    for piece, both in checkpoint.common(pieces.get(part.parameter, ()), lambda name: part.box):
+        checkpoint.copy(piece, both, part.inside(whole), part.box)
     return whole
 
 
-def _write(target: Path, plan: Plan, journal: "Journal", make: Callable[[Planned], Tensor], progress: Progress | None) -> None:
+def _write(
+    target: Path, plan: FilePlan, journal: "Journal", make: Callable[[Planned], Tensor], progress: ByteProgress | None
+) -> None:
     total = sum(file.nbytes for file in plan.files)
     done = sum(file.nbytes for file in plan.files if journal.finished(file.name))
 
@@ -200,10 +152,12 @@ def _write(target: Path, plan: Plan, journal: "Journal", make: Callable[[Planned
 
     journal.begin()
     try:
+        for left in target.rglob(f"*{files.PART}"):  # by a run that was killed
+            left.unlink()
         for file in plan.files:
             _write_file(target / file.name, file, journal, make, tell)
         for name, content in plan.last.items():
-            writing.write_small(target / name, content)
+            files.write(target / name, content)
         journal.finish(plan.names)
     except OSError as error:
         raise LostError(
@@ -213,12 +167,11 @@ def _write(target: Path, plan: Plan, journal: "Journal", make: Callable[[Planned
 
 
 def _write_file(path: Path, file: File, journal: "Journal", make: writing.Make, tell: writing.Tell) -> None:
-    temporary = path.with_name(path.name + PART)
-    temporary.unlink(missing_ok=True)
     if not journal.finished(file.name):
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + files.PART)
         file.write(temporary, file, make, tell)
-        writing.move(temporary, path)
+        files.place(temporary, path)
         journal.note(file.name)
 
 
@@ -272,7 +225,7 @@ def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
             raise RequestError(f"target {str(target)!r} is the source {str(source)!r}, in it or above it; give another folder")
 
 
-def _check_room(target: Path, plan: Plan, journal: "Journal") -> None:
+def _check_room(target: Path, plan: FilePlan, journal: "Journal") -> None:
     need = sum(file.nbytes for file in plan.files if not journal.finished(file.name))
     free = shutil.disk_usage(next(folder for folder in (target, *target.resolve().parents) if folder.is_dir())).free
     if need > free:
@@ -296,7 +249,7 @@ class Journal:
         try:
             if path.is_file():
                 return cls._found(folder, what, names)
-            if folder.exists() and any(item.name not in (JOURNAL + PART, LOCK) for item in folder.iterdir()):
+            if folder.exists() and not all(_left(item.name) for item in folder.iterdir()):
                 raise _not_empty(folder)
         except OSError as error:
             raise RequestError(f"target {str(folder)!r} cannot be read ({error.strerror}); give another folder") from error
@@ -305,7 +258,7 @@ class Journal:
     @classmethod
     def _found(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
         path = folder / JOURNAL
-        found = layouts.read_journal(path)
+        found = checkpoint.read_journal(path)
         files, complete = found.get("files"), found.get("finished") is True
         if not isinstance(files, dict) or not all(isinstance(size, int) for size in files.values()):
             raise RequestError(f"{path}: is not the journal of a conversion; give another folder, or empty this one")
@@ -348,7 +301,12 @@ class Journal:
 
     def write(self) -> None:
         table = {**self.what, "files": self.files} | ({"finished": True} if self.complete else {})
-        writing.write_small(self.path, case.canonical(table).encode())
+        files.write(self.path, canonical(table).encode())
+
+
+def _left(name: str) -> bool:
+    """Whether a run that was killed at its very beginning leaves a file of this name."""
+    return name == LOCK or (name.lstrip(".").startswith(JOURNAL) and name.endswith(files.PART))
 
 
 def _not_empty(folder: Path) -> RequestError:

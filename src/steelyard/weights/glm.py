@@ -1,13 +1,13 @@
-"""Checkpoints of a GLM: its authors' layout, and the same names in safetensors. Read lazily, without running what they hold.
+"""Checkpoints of a GLM: its authors' format, and the same names in safetensors. Read lazily, without running what they hold.
 
-The authors' layout is a folder with latest_checkpointed_iteration.txt, whose text names a folder beside it with the file
+The authors' format is a folder with latest_checkpointed_iteration.txt, whose text names a folder beside it with the file
 mp_rank_00_model_states.pt; the weights are its table `module`, and all else in it is left alone. In safetensors every name may
 begin with `glm.`. The digest covers sizes of files, and the name, dtype and shape of every tensor; not the values.
 """
 
 import hashlib
 import math
-import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,58 +15,121 @@ from typing import Any
 
 import torch
 
-from steelyard.case import case
+from steelyard import files
 from steelyard.errors import RequestError
+from steelyard.models import families
 from steelyard.models.glm import Glm
-from steelyard.weights import checkpoint, huggingface
-from steelyard.weights.checkpoint import Part, Progress, Stored, shown
+from steelyard.models.shapes import GlmModel
+from steelyard.schema import canonical
+from steelyard.weights import checkpoint, detect, huggingface
+from steelyard.weights.checkpoint import ByteProgress, Stored, TensorPart, shown
 from steelyard.weights.megatron import TRACKER, leaves
 from steelyard.weights.torch_files import TensorRef
 from steelyard.weights.torch_files import read as read_saved
-from steelyard.weights.write import PART, move, write_small
 
 FILE = "mp_rank_00_model_states.pt"
 OTHERS = "mp_rank_[0-9][0-9]*_model_states.pt"
 MODULE = "module"
 PREFIX = "glm."
 WORDS = "word_embeddings.weight"
+POSITIONS = "transformer.position_embeddings.weight"
+FFN = "transformer.layers.0.mlp.dense_h_to_4h.weight"
+MATRIX = 2  # dimensions
+MAX_SIZE = 1 << 24  # of a dimension: products of two are countable, and no model is as wide
 MAX_TRACKER_BYTES = 1000
 
+_LAYER = re.compile(r"transformer\.layers\.[0-9]{1,6}\.attention\.query_key_value\.weight", re.ASCII)
 _NAMED = {dtype: name for name, dtype in checkpoint.DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint whose headers were read: its tensors by the names of the model's parameters."""
+class GlmCheckpoint:
+    """A checkpoint whose headers were read: its tensors by the names of the model's parameters, `optimizer` whether its
+    file holds more than the model."""
 
-    source: str
+    format: str
     iteration: str | None
     where: Path
-    files: tuple[tuple[str, int], ...]
-    tensors: dict[str, Stored]
+    files: list[tuple[str, int]]
+    parameters: dict[str, Stored]
+    optimizer: bool = False
+
+    family = "glm"
+    tp = 1
+
+    @property
+    def tensors(self) -> list[Stored]:
+        return list(self.parameters.values())
+
+    def config(self) -> dict[str, Any]:
+        layers = sum(1 for name in self.parameters if _LAYER.fullmatch(name))
+        positions = self._size(POSITIONS, 0)
+        return {
+            "layers": layers or None,
+            "hidden": self._size(WORDS, 1),
+            "heads": None,  # no tensor's shape depends on it
+            "ffn": self._size(FFN, 0),
+            "vocab": self._size(WORDS, 0),
+            "positions": (positions or 1) - 1 or None,  # its table has one row more
+        }
+
+    def _size(self, name: str, dimension: int) -> int | None:
+        """A size of a matrix; None if it is not there, or is none."""
+        stored = self.parameters.get(name)
+        return stored.shape[dimension] or None if stored is not None and len(stored.shape) == MATRIX else None
+
+    def count(self) -> int:
+        wanted = shapes_of(self._model())
+        check(self, wanted)
+        return sum(math.prod(shape) for shape in wanted.values())
+
+    def _model(self) -> GlmModel:
+        config = {field: value for field, value in self.config().items() if field != "heads"}
+        missing = [field for field, value in config.items() if value is None]
+        if missing:
+            raise RequestError(f"{self.where}: does not tell {', '.join(missing)} of its model; give a complete folder")
+        for field, value in config.items():
+            if value > MAX_SIZE:
+                raise RequestError(f"{self.where}: {field} is {value}, allowed: up to {MAX_SIZE}; fetch it again")
+        return GlmModel(family="glm", heads=1, **config)
 
     def digest(self) -> str:
-        tensors = sorted((name, stored.dtype, list(stored.shape)) for name, stored in self.tensors.items())
-        return hashlib.sha256(case.canonical({"files": self.files, "tensors": tensors}).encode()).hexdigest()
+        tensors = sorted((name, stored.dtype, list(stored.shape)) for name, stored in self.parameters.items())
+        return hashlib.sha256(canonical({"files": self.files, "tensors": tensors}).encode()).hexdigest()
+
+    def notes(self) -> list[str]:
+        return ["the file holds an optimizer's state too; it is not read"] if self.optimizer else []
 
 
-def load(model: Glm, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+def shapes_of(model: GlmModel) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of a model."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Glm(model).named_parameters()}
+
+
+def holds(folder: Path) -> bool:
+    """Whether a folder holds weights of a GLM, of either format."""
+    own = (folder / FILE).is_file() or any(folder.glob(f"*/{FILE}"))
+    return own or not {WORDS, PREFIX + WORDS}.isdisjoint(huggingface.names_in(folder))
+
+
+def load(model: Glm, folder: Path, progress: ByteProgress | None = None) -> dict[str, Any]:
     """Fill a model; returns where the weights came from, for the record. `progress` is told the bytes copied so far and in
     all, after every tensor. Everything is checked before the first value is copied."""
     found = read(folder)
     places = dict(model.named_parameters())
     check(found, {name: tuple(place.shape) for name, place in places.items()})
-    total = sum(_bytes(stored) for stored in found.tensors.values())
+    total = sum(_bytes(stored) for stored in found.parameters.values())
     done = 0
     with torch.no_grad():
         for name, place in places.items():
-            stored = found.tensors[name]
+            stored = found.parameters[name]
             place.copy_(stored.open().to(place.device))
             done += _bytes(stored)
             if progress is not None:
                 progress(done, total)
     out: dict[str, Any] = {
-        "source": found.source,
+        "source": found.format,
         "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in found.files],
         "header_sha256": found.digest(),
         "parameters": sum(place.numel() for place in places.values()),
@@ -78,12 +141,13 @@ def _bytes(stored: Stored) -> int:
     return math.prod(stored.shape) * checkpoint.DTYPES[stored.dtype].itemsize
 
 
-def read(folder: Path) -> Found:
-    """The checkpoint in a folder, of either layout, its headers read and its tensors not."""
+def read(folder: Path) -> GlmCheckpoint:
+    """The checkpoint in a folder, of either format, its headers read and its tensors not."""
     if not folder.is_dir():
         what = "is a file, a folder is expected" if folder.is_file() else "does not exist"
         raise RequestError(f"weights {str(folder)!r}: {what}; give the folder of a GLM checkpoint, or random")
-    try:
+    with checkpoint.readable(folder):
+        detect.check(folder, families.GLM.name)
         own, safe = (folder / TRACKER).exists() or (folder / FILE).exists(), huggingface.present(folder)
         if own and safe:
             raise RequestError(f"{folder}: holds GLM's own checkpoint and one of safetensors; move one away")
@@ -93,25 +157,23 @@ def read(folder: Path) -> Found:
                 f"{huggingface.SINGLE_NAME} or {huggingface.INDEX_NAME}; give a folder that does"
             )
         return _read_safetensors(folder) if safe else _read_own(folder)
-    except OSError as error:
-        raise RequestError(f"{folder}: cannot be read ({error.strerror}); make it readable, or give another folder") from error
 
 
-def check(found: Found, wanted: dict[str, tuple[int, ...]]) -> None:
+def check(found: GlmCheckpoint, wanted: dict[str, tuple[int, ...]]) -> None:
     """Refuse what is not exactly the tensors of a model with parameters of these shapes."""
-    words = found.tensors.get(WORDS)
+    words = found.parameters.get(WORDS)
     if words is not None and len(words.shape) == 2 and words.shape[0] != wanted[WORDS][0]:
         raise RequestError(
             f"{words.path}: {shown(words.name)} has {words.shape[0]} rows, the case's vocab is {wanted[WORDS][0]}; "
             "give weights of the case's model, or the case of theirs"
         )
-    parts = {name: Part(name, tuple((0, size) for size in shape), shape) for name, shape in wanted.items()}
-    spelled = {stored.name: parts[name] for name, stored in found.tensors.items() if name in parts}
-    checkpoint.check_entries(found.tensors.values(), spelled, lambda name: False)
-    checkpoint.check_missing(found.where, found.tensors, parts)
+    parts = {name: TensorPart(name, tuple((0, size) for size in shape), shape) for name, shape in wanted.items()}
+    spelled = {stored.name: parts[name] for name, stored in found.parameters.items() if name in parts}
+    checkpoint.check_entries(found.parameters.values(), spelled, lambda name: False)
+    checkpoint.check_missing(found.where, found.parameters, parts)
 
 
-def _read_own(folder: Path) -> Found:
+def _read_own(folder: Path) -> GlmCheckpoint:
     iteration = None if (folder / FILE).exists() else _tracked(folder / TRACKER)
     inside = folder if iteration is None else folder / iteration
     others = sorted(path.name for path in inside.glob(OTHERS) if path.name != FILE)
@@ -124,8 +186,9 @@ def _read_own(folder: Path) -> Found:
     module = table.get(MODULE) if isinstance(table, dict) else None
     if not isinstance(module, dict) or not module:
         raise RequestError(f"{path}: holds no weights, a table {MODULE!r} is expected; give a checkpoint of GLM")
-    files = ((str(path.relative_to(folder)), path.stat().st_size),)
-    return Found("glm", iteration or inside.resolve().name, path, files, dict(_stored(path, module)))
+    own = [(str(path.relative_to(folder)), path.stat().st_size)]
+    name = iteration or inside.resolve().name
+    return GlmCheckpoint("glm", name, path, own, dict(_stored(path, module)), "optimizer" in table)
 
 
 def _tracked(path: Path) -> str:
@@ -146,23 +209,18 @@ def _stored(path: Path, module: dict[Any, Any]) -> Iterator[tuple[str, Stored]]:
         yield name, Stored(path, name, dtype, value.shape, value.open)
 
 
-def _read_safetensors(folder: Path) -> Found:
+def _read_safetensors(folder: Path) -> GlmCheckpoint:
     shards = huggingface.shards_in(folder)
     every = {name: stored for shard in shards for name, stored in shard.tensors.items()}
     if every and all(name.startswith(PREFIX) for name in every):
         every = {name.removeprefix(PREFIX): stored for name, stored in every.items()}
-    files = tuple((shard.path.name, shard.size_bytes) for shard in shards)
-    return Found("safetensors", None, folder, files, every)
+    return GlmCheckpoint("safetensors", None, folder, [(shard.path.name, shard.size_bytes) for shard in shards], every)
 
 
 def write(model: Glm, folder: Path, iteration: int) -> None:
-    """A checkpoint in the authors' layout. The tracker names it once it is whole."""
+    """A checkpoint in the authors' format. The tracker names it once it is whole."""
     inside = folder / str(iteration)
     inside.mkdir(parents=True, exist_ok=True)
     module = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-    temporary = inside / (FILE + PART)
-    torch.save({MODULE: module, "iteration": iteration}, temporary)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    move(temporary, inside / FILE)
-    write_small(folder / TRACKER, f"{iteration}\n".encode())
+    files.write(inside / FILE, lambda file: torch.save({MODULE: module, "iteration": iteration}, file))
+    files.write(folder / TRACKER, f"{iteration}\n".encode())

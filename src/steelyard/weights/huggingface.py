@@ -6,7 +6,6 @@ two trainings of one architecture saved by the same tool have the same digest.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,18 +16,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from steelyard.case import case
+from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
+from steelyard.schema import canonical
 from steelyard.weights import checkpoint
-from steelyard.weights.checkpoint import Part, Piece, Stored, shown
+from steelyard.weights.checkpoint import Piece, Stored, TensorPart, shown
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+EMBED = "model.embed_tokens.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 # What models/llama.py computes: another model_type or rope type of the same dimensions would load and answer wrongly.
@@ -43,29 +44,29 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigKey:
     """A key of config.json, the field of the shape it must equal, and what Hugging Face takes if the key is absent."""
 
     key: str
     field: str
-    absent: Callable[[Mapping[str, Any]], Any] = lambda told: None
+    absent: Callable[[Mapping[str, Any]], Any] = lambda config: None
 
 
 # Rows whose default is made of others come after them. Defaults: LlamaConfig of transformers.
 SETTINGS = (
-    Setting("hidden_size", "hidden"),
-    Setting("num_hidden_layers", "layers"),
-    Setting("num_attention_heads", "heads"),
-    Setting("num_key_value_heads", "kv_heads", lambda told: told["heads"]),
-    Setting("intermediate_size", "ffn"),
-    Setting("vocab_size", "vocab"),
-    Setting("rope_theta", "rope_base", lambda told: 10000.0),
-    Setting("rms_norm_eps", "norm_eps", lambda told: 1e-6),
-    Setting("tie_word_embeddings", "tied", lambda told: False),
-    Setting("attention_bias", "qkv_bias", lambda told: False),
-    Setting("head_dim", "head_dim", lambda told: told["head_dim"]),
+    ConfigKey("hidden_size", "hidden"),
+    ConfigKey("num_hidden_layers", "layers"),
+    ConfigKey("num_attention_heads", "heads"),
+    ConfigKey("num_key_value_heads", "kv_heads", lambda config: config["heads"]),
+    ConfigKey("intermediate_size", "ffn"),
+    ConfigKey("vocab_size", "vocab"),
+    ConfigKey("rope_theta", "rope_base", lambda config: 10000.0),
+    ConfigKey("rms_norm_eps", "norm_eps", lambda config: 1e-6),
+    ConfigKey("tie_word_embeddings", "tied", lambda config: False),
+    ConfigKey("attention_bias", "qkv_bias", lambda config: False),
+    ConfigKey("head_dim", "head_dim", lambda config: config["head_dim"]),
 )
-POSITIONS = Setting("max_position_embeddings", "positions", lambda told: 2048)  # not compared: no weight depends on it
+POSITIONS = ConfigKey("max_position_embeddings", "positions", lambda config: 2048)  # not compared: no weight depends on it
 
 
 def _queries(shape: LlamaShape) -> int:
@@ -74,22 +75,22 @@ def _queries(shape: LlamaShape) -> int:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor goes: a parameter, and the range of its plain form along one dimension; None: all of it."""
+    """Where a tensor goes: a parameter, and the range of its logical view along one dimension; None: all of it."""
 
     parameter: str
     dimension: int = 0
     span: Callable[[LlamaShape], tuple[int, int]] | None = None
 
-    def part(self, shape: LlamaShape, prefix: str = "") -> Part:
+    def part(self, shape: LlamaShape, prefix: str = "") -> TensorPart:
         name = prefix + self.parameter
-        box = list(placements.box(name, shape, placements.Share()))
+        box = list(placements.box(name, shape, placements.Shard()))
         if self.span is not None:
             box[self.dimension] = self.span(shape)
-        return Part(name, tuple(box), tuple(end - begin for begin, end in box))
+        return TensorPart(name, tuple(box), tuple(end - begin for begin, end in box))
 
 
 TOP = {
-    "model.embed_tokens.weight": Slot("embed.weight"),
+    EMBED: Slot("embed.weight"),
     "model.norm.weight": Slot("norm.weight"),
     "lm_head.weight": Slot("output.weight"),
 }
@@ -130,7 +131,7 @@ TIED_HEAD = Redundant(
 
 
 @dataclass(frozen=True)
-class Shard:
+class SafetensorsFile:
     """One safetensors file, as its header describes it."""
 
     path: Path
@@ -139,7 +140,7 @@ class Shard:
     tensors: dict[str, Stored]
 
 
-def parts(shape: LlamaShape) -> dict[str, Part]:
+def parts(shape: LlamaShape) -> dict[str, TensorPart]:
     """Every tensor a checkpoint of this shape must have, and what it covers: each parameter is covered exactly once."""
     layer = LAYER | (LAYER_BIAS if shape.qkv_bias else {})
     top = {name: slot for name, slot in TOP.items() if not (shape.tied and name == "lm_head.weight")}
@@ -160,13 +161,14 @@ def redundant(shape: LlamaShape) -> dict[str, Redundant]:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A folder whose config and headers were read."""
+    """A folder whose config.json, the settings, and headers were read."""
 
     folder: Path
-    config: dict[str, Any]
-    shards: list[Shard]
+    settings: dict[str, Any]
+    shards: list[SafetensorsFile]
 
-    layout = "huggingface"
+    family = "llama"
+    format = "huggingface"
     tp = 1
     iteration = None
     step = 0
@@ -183,9 +185,9 @@ class HuggingFace:
     def tensors(self) -> list[Stored]:
         return [stored for shard in self.shards for stored in shard.tensors.values()]
 
-    def told(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         path, values = self.folder / CONFIG_NAME, dict[str, Any]()
-        given = {s.field: _given(path, self.config, s.key) for s in (*SETTINGS, POSITIONS)}
+        given = {s.field: _given(path, self.settings, s.key) for s in (*SETTINGS, POSITIONS)}
         for setting in (*SETTINGS, POSITIONS):
             if setting.field == "head_dim":
                 values = checkpoint.typed(path, values)
@@ -195,7 +197,7 @@ class HuggingFace:
         return checkpoint.typed(path, values)
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        _check_config(self.folder / CONFIG_NAME, self.config, shape)
+        _check_config(self.folder / CONFIG_NAME, self.settings, shape)
         wanted, known = parts(shape), redundant(shape)
         checkpoint.check_entries(self.tensors, wanted, lambda name: name in known)
         checkpoint.check_missing(self.folder, [stored.name for stored in self.tensors], wanted)
@@ -206,21 +208,37 @@ class HuggingFace:
         known = redundant(shape)
         every = {stored.name: stored for stored in self.tensors}
         for stored in every.values():
-            if stored.name in known and not known[stored.name].harmless(stored.open(), every["model.embed_tokens.weight"].open):
+            if stored.name in known and not known[stored.name].harmless(stored.open(), every[EMBED].open):
                 about = f"{stored.path}: tensor {stored.name!r} {list(stored.shape)}"
                 raise RequestError(f"{about} {known[stored.name].otherwise}; give other weights")
+
+    def count(self) -> int:
+        return checkpoint.count(self)
 
     def digest(self) -> str:
         tensors = sorted((stored.name, stored.dtype, list(stored.shape)) for stored in self.tensors)
         files = [(shard.size_bytes, shard.header_sha256) for shard in self.shards]
-        return hashlib.sha256(case.canonical({"files": files, "tensors": tensors}).encode()).hexdigest()
+        return hashlib.sha256(canonical({"files": files, "tensors": tensors}).encode()).hexdigest()
 
     def notes(self) -> list[str]:
         return []
 
 
 def present(folder: Path) -> bool:
+    """Whether a folder has a file of safetensors, or an index of some."""
     return (folder / SINGLE_NAME).is_file() or (folder / INDEX_NAME).is_file()
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names of a folder's tensors; none, if it has no safetensors."""
+    if (folder / SINGLE_NAME).is_file():
+        return set(_inspect(folder / SINGLE_NAME).tensors)
+    return set(_weight_map(folder / INDEX_NAME)) if (folder / INDEX_NAME).is_file() else set()
+
+
+def holds(folder: Path) -> bool:
+    """Whether a folder holds safetensors of a Llama."""
+    return EMBED in names_in(folder)
 
 
 def read(folder: Path) -> HuggingFace:
@@ -255,22 +273,19 @@ def _check_config(path: Path, config: dict[str, Any], shape: LlamaShape) -> None
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
+        value = files.parse(files.read(path, MAX_JSON_BYTES))
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror}); give a complete Hugging Face folder") from error
-    if len(raw) > MAX_JSON_BYTES:
-        raise RequestError(f"{path}: is larger than {MAX_JSON_BYTES} bytes, the most allowed; fetch the file again")
-    try:
-        value = json.loads(raw)
+    except files.TooLargeError as error:
+        raise RequestError(f"{path}: is {error}, the most allowed; fetch the file again") from error
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number of too many digits
-        raise RequestError(f"{path}: is not JSON ({shown(str(error))}); fetch the file again") from error
+        raise RequestError(f"{path}: is not JSON ({shown(files.reason(error))}); fetch the file again") from error
     if not isinstance(value, dict):
         raise RequestError(f"{path}: is not a JSON object; fetch the file again")
     return value
 
 
-def shards_in(folder: Path) -> list[Shard]:
+def shards_in(folder: Path) -> list[SafetensorsFile]:
     """The folder's safetensors files in order of name, each header read and checked."""
     if (folder / SINGLE_NAME).is_file():
         return [_inspect(folder / SINGLE_NAME)]
@@ -322,7 +337,7 @@ def _open(path: Path, name: str) -> Tensor:
     return tensor
 
 
-def _inspect(path: Path) -> Shard:
+def _inspect(path: Path) -> SafetensorsFile:
     try:
         if not path.is_file():
             raise RequestError(f"{path}: shard is missing; fetch it again, or give a complete Hugging Face folder")
@@ -334,7 +349,7 @@ def _inspect(path: Path) -> Shard:
             }
         with path.open("rb") as raw:
             header = raw.read(int.from_bytes(raw.read(8), "little"))
-        return Shard(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
+        return SafetensorsFile(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
     except (SafetensorError, OSError) as error:
         raise RequestError(
             f"{path}: is not a whole safetensors file ({shown(str(error))}); fetch it again and compare its size"

@@ -1,7 +1,7 @@
 """Megatron checkpoints: one file per tensor-parallel shard, read lazily and without running what they hold.
 
-Shard i of n holds the same box of every parameter as share i of n does, but for its vocabulary, which is padded at its end
-to a size that the file alone tells.
+File i of n holds the same box of every parameter as shard i of n of the model does, but for its vocabulary, which is padded
+at its end to a size that the file alone tells.
 
 What the digest covers: for every shard its size, its iteration and the name, dtype and shape of every tensor of its model.
 It does not cover the values.
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.case import case
 from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Box, Share
+from steelyard.models.placements import Box, Shard
+from steelyard.models.shapes import vocab_rows
+from steelyard.schema import canonical
 from steelyard.weights import checkpoint, megatron_args
-from steelyard.weights.checkpoint import Part, Piece, Stored, shown
+from steelyard.weights.checkpoint import Piece, Stored, TensorPart, shown
 from steelyard.weights.megatron_names import ROOT, ours, theirs
 from steelyard.weights.torch_files import TensorRef
 from steelyard.weights.torch_files import read as read_saved
@@ -56,19 +57,19 @@ class Rank:
     optimizer: bool
 
 
-def box_of(name: str, shape: LlamaShape, share: Share, rows: int) -> tuple[Box, tuple[int, ...]]:
-    """What a shard's tensor covers, and its own plain form, which `rows` of a padded vocabulary make larger."""
-    box = placements.box(name, shape, share)
+def box_of(name: str, shape: LlamaShape, shard: Shard, rows: int) -> tuple[Box, tuple[int, ...]]:
+    """What a shard's tensor covers, and the shape of its own logical view, which `rows` of a padded vocabulary make larger."""
+    box = placements.box(name, shape, shard)
     form = tuple(end - begin for begin, end in box)
     if name not in ("embed.weight", "output.weight"):
         return box, form
-    held = (min(share.index * rows, shape.vocab), min((share.index + 1) * rows, shape.vocab))
+    held = (min(shard.index * rows, shape.vocab), min((shard.index + 1) * rows, shape.vocab))
     return (held, *box[1:]), (rows, *form[1:])
 
 
-def parts(shape: LlamaShape, share: Share, rows: int) -> dict[str, Part]:
+def parts(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, TensorPart]:
     """Every tensor of a shard by our name of its parameter, and what it covers."""
-    return {name: Part(name, *box_of(name, shape, share, rows)) for name in checkpoint.parameters(shape)}
+    return {name: TensorPart(name, *box_of(name, shape, shard, rows)) for name in checkpoint.parameters(shape)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Megatron:
     iteration: str
     ranks: list[Rank]
 
-    layout = "megatron"
+    family = "llama"
+    format = "megatron"
 
     @property
     def step(self) -> int:
@@ -104,10 +106,10 @@ class Megatron:
         biases = [s for rank in self.ranks for name, s in rank.tensors.items() if name.endswith("qkv.bias")]
         return [*first.values(), *split, *biases]
 
-    def told(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         rank = self.ranks[0]
         shapes = {name: stored.shape for name, stored in rank.tensors.items()}
-        return checkpoint.typed(rank.path, megatron_args.told(rank.args, shapes, self.tp))
+        return checkpoint.typed(rank.path, megatron_args.config(rank.args, shapes, self.tp))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
         for rank in self.ranks:
@@ -115,7 +117,7 @@ class Megatron:
         rows = self._rows(shape)
         out: list[Piece] = []
         for i, rank in enumerate(self.ranks):
-            wanted = parts(shape, Share(i, self.tp), rows)
+            wanted = parts(shape, Shard(i, self.tp), rows)
             _check_tensors(rank, wanted, shape)
             for name, part in wanted.items():
                 if i == 0 or placements.placement(name).split is not None:
@@ -139,7 +141,7 @@ class Megatron:
             )
         for rank in self.ranks:
             checkpoint.allow(rank.path, "padded_vocab_size", rank.args.get("padded_vocab_size"), (rows * self.tp,))
-        return rows or placements.vocab_rows(shape.vocab, self.tp)
+        return rows or vocab_rows(shape.vocab, self.tp)
 
     def check_values(self, shape: LlamaShape) -> None:
         for name in checkpoint.parameters(shape):
@@ -159,12 +161,15 @@ class Megatron:
                     "holds all of it; fetch the shards of one checkpoint"
                 )
 
+    def count(self) -> int:
+        return checkpoint.count(self)
+
     def digest(self) -> str:
         shards = [
             (rank.size_bytes, rank.iteration, sorted((s.name, s.dtype, list(s.shape)) for s in rank.tensors.values()))
             for rank in self.ranks
         ]
-        return hashlib.sha256(case.canonical(shards).encode()).hexdigest()
+        return hashlib.sha256(canonical(shards).encode()).hexdigest()
 
     def notes(self) -> list[str]:
         rank, out = self.ranks[0], list[str]()
@@ -188,7 +193,7 @@ def _redundant(name: str, shape: LlamaShape) -> bool:
     return leaf in BIASES and not (leaf == "qkv.bias" and shape.qkv_bias)
 
 
-def _check_tensors(rank: Rank, wanted: dict[str, Part], shape: LlamaShape) -> None:
+def _check_tensors(rank: Rank, wanted: dict[str, TensorPart], shape: LlamaShape) -> None:
     spelled = {stored.name: wanted[name] for name, stored in rank.tensors.items() if name in wanted}
     names = {stored.name: name for name, stored in rank.tensors.items()}
     checkpoint.check_entries(rank.tensors.values(), spelled, lambda name: _redundant(names[name], shape))
@@ -196,7 +201,7 @@ def _check_tensors(rank: Rank, wanted: dict[str, Part], shape: LlamaShape) -> No
     checkpoint.check_missing(rank.path, (), missing)
 
 
-def _pieces(stored: Stored, part: Part, patched: bool) -> Iterator[Piece]:
+def _pieces(stored: Stored, part: TensorPart, patched: bool) -> Iterator[Piece]:
     if not patched or not part.parameter.endswith(("qkv.weight", "qkv.bias")):
         yield Piece(stored, part.parameter, part.box, part.inside)
         return
@@ -211,6 +216,11 @@ def _unpatched(value: Tensor) -> Tensor:
     """The rows of each V head in plain order: they are stored as its even ones, then its odd ones."""
     groups, one, dim, *rest = value.shape
     return value.reshape(groups, one, 2, dim // 2, *rest).transpose(2, 3).reshape(value.shape)
+
+
+def holds(folder: Path) -> bool:
+    """Whether there is a shard in a folder, or where a tracker in it may point."""
+    return any(any(folder.glob(f"{below}mp_rank_*/{FILE}")) for below in ("", "*/", "*/*/"))
 
 
 def find(folder: Path) -> Path | None:

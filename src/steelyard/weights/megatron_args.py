@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Share
+from steelyard.models.placements import Shard
 from steelyard.weights import checkpoint
 from steelyard.weights.torch_files import Stub
 
@@ -102,7 +102,7 @@ def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
             checkpoint.allow(path, key, args.get(key), allowed)
 
 
-def told(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
+def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
     """Fields of a shape: what the arguments say, and else what the tensors of one of `tp` shards do."""
     out = {argument.field: argument.found(args)[1] for argument in (*ARGUMENTS, POSITIONS)}
     out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1]}
@@ -121,9 +121,9 @@ def told(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, A
     return out
 
 
-def written(shape: LlamaShape, share: Share, rows: int, dtype: str) -> Args:
+def written(shape: LlamaShape, shard: Shard, rows: int, dtype: str) -> Args:
     """The arguments of a shard that we write."""
-    tp = share.count
+    tp = shard.count
     return {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -153,7 +153,7 @@ def written(shape: LlamaShape, share: Share, rows: int, dtype: str) -> Args:
         "normalization": "RMSNorm",
         "apply_layernorm_1p": False,
         "tensor_model_parallel_size": tp,
-        RANK: share.index,
+        RANK: shard.index,
         "pipeline_model_parallel_size": 1,
         "bf16": dtype == "BF16",
         "fp16": dtype == "F16",

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +13,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from steelyard.models import placements
+from steelyard.files import synced
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Share
+from steelyard.models.placements import Shard
+from steelyard.models.shapes import padded_vocab_rows
 from steelyard.weights import huggingface, megatron, megatron_args
-from steelyard.weights.checkpoint import DTYPES, Part
+from steelyard.weights.checkpoint import DTYPES, TensorPart
 from steelyard.weights.megatron_names import ROOT, STACKS, theirs
 from steelyard.weights.torch_files import read as read_saved
 
 MAX_FILE_BYTES = 5 << 30  # of a safetensors file, if it holds more than one tensor
-PART = ".part"  # ends the name of a file that is not complete
 
 Make = Callable[["Planned"], Tensor]
 Tell = Callable[["Planned"], None]
-DtypeOf = Callable[[Part], str]
+DtypeOf = Callable[[TensorPart], str]
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,17 @@ class Planned:
     """A tensor of a file that is to be written."""
 
     name: str
-    part: Part
+    part: TensorPart
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.part.form).numel() * DTYPES[self.dtype].itemsize
+        return torch.Size(self.part.logical_shape).numel() * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What does not depend on the source's layout: the shape, the dtype of each tensor, and where it stands."""
+    """What does not depend on the source's format: the shape, the dtype of each tensor, and where it stands."""
 
     shape: LlamaShape
     dtype_of: DtypeOf
@@ -67,7 +66,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """All files of a checkpoint: those with data, and the small ones that make it one, in their order."""
 
     files: tuple[File, ...]
@@ -82,12 +81,12 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def plan_hf(planning: Planning, tp: int) -> Plan:
+def plan_hf(planning: Planning, tp: int) -> FilePlan:
     shape = planning.shape
     parts = dict(huggingface.parts(shape))
     if shape.qkv_bias:  # Hugging Face's Llama has a bias in the output projection too then; ours has none
         for i in range(shape.layers):
-            zero = Part(f"layers.{i}.out.bias", ((0, 0),), (shape.hidden,))
+            zero = TensorPart(f"layers.{i}.out.bias", ((0, 0),), (shape.hidden,))
             parts[f"model.layers.{i}.self_attn.o_proj.bias"] = zero
     groups: list[list[Planned]] = [[]]
     for planned in (Planned(name, part, planning.dtype_of(part)) for name, part in parts.items()):
@@ -102,7 +101,7 @@ def plan_hf(planning: Planning, tp: int) -> Plan:
         where = {planned.name: file.name for file in files for planned in file.tensors}
         index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
         last[huggingface.INDEX_NAME] = _json(index)
-    return Plan(files, last | {huggingface.CONFIG_NAME: _json(_config(shape, _usual(files)))})
+    return FilePlan(files, last | {huggingface.CONFIG_NAME: _json(_config(shape, _usual(files)))})
 
 
 def _usual(files: tuple[File, ...]) -> str:
@@ -136,35 +135,29 @@ def _config(shape: LlamaShape, dtype: str) -> dict[str, Any]:
     }
 
 
-def plan_megatron(planning: Planning, tp: int) -> Plan:
+def plan_megatron(planning: Planning, tp: int) -> FilePlan:
     shape = planning.shape
-    multiple = placements.VOCAB_MULTIPLE
-    rows = -(-shape.vocab // (multiple * tp)) * multiple
+    rows = padded_vocab_rows(shape.vocab, tp)
     word = planning.iteration or megatron.RELEASE
     folder = word if word == megatron.RELEASE else f"iter_{int(word):07}"
     shards: list[tuple[Planned, ...]] = []
     for i in range(tp):
-        parts = megatron.parts(shape, Share(i, tp), rows)
+        parts = megatron.parts(shape, Shard(i, tp), rows)
         shards.append(tuple(Planned(theirs(name), part, planning.dtype_of(part)) for name, part in parts.items()))
     dtype = Counter(p.dtype for p in shards[0]).most_common(1)[0][0]
     files: list[File] = []
     for i, shard in enumerate(shards):
-        args = argparse.Namespace(**megatron_args.written(shape, Share(i, tp), rows, dtype))
+        args = argparse.Namespace(**megatron_args.written(shape, Shard(i, tp), rows, dtype))
         around = {"args": args, "checkpoint_version": 3.0, "iteration": planning.step}
         files.append(File(f"{folder}/mp_rank_{i:02}/{megatron.FILE}", shard, partial(_write_shard, around)))
-    return Plan(tuple(files), {megatron.TRACKER: f"{word}\n".encode()})
+    return FilePlan(tuple(files), {megatron.TRACKER: f"{word}\n".encode()})
 
 
-PLANS: dict[str, Callable[[Planning, int], Plan]] = {"hf": plan_hf, "megatron": plan_megatron}
+PLANS: dict[str, Callable[[Planning, int], FilePlan]] = {"hf": plan_hf, "megatron": plan_megatron}
 
 
 def _put(file: BinaryIO, tensor: Tensor) -> None:
     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _synced(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _write_safetensors(path: Path, file: File, make: Make, tell: Tell) -> None:
@@ -181,7 +174,7 @@ def _write_safetensors(path: Path, file: File, make: Make, tell: Tell) -> None:
         for planned in file.tensors:
             _put(out, make(planned))
             tell(planned)
-        _synced(out)
+        synced(out)
 
 
 def _write_shard(around: dict[str, Any], path: Path, file: File, make: Make, tell: Tell) -> None:
@@ -203,7 +196,7 @@ def _write_shard(around: dict[str, Any], path: Path, file: File, make: Make, tel
             _put(out, tensor)
             del tensor  # before the next one is made
             tell(planned)
-        _synced(out)
+        synced(out)
 
 
 def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -217,22 +210,3 @@ def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
             table = table.setdefault(word, {})
         table[words[-1]] = tensor
     return out
-
-
-def write_small(path: Path, content: bytes) -> None:
-    """A whole file or none."""
-    temporary = path.with_name(path.name + PART)
-    with temporary.open("wb") as out:
-        out.write(content)
-        _synced(out)
-    move(temporary, path)
-
-
-def move(temporary: Path, path: Path) -> None:
-    """Give a complete file its name, so that it has it after a loss of power too."""
-    os.replace(temporary, path)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,92 @@
+"""Families of models: one row each. Torch is imported when what a row refers to is loaded, not before.
+
+Third parties add rows through the entry-point group `steelyard.families`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard import plugins
+from steelyard.errors import RequestError
+from steelyard.models.shapes import GlmModel, LlamaModel
+from steelyard.schema import Frozen
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models. Strings are references, `module:function`, for `plugins.load`."""
+
+    name: str
+    shape: type[Frozen]  # its dimensions, as a case tells them
+    works: tuple[str, ...]  # kinds of work it can do
+    layer_parameters: Callable[[Any], int]  # of a shape: weights of the matrices of one layer
+    other_parameters: Callable[[Any], int]  # of a shape: all else that is trained, of the whole model
+    build: str  # (shape, device, dtype): a model whose memory is not initialised
+    random_init: str  # (model, seed): random weights
+    placements: str | None  # how a tensor-parallel group divides each parameter; None: it cannot
+    holds: str  # (folder): whether the folder holds weights of this family, by names of files and tensors alone
+    checkpoint: str  # (folder): its checkpoint, headers read
+
+
+def _llama_layer(model: LlamaModel) -> int:
+    dim = model.hidden // model.heads
+    qkv = model.hidden * (model.heads + 2 * model.kv_heads) * dim
+    return qkv + model.hidden * model.hidden + 3 * model.hidden * model.ffn
+
+
+def _llama_others(model: LlamaModel) -> int:
+    dim = model.hidden // model.heads
+    norms = (2 * model.layers + 1) * model.hidden
+    biases = model.layers * (model.heads + 2 * model.kv_heads) * dim if model.qkv_bias else 0
+    return norms + biases + model.vocab * model.hidden * (1 if model.tied else 2)
+
+
+def _glm_layer(model: GlmModel) -> int:
+    return 4 * model.hidden * model.hidden + 2 * model.hidden * model.ffn
+
+
+def _glm_others(model: GlmModel) -> int:
+    norms = (2 * model.layers + 1) * 2 * model.hidden
+    biases = model.layers * (5 * model.hidden + model.ffn)
+    return norms + biases + (model.vocab + 2 * (model.positions + 1)) * model.hidden
+
+
+LLAMA = Family(
+    name="llama",
+    shape=LlamaModel,
+    works=("score_choices", "score_texts", "train_rows"),
+    layer_parameters=_llama_layer,
+    other_parameters=_llama_others,
+    build="steelyard.models.llama_init:build",
+    random_init="steelyard.models.llama_init:fill_random",
+    placements="steelyard.models.placements:PLACEMENTS",
+    holds="steelyard.weights.load:holds",
+    checkpoint="steelyard.weights.load:open_folder",
+)
+GLM = Family(
+    name="glm",
+    shape=GlmModel,
+    works=("train_cloze",),
+    layer_parameters=_glm_layer,
+    other_parameters=_glm_others,
+    build="steelyard.models.glm:build",
+    random_init="steelyard.models.glm:fill_random",
+    placements=None,
+    holds="steelyard.weights.glm:holds",
+    checkpoint="steelyard.weights.glm:read",
+)
+GROUP = "steelyard.families"
+
+
+def table() -> dict[str, Family]:
+    """All rows by name."""
+    return plugins.table([LLAMA, GLM], GROUP, Family, "family")
+
+
+def row(name: str) -> Family:
+    """The family of a name."""
+    rows = table()
+    if name not in rows:
+        raise RequestError(f"no family {name!r}; known: {', '.join(rows)}")
+    return rows[name]

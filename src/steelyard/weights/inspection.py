@@ -1,0 +1,57 @@
+"""What a checkpoint holds, of any family, as its headers tell it."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard import plugins
+from steelyard.errors import RequestError
+from steelyard.models import families
+from steelyard.weights import detect
+from steelyard.weights.checkpoint import Headers
+
+SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint as its files describe it. Sizes are of the files; what a shape's fields are not told is None."""
+
+    layout: str  # the format; files that others read have it under this name
+    tp: int
+    iteration: str | None
+    dtype: str
+    parameters: int
+    size_bytes: int
+    files: list[tuple[str, int]]
+    shape: dict[str, Any]
+    notes: list[str]
+
+
+def inspect(folder: Path) -> Inspection:
+    """What a folder holds. What keeps it from being used as it is, is a note. Of a folder that no family knows, the reader
+    of Llamas says what is missing."""
+    family = families.row(detect.family_of(folder) or families.LLAMA.name)
+    source: Headers = plugins.load(family.checkpoint)(folder)
+    config, notes = source.config(), source.notes()
+    dtypes, parameters = Counter[str](), 0
+    for stored in source.tensors:
+        dtypes[SHOWN.get(stored.dtype, stored.dtype.lower())] += math.prod(stored.shape)
+        parameters += math.prod(stored.shape)
+    try:
+        parameters = source.count()
+    except RequestError as error:
+        notes.append(str(error))
+    return Inspection(
+        layout=source.format,
+        tp=source.tp,
+        iteration=source.iteration,
+        dtype="+".join(name for name, _ in dtypes.most_common()),
+        parameters=parameters,
+        size_bytes=sum(size for _, size in source.files),
+        files=source.files,
+        shape={field: value for field, value in config.items() if field != "head_dim"},
+        notes=notes,
+    )
