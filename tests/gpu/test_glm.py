@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fixtures.glm import SHAPE, build, dense, job, literal_scores, packed, samples, trainer
-from steelyard.engines.torch.glm import GlmTrainer, to_device
 from steelyard.models.glm_attention import ClozeLayout, attend, layout
-from steelyard.models.glm_fused import Gelu, Joined, Seen
+from steelyard.models.glm_fused import DropoutAddNorm, Gelu, JointAttention
+from steelyard.training.glm import to_device
+from steelyard.training.trainer import Trainer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda")
 HEADS, DIM = 4, 64
 # Contexts, their spans, spans a context. Those of `SHORT` have at most 64 keys in a row: 48 of a context, 16 of a span.
@@ -49,7 +50,7 @@ def kernels(qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout:
     torch.manual_seed(seed)
     order, summed = rows.joint.order, torch.zeros(qkv[0].numel(), device=GPU)
     leaf = qkv[order].requires_grad_(True)
-    out = Seen.apply(leaf, rows, dropout, summed)
+    out = JointAttention.apply(leaf, rows, dropout, summed)
     grads = [] if grad is None else [*torch.autograd.grad(out, leaf, grad[order]), summed.view(qkv.shape[1:])]
     back = order.argsort()
     return [out.detach()[back], *(one[back] if len(one) == len(back) else one for one in grads)]
@@ -164,11 +165,11 @@ def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: f
     torch.nn.init.normal_(norm.bias)
     sums = [torch.zeros(width, device=GPU) for _ in range(3)]
     torch.manual_seed(7)
-    marks = Joined.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
+    marks = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
     assert abs(float((~marks).double().mean()) - dropout) < (0.02 if width == 48 else 0.002)
     scale = marks.double() / (1 - dropout)
     torch.manual_seed(7)
-    found = Joined.apply(x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), dropout)
+    found = DropoutAddNorm.apply(x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), dropout)
     wide = [one.detach().double().requires_grad_(True) for one in (x, delta, norm.weight, norm.bias)]
     stream = wide[0] + wide[1] * scale
     wanted = stream, torch.nn.functional.layer_norm(stream, (width,), wide[2], wide[3], norm.eps)
@@ -180,7 +181,7 @@ def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: f
     for one, other in zip((*found, *found_grads, *sums), (*wanted, *grads, grads[1].sum(0)), strict=True):
         close(one.detach(), other.detach(), most)
     torch.manual_seed(8)
-    other = Joined.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
+    other = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
     assert bool((other != marks).any()) == (dropout > 0)
 
 
@@ -209,14 +210,14 @@ class Device:
         torch.cuda.synchronize()
 
 
-def on_gpu(precision: str, dropout: float = 0.0, **tune) -> GlmTrainer:
+def on_gpu(precision: str, dropout: float = 0.0, **tune) -> Trainer:
     of: SimpleNamespace = job(precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune)
     of.device = Device()
     return trainer(of)
 
 
-def gradients(of: GlmTrainer) -> list[Tensor]:
-    return [of.adam.gradient(p).double().cpu() for p in of.adam.own]
+def gradients(of: Trainer) -> list[Tensor]:
+    return [of.optimizer.gradient(p).double().cpu() for p in of.optimizer.parameters]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -225,16 +226,16 @@ def gradients(of: GlmTrainer) -> list[Tensor]:
 def test_scores_and_gradients(division: str, precision: str, compiled: bool, monkeypatch) -> None:
     monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)  # the tiny model's gradients are large
     made = on_gpu(precision, compile=compiled)
-    assert made.kernel == ("padded" if precision == "fp32" else "flash")
+    assert made.details()["attention"] == ("padded" if precision == "fp32" else "flash")
     some = samples(5)
     micro = to_device(packed(division, some), GPU)
     most = {"bf16": 4e-2, "fp16": 6e-3, "fp32": 1e-5}[precision]
-    for row, wanted in zip(made.scores(micro).tolist(), literal_scores(build(), some), strict=True):
+    for row, wanted in zip(made.evaluate(micro).tolist(), literal_scores(build(), some), strict=True):
         assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], rel=most)
     alone = trainer(job())  # fp32 on a CPU
     targets = torch.tensor(5.0)
     expected = float(alone.learn([to_device(packed(division, some), torch.device("cpu"))], targets))
-    scale = made.adam.scaler.get_scale() if made.adam.scaler.is_enabled() else 1.0
+    scale = made.optimizer.scaler.get_scale() if made.optimizer.scaler.is_enabled() else 1.0
     found = float(made.learn([micro], targets.to(GPU)))
     assert found == pytest.approx(expected, rel=2 * most)
     for one, wanted in zip(gradients(made), gradients(alone), strict=True):

@@ -7,30 +7,30 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from steelyard.engines.torch.model import send
-from steelyard.engines.torch.tensor_parallel import Team
+from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
 from steelyard.models import answers as readers
-from steelyard.models.answers import Asked, Losses
-from steelyard.models.placements import Share, vocab_rows
-from steelyard.tasks.lambada.data import Passages
+from steelyard.models.answers import LossReader, Picked
+from steelyard.models.placements import Shard, vocab_rows
+from steelyard.models.tensors import send
+from steelyard.tasks.lambada.data import LambadaTexts
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 251, 16
 ROWS = [[1, 5, 9, 200, 7, 0], [1, 250, 0], [1, 3, 3, 3, 17, 99, 100, 0], [1, 4, 0]]
 LAST = [2, 1, 3, 1]
-TEXTS = Passages(rows=ROWS, groups=[0, 1, 2, 3], index=[0, 1, 2, 3], last=LAST)
+TEXTS = LambadaTexts(rows=ROWS, groups=[0, 1, 2, 3], index=[0, 1, 2, 3], last=LAST)
 
 
-class Recorded(Team):
-    """A team of several shares in one process: `gather` is told what the others have."""
+class Recorded(TensorParallelGroup):
+    """A group of several shares in one process: `gather` is told what the others have."""
 
-    def __init__(self, share: Share, others: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, share: Shard, others: list[torch.Tensor] | None = None) -> None:
         super().__init__(share)
         object.__setattr__(self, "others", others)
-        object.__setattr__(self, "said", [])
+        object.__setattr__(self, "sent", [])
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        self.said.append(part)
+        self.sent.append(part)
         return part[None] if self.others is None else torch.stack(self.others)
 
 
@@ -58,10 +58,10 @@ def ends() -> np.ndarray:
     return np.cumsum([len(row) for row in ROWS]) - 1
 
 
-def answered(team: Team, hidden: torch.Tensor, output: torch.Tensor, compiled: bool = False) -> dict:
-    reader = Losses(TEXTS, VOCAB, team, CPU)
+def answered(group: TensorParallelGroup, hidden: torch.Tensor, output: torch.Tensor, compiled: bool = False) -> dict:
+    reader = LossReader(TEXTS, VOCAB, group.share, group.gather, CPU)
     items = [0, 1, 2, 3]
-    asked: Asked = reader.ask(items, ends(), partial(send, device=CPU))
+    asked: Picked = reader.ask(items, ends(), partial(send, device=CPU))
     assert len(asked.pick) == reader.logits(items) == sum(len(row) - 1 for row in ROWS)
     answers = reader.answer(lambda rows: rows @ output.T, hidden[asked.pick], asked, compiled)
     return reader.table(items, answers)
@@ -71,7 +71,7 @@ def answered(team: Team, hidden: torch.Tensor, output: torch.Tensor, compiled: b
 def test_losses_equal_the_long_way(chunk, monkeypatch):
     monkeypatch.setattr(readers, "CHUNK", chunk)
     hidden, output = logits_of()
-    found = answered(Team(), hidden, output)
+    found = answered(TensorParallelGroup(), hidden, output)
     for i, (nll, last, hit) in enumerate(literal(hidden, output)):
         assert found["nll"][i] == pytest.approx(nll, abs=1e-5)
         assert found["last_nll"][i] == pytest.approx(last, abs=1e-5)
@@ -88,35 +88,35 @@ def test_a_word_is_hit_only_whole():
             hidden[at + i, row[i + 1]] = 5.0
         at += len(row)
     output = torch.eye(VOCAB)
-    assert answered(Team(), hidden, output)["hit"] == [1, 1, 1, 1]
+    assert answered(TensorParallelGroup(), hidden, output)["hit"] == [1, 1, 1, 1]
     begin = len(ROWS[0]) + len(ROWS[1])
     for place, hits in ((2, [1, 1, 1, 1]), (3, [1, 1, 0, 1]), (5, [1, 1, 0, 1]), (6, [1, 1, 1, 1])):
         wrong = hidden.clone()
         wrong[begin + place, 8] = 6.0  # places 3 to 5 predict the last word, 6 predicts the end
-        assert answered(Team(), wrong, output)["hit"] == hits, place
+        assert answered(TensorParallelGroup(), wrong, output)["hit"] == hits, place
 
 
 def test_of_equal_logits_the_first_wins_as_argmax_has_it():
     hidden = torch.ones(sum(map(len, ROWS)), HIDDEN)
     output = torch.ones(VOCAB, HIDDEN)
-    assert answered(Team(), hidden, output)["hit"] == [0, 0, 0, 0]
+    assert answered(TensorParallelGroup(), hidden, output)["hit"] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_a_divided_vocabulary_gives_the_same(count):
     hidden, output = logits_of(1)
-    whole = answered(Team(), hidden, output)
+    whole = answered(TensorParallelGroup(), hidden, output)
     rows = vocab_rows(VOCAB, count)
     assert rows * count > VOCAB  # the last share is padded, and at 8 some hold nothing but padding
     padded = torch.full((rows * count, HIDDEN), 100.0)  # padding that would win if it were looked at
     padded[:VOCAB] = output
     parts = []
     for i in range(count):
-        team = Recorded(Share(i, count))
-        answered(team, hidden, padded[i * rows : (i + 1) * rows])
-        parts += team.said
+        group = Recorded(Shard(i, count))
+        answered(group, hidden, padded[i * rows : (i + 1) * rows])
+        parts += group.sent
     for i in range(count):
-        found = answered(Recorded(Share(i, count), parts), hidden, padded[i * rows : (i + 1) * rows])
+        found = answered(Recorded(Shard(i, count), parts), hidden, padded[i * rows : (i + 1) * rows])
         assert found["hit"] == whole["hit"]
         assert found["nll"] == pytest.approx(whole["nll"], abs=1e-5)
         assert found["last_nll"] == pytest.approx(whole["last_nll"], abs=1e-5)
@@ -125,7 +125,7 @@ def test_a_divided_vocabulary_gives_the_same(count):
 def test_a_logit_that_is_not_finite_spoils_its_own_passage_alone():
     hidden, output = logits_of(2)
     hidden[7] = torch.nan  # a token of the second passage
-    found = answered(Team(), hidden, output)
+    found = answered(TensorParallelGroup(), hidden, output)
     assert [value == value for value in found["nll"]] == [True, False, True, True]
 
 
@@ -135,7 +135,7 @@ def test_choices_see_the_whole_vocabulary_and_no_padding():
     texts = Prompts([[1], [1]], [0, 0], [0, 1], [0, 0], [0, 0], ["s"], [5, 6, 7, 8], 0)
     hidden, output = logits_of(3)
     hidden = hidden[:2]
-    whole = readers.Choices(texts, VOCAB, Team(), CPU)
+    whole = readers.ChoiceReader(texts, VOCAB, Shard(), TensorParallelGroup().gather, CPU)
     asked = whole.ask([0, 1], np.array([0, 1]), partial(send, device=CPU))
     alone = whole.answer(lambda rows: rows @ output.T, hidden, asked, False)
     rows = vocab_rows(VOCAB, 2)
@@ -143,7 +143,7 @@ def test_choices_see_the_whole_vocabulary_and_no_padding():
     padded[:VOCAB] = output
     parts = [hidden @ padded[i * rows : (i + 1) * rows].T for i in range(2)]
     for i in range(2):
-        shared = readers.Choices(texts, VOCAB, Recorded(Share(i, 2), parts), CPU)
+        shared = readers.ChoiceReader(texts, VOCAB, Shard(i, 2), Recorded(Shard(i, 2), parts).gather, CPU)
         again = shared.answer(lambda x, i=i: x @ padded[i * rows : (i + 1) * rows].T, hidden, asked, False)
         assert torch.equal(again, alone)
     assert alone[:, 0].tolist() == (hidden @ output.T).argmax(-1).tolist()
@@ -152,6 +152,6 @@ def test_choices_see_the_whole_vocabulary_and_no_padding():
 @pytest.mark.full
 def test_compiled_losses_are_the_same(one_thread):
     hidden, output = logits_of(4)
-    plain, fused = (answered(Team(), hidden, output, compiled) for compiled in (False, True))
+    plain, fused = (answered(TensorParallelGroup(), hidden, output, compiled) for compiled in (False, True))
     assert fused["hit"] == plain["hit"]
     assert fused["nll"] == pytest.approx(plain["nll"], abs=1e-5)

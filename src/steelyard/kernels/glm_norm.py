@@ -1,21 +1,35 @@
 """What stands between a GLM's matmuls, each in one pass over memory, where Triton is at hand; all is computed in fp32.
 
-Gradients of biases are column sums of what these kernels write anyway: every program sums its own rows, and `_settle` adds
-those sums to where the gradient is kept. What is dropped is drawn by a counter from a seed and drawn again backward: only
+Gradients of biases are column sums of what these kernels write anyway: every program sums its own rows, and `_reduce_parts`
+adds those sums to the gradient. What is dropped is drawn by a counter from a seed and drawn again backward: only
 seeds are kept. They come from torch's generator of the host, so nothing waits for a device. Numbers of tokens and seeds are
 not compiled in: every micro-batch has others.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from steelyard.kernels.jit import HERE, constexpr, tensor, tl, triton
+from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, triton, varied
 
 PARTS = 792  # programs that sum columns: as many as a large device runs at once, six on each multiprocessor
 COLUMNS = 1024  # of a wide row, that one program reads
+
+
+def plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The residual stream and its norm, as they are written, with numbers that a compiler takes for constants."""
+
+    def run(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + F.dropout(delta, dropout)
+        return x, F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def still(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + delta
+        return x, F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    return run if dropout else still
 
 
 def draw(dropout: float) -> int:
@@ -23,7 +37,7 @@ def draw(dropout: float) -> int:
     return int(torch.randint(1 << 62, (1 << 63) - 1, ())) if dropout else 1 << 62
 
 
-def joined(
+def dropout_add_norm(
     x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The residual stream, its norm, and each row's mean and scale."""
@@ -32,65 +46,57 @@ def joined(
     out, normed = torch.empty_like(x), torch.empty_like(x)
     stats = x.new_empty(tokens, 2, dtype=torch.float32)
     given = (x, delta, weight, bias, out, normed, stats, tokens, seed, dropout, eps)
-    _joined[(tokens,)](*given, dropout > 0, width, up(width), num_warps=4)
+    _dropout_add_norm[(tokens,)](*given, dropout > 0, width, power_of_2(width), num_warps=4)
     return out, normed, stats
 
 
-def joined_backward(
+def dropout_add_norm_backward(
     saved: tuple[Tensor, Tensor, Tensor],
     more: Tensor | None,
     grad: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor | None],
+    accumulators: tuple[Tensor, Tensor, Tensor | None],
     dropout: float,
     seed: int,
     stays: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """The gradients of x, if it `stays`, and of delta, from those of the sum (`more`) and of its norm. Those of the norm's
-    weight and bias, and of the bias that was added to delta, are added to what is `kept`."""
+    weight and bias, and of the bias that was added to delta, are added to `accumulators`."""
     x, stats, weight = saved
     tokens, width = x.shape
     stays = stays or not dropout
     change = torch.empty_like(x) if dropout else None
     back = torch.empty_like(x) if stays else None
-    sums = 2 if kept[2] is None else 3
+    sums = 2 if accumulators[2] is None else 3
     parts = x.new_empty(min(tokens, PARTS), sums, width, dtype=torch.float32)
     grad = grad.contiguous()
     given = (x, stats, weight, grad if more is None else more.contiguous(), grad, x if back is None else back)
-    _joined_backward[(len(parts),)](
+    _dropout_add_norm_backward[(len(parts),)](
         *given, x if change is None else change, parts, tokens, seed, dropout,
-        dropout > 0, more is not None, stays, sums, width, up(width), num_warps=4,
+        dropout > 0, more is not None, stays, sums, width, power_of_2(width), num_warps=4,
     )  # fmt: skip
-    settle(parts, [one for one in kept if one is not None])
+    reduce_parts(parts, [one for one in accumulators if one is not None])
     return (back, change) if change is not None else (back, back)  # type: ignore[return-value]
 
 
-def settle(parts: Tensor, kept: list[Tensor]) -> None:
+def reduce_parts(parts: Tensor, accumulators: list[Tensor]) -> None:
     """Add the sums over `parts` [programs, places, width] to as many places, three at most."""
     programs, _, width = parts.shape
-    first, second, third = (kept[min(i, len(kept) - 1)] for i in range(3))
-    _settle[(triton.cdiv(width, 16), len(kept))](parts, first, second, third, programs, len(kept), width, num_warps=8)
+    first, second, third = (accumulators[min(i, len(accumulators) - 1)] for i in range(3))
+    _reduce_parts[(triton.cdiv(width, 16), len(accumulators))](
+        parts, first, second, third, programs, len(accumulators), width, num_warps=8
+    )
 
 
-def gelu_backward(x: Tensor, grad: Tensor, kept: Tensor) -> Tensor:
-    """Of the tanh form; the column sum, a bias's gradient, is added to `kept`."""
+def gelu_backward(x: Tensor, grad: Tensor, accumulator: Tensor) -> Tensor:
+    """Of the tanh form; the column sum, a bias's gradient, is added to `accumulator`."""
     tokens, width = x.shape
-    wide = min(COLUMNS, up(width))
+    wide = min(COLUMNS, power_of_2(width))
     columns = triton.cdiv(width, wide)
     parts = x.new_empty(min(tokens, max(1, PARTS // columns)), 1, width, dtype=torch.float32)
     back = torch.empty_like(x)
     _gelu_backward[(len(parts), columns)](x, grad.contiguous(), back, parts, tokens, width, wide, num_warps=4)
-    settle(parts, [kept])
+    reduce_parts(parts, [accumulator])
     return back
-
-
-def up(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def varied(*names: str) -> Callable[[Any], Any]:
-    """Compile, but nothing of what these arguments are."""
-    made: Callable[[Any], Any] = triton.jit(do_not_specialize=list(names)) if HERE else lambda function: function
-    return made
 
 
 @varied()
@@ -102,7 +108,7 @@ def _kept(seed: tensor, token: tensor, dropout: tensor, padded: constexpr) -> te
 
 
 @varied("tokens", "seed")
-def _joined(
+def _dropout_add_norm(
     x: tensor,
     delta: tensor,
     weight: tensor,
@@ -138,7 +144,7 @@ def _joined(
 
 
 @varied("tokens", "seed")
-def _joined_backward(
+def _dropout_add_norm_backward(
     x: tensor,
     stats: tensor,
     weight: tensor,
@@ -187,7 +193,7 @@ def _joined_backward(
 
 
 @varied("programs")
-def _settle(
+def _reduce_parts(
     parts: tensor, first: tensor, second: tensor, third: tensor, programs: tensor, places: constexpr, width: constexpr
 ) -> None:
     place = tl.program_id(1)

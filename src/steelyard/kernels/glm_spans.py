@@ -5,49 +5,73 @@ its spans on the context. Spans on themselves go on with the softmax that it beg
 sum over a span's own keys starts from.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from steelyard.kernels.glm_norm import PARTS, settle, up, varied
-from steelyard.kernels.jit import constexpr, tensor, tl
-from steelyard.models.glm_attention import Joint
+from steelyard.kernels.glm_norm import PARTS, reduce_parts
+from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, varied
 
 BLOCK = 16  # tokens of a span at once: the least that a matrix unit takes
 
 
-def of_contexts(qkv: Tensor, rows: Joint) -> Tensor:
+@dataclass(frozen=True)
+class RowBorders:
+    """Borders of rows laid end to end, and the longest of them."""
+
+    cu: Tensor  # int32 [rows + 1], on the device
+    longest: int
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The same tokens in another order, every context with its spans behind it: a context and its spans are then one row of
+    queries on the context's keys."""
+
+    order: Tensor  # int64 [T]: which token stands there
+    rows: RowBorders  # contexts, each with its spans
+    contexts: Tensor  # int32: where the contexts' tokens stand
+    place: Tensor  # int32 [T]: which of the contexts' tokens it is; -1 if it is a span's
+    spans: Tensor  # int64: where the spans' tokens stand
+    starts: Tensor  # int32: where each span begins
+    lengths: Tensor  # int32: of the spans
+    longest: int  # of the spans
+
+
+def context_keys_values(qkv: Tensor, rows: Joint) -> Tensor:
     """Keys and values of the contexts' tokens, end to end: [n, 2, H, D]."""
     heads, dim = qkv.shape[2:]
     out = qkv.new_empty(len(rows.contexts), 2, heads, dim)
-    _of_contexts[(len(out),)](qkv, out, rows.contexts, 2 * heads * dim, up(2 * heads * dim), num_warps=4)
+    _context_keys_values[(len(out),)](qkv, out, rows.contexts, 2 * heads * dim, power_of_2(2 * heads * dim), num_warps=4)
     return out
 
 
-def own(qkv: Tensor, out: Tensor, lse: Tensor, rows: Joint, dropout: float, seed: int) -> None:
+def attend_spans(qkv: Tensor, out: Tensor, lse: Tensor, rows: Joint, dropout: float, seed: int) -> None:
     """Go on with spans on themselves: `out` [T, H, D] and `lse` [H, T] are of spans on contexts, and then of both."""
     tokens, _, heads, dim = qkv.shape
     given = (qkv, out, lse, rows.starts, rows.lengths, seed, tokens, rows.longest, dropout, dim**-0.5)
-    _own[_grid(rows, heads)](*given, dropout > 0, heads, dim, max(BLOCK, up(dim)), BLOCK, num_warps=1)
+    _attend_spans[_grid(rows, heads)](*given, dropout > 0, heads, dim, max(BLOCK, power_of_2(dim)), BLOCK, num_warps=1)
 
 
-def own_backward(
+def attend_spans_backward(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dq: Tensor, total: Tensor, rows: Joint, dropout: float, seed: int
 ) -> None:
     """Write the gradients of the spans' keys and values to `total` [T, 3, H, D], and add that of their queries to `dq`."""
     tokens, _, heads, dim = qkv.shape
     given = (grad, qkv, out, lse, dq, total, rows.starts, rows.lengths, seed, tokens, rows.longest, dropout, dim**-0.5)
-    _own_backward[_grid(rows, heads)](*given, dropout > 0, heads, dim, max(BLOCK, up(dim)), BLOCK, num_warps=1)
+    _attend_spans_backward[_grid(rows, heads)](*given, dropout > 0, heads, dim, max(BLOCK, power_of_2(dim)), BLOCK, num_warps=1)
 
 
-def lay(grads: tuple[Tensor, Tensor, Tensor], total: Tensor, rows: Joint, kept: Tensor) -> None:
-    """Lay the gradients of all queries [T, H, D], and of the contexts' keys and values [n, H, D], in `total`, where the spans'
-    keys and values are already. The column sum, a bias's gradient, is added to `kept`."""
+def merge_gradients(grads: tuple[Tensor, Tensor, Tensor], total: Tensor, rows: Joint, accumulator: Tensor) -> None:
+    """Put the gradients of all queries [T, H, D], and of the contexts' keys and values [n, H, D], in `total`, where the spans'
+    keys and values are already. The column sum, a bias's gradient, is added to `accumulator`."""
     width = total[0, 0].numel()
     parts = total.new_empty(min(len(total), PARTS), 3, width, dtype=torch.float32)
-    _lay[(len(parts),)](
-        *(one.contiguous() for one in grads), total, rows.place, parts, len(total), width, up(width), num_warps=4
+    _merge_gradients[(len(parts),)](
+        *(one.contiguous() for one in grads), total, rows.place, parts, len(total), width, power_of_2(width), num_warps=4
     )
-    settle(parts, [kept[i * width : (i + 1) * width] for i in range(3)])
+    reduce_parts(parts, [accumulator[i * width : (i + 1) * width] for i in range(3)])
 
 
 def _grid(rows: Joint, heads: int) -> tuple[int, int, int]:
@@ -55,7 +79,7 @@ def _grid(rows: Joint, heads: int) -> tuple[int, int, int]:
 
 
 @varied()
-def _of_contexts(qkv: tensor, out: tensor, contexts: tensor, width: constexpr, padded: constexpr) -> None:
+def _context_keys_values(qkv: tensor, out: tensor, contexts: tensor, width: constexpr, padded: constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(contexts + token).to(tl.int64)
     i = tl.arange(0, padded)
@@ -64,7 +88,7 @@ def _of_contexts(qkv: tensor, out: tensor, contexts: tensor, width: constexpr, p
 
 
 @varied("tokens")
-def _lay(
+def _merge_gradients(
     dq: tensor,
     dk: tensor,
     dv: tensor,
@@ -105,7 +129,7 @@ def _lay(
 
 @varied()
 def _tile(base: tensor, begin: tensor, length: tensor, i: tensor, row: constexpr, dim: constexpr, wide: constexpr) -> tensor:
-    """Rows `i` of a span that begins at `begin`, of one head: zero beyond its end."""
+    """RowBorders `i` of a span that begins at `begin`, of one head: zero beyond its end."""
     d = tl.arange(0, wide)[None, :]
     at = base + (begin + i).to(tl.int64)[:, None] * row + d
     return tl.load(at, (i < length)[:, None] & (d < dim), 0.0)
@@ -121,7 +145,7 @@ def _left(p: tensor, seed: tensor, query: tensor, key: tensor, longest: tensor, 
 
 
 @varied("seed", "tokens", "longest")
-def _own(
+def _attend_spans(
     qkv: tensor,
     out: tensor,
     lse: tensor,
@@ -195,7 +219,7 @@ def _slopes(
 
 
 @varied("seed", "tokens", "longest")
-def _own_backward(
+def _attend_spans_backward(
     grad: tensor,
     qkv: tensor,
     out: tensor,

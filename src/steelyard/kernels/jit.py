@@ -21,3 +21,19 @@ else:  # the compiler looks these up
 def serve(device: torch.device) -> bool:
     """Whether a device runs such kernels."""
     return HERE and device.type != "cpu"
+
+
+def power_of_2(number: int) -> int:
+    """The first that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def blocks(number: int, each: int) -> int:
+    """How many blocks of `each` hold so many."""
+    return -(-number // each)
+
+
+def varied(*names: str) -> Callable[[Any], Any]:
+    """Compile, but nothing of what these arguments are."""
+    made: Callable[[Any], Any] = triton.jit(do_not_specialize=list(names)) if HERE else lambda function: function
+    return made

@@ -32,11 +32,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
         raise RequestError("tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32, 64 or 128")
     if q.numel() > MOST:
         raise RequestError(f"tune.attention='packed' counts to {MOST}, and queries are {q.numel()}; lower tune.micro_batch")
-    out: Tensor = Packed.apply(q, k, v, *borders(cu, len(q)))  # type: ignore[no-untyped-call]
+    out: Tensor = PackedAttention.apply(q, k, v, *borders(cu, len(q)))  # type: ignore[no-untyped-call]
     return out
 
 
-class Packed(torch.autograd.Function):
+class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -1,4 +1,4 @@
-"""Readers: what a task reads off the model's last hidden states, the same for every scoring engine. One row a task.
+"""Answers: what is read off the model's last hidden states, the same for every scoring engine. One reader a kind of work.
 
 A reader is told, for every item of a batch, where its last token stands. It says at which tokens logits are needed, and
 makes the answers of them on the device, where they stay until the pass is over.
@@ -13,19 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steelyard.engines.torch.tensor_parallel import Team
-from steelyard.tasks.lambada.data import Passages
-from steelyard.tasks.mmlu.data import Prompts
+from steelyard.data.texts import Choices, Passages
+from steelyard.models.placements import Shard
 
 Ids = NDArray[np.int64]
 Head = Callable[[Tensor], Tensor]  # hidden states to logits: those of this share of the vocabulary
 Send = Callable[[Ids], Tensor]
+Gather = Callable[[Tensor], Tensor]  # what every share of a model has, stacked in their order
 
 CHUNK = 4096  # tokens whose logits are there at one time
 
 
 @dataclass(frozen=True)
-class Asked:
+class Picked:
     """What is asked of a batch, on the device: where logits are needed, and what the answers are made with."""
 
     pick: Tensor
@@ -36,32 +36,32 @@ class Reader(Protocol):
     def logits(self, items: list[int]) -> int:
         """How many tokens' logits these items need."""
 
-    def ask(self, items: list[int], ends: Ids, send: Send) -> Asked:
+    def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
         """The question to a batch in which the last token of each item stands at `ends`."""
 
-    def answer(self, head: Head, hidden: Tensor, asked: Asked, compiled: bool) -> Tensor:
+    def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
         """One row an item, made of the hidden states at the picked tokens."""
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         """The answers of a pass as plain lists."""
 
 
-class Choices:
+class ChoiceReader:
     """Multiple choice: the likeliest token of all, the likeliest of the four answers, and whether every logit is finite."""
 
-    def __init__(self, texts: Prompts, vocab: int, team: Team, device: torch.device) -> None:
+    def __init__(self, texts: Choices, vocab: int, share: Shard, gather: Gather, device: torch.device) -> None:
         self.letters = torch.tensor(texts.letters, device=device)
         self.vocab = vocab
-        self.team = team
+        self.gather = gather
 
     def logits(self, items: list[int]) -> int:
         return len(items)
 
-    def ask(self, items: list[int], ends: Ids, send: Send) -> Asked:
-        return Asked(send(ends))
+    def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
+        return Picked(send(ends))
 
-    def answer(self, head: Head, hidden: Tensor, asked: Asked, compiled: bool) -> Tensor:
-        logits = torch.cat(self.team.gather(head(hidden)).unbind(0), dim=-1)[:, : self.vocab]
+    def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
+        logits = torch.cat(self.gather(head(hidden)).unbind(0), dim=-1)[:, : self.vocab]
         best = logits.argmax(-1)
         choice = logits[:, self.letters].argmax(-1)
         finite = torch.isfinite(logits).all(-1)
@@ -72,20 +72,20 @@ class Choices:
         return {"items": items, "best": best.tolist(), "choice": choice.tolist(), "finite": finite.tolist()}
 
 
-class Losses:
+class LossReader:
     """Passages: the negative log-likelihood of every token after the first, of the last word's among them, and whether
-    each of these is the likeliest. Logits stay divided over the team; only four numbers a token are gathered."""
+    each of these is the likeliest. Logits stay divided over the shares of a model; only four numbers a token are gathered."""
 
-    def __init__(self, texts: Passages, vocab: int, team: Team, device: torch.device) -> None:
+    def __init__(self, texts: Passages, vocab: int, share: Shard, gather: Gather, device: torch.device) -> None:
         self.texts = texts
         self.vocab = vocab
-        self.team = team
+        self.share, self.gather = share, gather
         self.compiled: Callable[..., Tensor] | None = None
 
     def logits(self, items: list[int]) -> int:
         return sum(len(self.texts.rows[i]) - 1 for i in items)
 
-    def ask(self, items: list[int], ends: Ids, send: Send) -> Asked:
+    def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
         rows = [self.texts.rows[i] for i in items]
         sizes = np.array([len(row) - 1 for row in rows], dtype=np.int64)
         pick = np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)])
@@ -95,19 +95,19 @@ class Losses:
             [np.arange(size) >= size - 1 - self.texts.last[i] for i, size in zip(items, sizes, strict=True)]
         ).astype(np.int64)
         word[np.cumsum(sizes) - 1] = 0
-        return Asked(send(pick), (send(targets), send(word), send(sizes)))
+        return Picked(send(pick), (send(targets), send(word), send(sizes)))
 
-    def answer(self, head: Head, hidden: Tensor, asked: Asked, compiled: bool) -> Tensor:
+    def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
         targets, word, sizes = asked.extra
         local = self._compiled() if compiled else _local
         parts = []
         chunks = -(-len(targets) // CHUNK)
         for rows, wanted in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
             logits = head(rows)
-            first = self.team.share.index * logits.shape[-1]
+            first = self.share.index * logits.shape[-1]
             own = max(0, min(logits.shape[-1], self.vocab - first))
             parts.append(local(logits[:, :own], wanted - first) if own else _nothing(wanted))
-        nll, hit = _merged(self.team.gather(torch.cat(parts, dim=1)), targets)
+        nll, hit = _merged(self.gather(torch.cat(parts, dim=1)), targets)
         columns = (nll, torch.where(word > 0, nll, 0.0), torch.where(word > 0, hit, 1.0))
         ways = ("sum", "sum", "min")
         made = [torch.segment_reduce(c, way, lengths=sizes) for c, way in zip(columns, ways, strict=True)]
@@ -147,7 +147,7 @@ def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nll, hit.double()
 
 
-READERS: dict[str, Callable[..., Reader]] = {"mmlu": Choices, "lambada": Losses}
+READERS: dict[str, Callable[..., Reader]] = {"score_choices": ChoiceReader, "score_texts": LossReader}
 
 
 class Answers:

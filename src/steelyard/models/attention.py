@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from steelyard.errors import RequestError
 from steelyard.kernels import packed_attention
+from steelyard.models.tensors import cumulative
 
 SEGMENTS = 64  # a steady layout has a multiple of so many rows
 
@@ -34,8 +35,8 @@ Prefix = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G,
 def layout(q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None) -> Layout:
     """The layout of rows with these lengths; `k_lens` only where rows see more keys than they have queries."""
     keys = q_lens if k_lens is None else k_lens
-    cu_q = _cumulative(q_lens, device)
-    cu_k = cu_q if k_lens is None else _cumulative(keys, device)
+    cu_q = cumulative(q_lens, device)
+    cu_k = cu_q if k_lens is None else cumulative(keys, device)
     return Layout(cu_q, cu_k, max(q_lens), max(keys), gather)
 
 
@@ -43,14 +44,8 @@ def steady_layout(lens: list[int], longest: int, device: torch.device) -> Layout
     """The layout of rows of at most `longest` tokens, of the same size for most batches: a compiler sees few sizes. Empty
     rows at the end fill it."""
     count = -(-len(lens) // SEGMENTS) * SEGMENTS
-    cu = _cumulative([*lens, *[0] * (count - len(lens))], device)
+    cu = cumulative([*lens, *[0] * (count - len(lens))], device)
     return Layout(cu, cu, longest, longest)
-
-
-def _cumulative(lens: list[int], device: torch.device) -> Tensor:
-    ends = torch.zeros(len(lens) + 1, dtype=torch.int32)
-    ends[1:] = torch.tensor(lens, dtype=torch.int32).cumsum(0)
-    return ends if device.type == "cpu" else ends.pin_memory().to(device, non_blocking=True)
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]

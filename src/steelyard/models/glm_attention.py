@@ -18,13 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-@dataclass(frozen=True)
-class Rows:
-    """Borders of rows laid end to end, and the longest of them."""
-
-    cu: Tensor  # int32 [rows + 1], on the device
-    longest: int
+from steelyard.kernels.glm_spans import Joint, RowBorders
+from steelyard.models.tensors import cumulative, send_tensor
 
 
 @dataclass(frozen=True)
@@ -38,26 +33,11 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Joint:
-    """The same tokens in another order, every context with its spans behind it: a context and its spans are then one row of
-    queries on the context's keys."""
-
-    order: Tensor  # int64 [T]: which token stands there
-    rows: Rows  # contexts, each with its spans
-    contexts: Tensor  # int32: where the contexts' tokens stand
-    place: Tensor  # int32 [T]: which of the contexts' tokens it is; -1 if it is a span's
-    spans: Tensor  # int64: where the spans' tokens stand
-    starts: Tensor  # int32: where each span begins
-    lengths: Tensor  # int32: of the spans
-    longest: int  # of the spans
-
-
-@dataclass(frozen=True)
 class ClozeLayout:
     lengths: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of contexts, of spans; spans of each context
-    contexts: Rows
-    groups: Rows  # all spans of a context together, counted from the first span token
-    spans: Rows
+    contexts: RowBorders
+    groups: RowBorders  # all spans of a context together, counted from the first span token
+    spans: RowBorders
     context_tokens: int
     device: torch.device
 
@@ -66,7 +46,12 @@ class ClozeLayout:
         """Made for the kernels that need it, once a micro-batch."""
         gather, back, seen = _padded(*self.lengths)
         width = gather.shape[1]
-        return Padded(_send(gather.flatten(), self.device), _send(back, self.device), _send(seen, self.device)[:, None], width)
+        return Padded(
+            send_tensor(gather.flatten(), self.device),
+            send_tensor(back, self.device),
+            send_tensor(seen, self.device)[:, None],
+            width,
+        )
 
     @cached_property
     def joint(self) -> Joint:
@@ -80,19 +65,9 @@ def layout(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int],
         raise ValueError("every context has a length and a number of spans, every span a length, all above 0")
     ends = torch.tensor(groups).cumsum(0).tolist()
     together = [sum(spans[end - count : end]) for end, count in zip(ends, groups, strict=True)]
-    outer, middle, inner = (Rows(_cumulative(lens, device), max(lens)) for lens in (contexts, together, spans))
+    outer, middle, inner = (RowBorders(cumulative(lens, device), max(lens)) for lens in (contexts, together, spans))
     lengths = tuple(contexts), tuple(spans), tuple(groups)
     return ClozeLayout(lengths, outer, middle, inner, sum(contexts), device)
-
-
-def _cumulative(lens: Sequence[int], device: torch.device) -> Tensor:
-    ends = torch.zeros(len(lens) + 1, dtype=torch.int32)
-    ends[1:] = torch.tensor(lens, dtype=torch.int32).cumsum(0)
-    return _send(ends, device)
-
-
-def _send(host: Tensor, device: torch.device) -> Tensor:
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,13 +113,13 @@ def _joint(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int],
     starts = (inner.cumsum(0) - inner + behind[owner]).int()
     sizes = (outer + together).tolist()
     return Joint(
-        order=_send(order, device),
-        rows=Rows(_cumulative(sizes, device), max(sizes)),
-        contexts=_send(of_contexts.int(), device),
-        place=_send(place, device),
-        spans=_send(of_spans, device),
-        starts=_send(starts, device),
-        lengths=_send(inner.int(), device),
+        order=send_tensor(order, device),
+        rows=RowBorders(cumulative(sizes, device), max(sizes)),
+        contexts=send_tensor(of_contexts.int(), device),
+        place=send_tensor(place, device),
+        spans=send_tensor(of_spans, device),
+        starts=send_tensor(starts, device),
+        lengths=send_tensor(inner.int(), device),
         longest=max(spans),
     )
 
@@ -168,11 +143,13 @@ class Blocks:
     `forward(q, k, v, queries, keys, dropout, causal)` leaves query rows beyond the last border as they are;
     `backward(grad, q, k, v, out, lse, state, queries, keys, dropout, causal)` gives the gradients of q, k and v."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Rows, Rows, float, bool], Half]
+    forward: Callable[[Tensor, Tensor, Tensor, RowBorders, RowBorders, float, bool], Half]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, dropout: float, causal: bool) -> Half:
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: RowBorders, keys: RowBorders, dropout: float, causal: bool
+) -> Half:
     borders = queries.cu, keys.cu, queries.longest, keys.longest
     out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *borders, dropout, causal, False)
     return out, lse, (rng, unused)
@@ -186,8 +163,8 @@ def _flash_backward(
     out: Tensor,
     lse: Tensor,
     state: Any,
-    queries: Rows,
-    keys: Rows,
+    queries: RowBorders,
+    keys: RowBorders,
     dropout: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,37 +1,40 @@
-"""A block for training on one device: weight gradients are added to where they are kept by the matmul that makes them.
+"""A block for training: what stands between its matmuls is a kernel, or compiled in pieces; the matmuls stand outside.
 
-Left to autograd, a micro-batch writes each weight's gradient, and a second kernel reads it and adds it to the sum: with fp32
-sums and small micro-batches that is a tenth of the time. So the matmuls stand outside the compiled code, and what is between
-them is compiled in pieces, or has a kernel of its own.
+On one device a weight's gradient is added to where it is summed by the matmul that makes it (`Accumulating`). Left to
+autograd, a micro-batch writes each weight's gradient, and a second kernel reads it and adds it to the sum: with fp32 sums and
+small micro-batches that is a tenth of the time. On several devices gradients are autograd's (`ByAutograd`): whoever divides
+parameters among ranks waits for them there.
 
-Kept for the backward pass are queries, keys and values as attention reads them, and the output of gate_up; the
+Saved for the backward pass are queries, keys and values as attention reads them, and the output of gate_up; the
 input of down is made again from it by the kernel that makes its gradient.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from steelyard.kernels import jit, llama
+from steelyard.kernels import add_norm, jit, rotary, swiglu
 from steelyard.models.attention import Layout, Prefix, attend
-from steelyard.models.llama import Block, Streams, gated, rotate
+from steelyard.models.llama import Block, Streams
+
+Gradient = Callable[[Tensor], Tensor]  # a parameter's gradient, to be added to
 
 
-class Accumulated(torch.autograd.Function):
-    """x times a weight, whose gradient is added to `kept` and nowhere else."""
+class AccumulatedLinear(torch.autograd.Function):
+    """x times a weight, whose gradient is added to `accumulator` and nowhere else."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, accumulator: Tensor) -> Tensor:
         context.save_for_backward(x, weight)
-        context.kept = kept
+        context.accumulator = accumulator
         return x @ weight.t()
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, weight = context.saved_tensors
-        add_product(context.kept, grads[0], x)
+        add_product(context.accumulator, grads[0], x)
         return grads[0] @ weight, None, None
 
 
@@ -39,15 +42,17 @@ class AddNorm(torch.autograd.Function):
     """The sum of two streams, and its RMSNorm."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float, pieces: "Pieces") -> tuple[Tensor, Tensor]:
-        x, normed, scale = pieces.add_norm(x, delta, weight, eps)
+    def forward(
+        context: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float, kernels: "BlockKernels"
+    ) -> tuple[Tensor, Tensor]:
+        x, normed, scale = kernels.add_norm(x, delta, weight, eps)
         context.save_for_backward(x, scale, weight)
-        context.pieces = pieces
+        context.kernels = kernels
         return x, normed
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        back, weight = context.pieces.add_norm_backward(*context.saved_tensors, *grads)
+        back, weight = context.kernels.add_norm_backward(*context.saved_tensors, *grads)
         return back, back, weight, None, None
 
 
@@ -56,103 +61,66 @@ class Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, pieces: "Pieces"
+        context: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, kernels: "BlockKernels"
     ) -> tuple[Tensor, Tensor, Tensor]:
         context.save_for_backward(cos, sin)
-        context.pieces = pieces
-        out: tuple[Tensor, Tensor, Tensor] = pieces.split(qkv, cos, sin, queries)
+        context.kernels = kernels
+        out: tuple[Tensor, Tensor, Tensor] = kernels.split_heads(qkv, cos, sin, queries)
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return context.pieces.join(*grads, *context.saved_tensors), None, None, None, None
+        return context.kernels.join_heads(*grads, *context.saved_tensors), None, None, None, None
 
 
-class Narrowed(torch.autograd.Function):
-    """SwiGLU of gate and up, times a weight whose gradient is added to `kept`."""
+class SwigluLinear(torch.autograd.Function):
+    """SwiGLU of gate and up, times a weight whose gradient is added to `accumulator`, or is autograd's where there is none."""
 
     @staticmethod
-    def forward(context: Any, gate_up: Tensor, weight: Tensor, kept: Tensor, block: int, pieces: "Pieces") -> Tensor:
+    def forward(
+        context: Any, gate_up: Tensor, weight: Tensor, accumulator: Tensor | None, block: int, kernels: "BlockKernels"
+    ) -> Tensor:
         context.save_for_backward(gate_up, weight)
-        context.kept, context.block, context.pieces = kept, block, pieces
-        out: Tensor = pieces.gated(gate_up, block) @ weight.t()
+        context.accumulator, context.block, context.kernels = accumulator, block, kernels
+        out: Tensor = kernels.gated(gate_up, block) @ weight.t()
         return out
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         gate_up, weight = context.saved_tensors
-        back, wide = context.pieces.gated_backward(gate_up, grads[0] @ weight, context.block)
-        add_product(context.kept, grads[0], wide)
+        back, wide = context.kernels.gated_backward(gate_up, grads[0] @ weight, context.block)
+        if context.accumulator is None:
+            return back, grads[0].t() @ wide, None, None, None
+        add_product(context.accumulator, grads[0], wide)
         return back, None, None, None, None
 
 
-def add_product(kept: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add gradᵀ x to `kept`, which may be of higher precision."""
-    if kept.dtype == x.dtype:
-        kept.addmm_(grad.t(), x)
+def add_product(accumulator: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add gradᵀ x to `accumulator`, which may be of higher precision."""
+    if accumulator.dtype == x.dtype:
+        accumulator.addmm_(grad.t(), x)
     elif x.device.type == "cpu":  # its matmuls have no other type for their sums
-        kept.add_(grad.t() @ x)
+        accumulator.add_(grad.t() @ x)
     else:
-        torch.addmm(kept, grad.t(), x, out_dtype=kept.dtype, out=kept)
+        torch.addmm(accumulator, grad.t(), x, out_dtype=accumulator.dtype, out=accumulator)
 
 
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta, its RMSNorm, and what that was scaled with."""
-    x = x + delta
-    wide = _wide(x)
-    scale = wide.square().mean(-1, keepdim=True).add(eps).rsqrt()
-    return x, (wide * scale * weight).to(x.dtype), scale
-
-
-def add_norm_backward(x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight, from those of the sum and of its norm."""
-    unit, grad = _wide(x) * scale, _wide(grad)
-    slope = grad * weight
-    back = more + scale * (slope - unit * (slope * unit).mean(-1, keepdim=True))
-    return back.to(x.dtype), (grad * unit).sum(0).to(weight.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < torch.float32.itemsize else x
-
-
-def split(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values; `queries` are the query heads of a key group. No two share memory with `qkv`."""
-    grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * cos.shape[-1]))  # type: ignore[no-untyped-call]
-    q = rotate(grouped[:, :, :-2].flatten(1, 2), cos, sin)
-    return q, rotate(grouped[:, :, -2], cos, sin), grouped[:, :, -1].clone()
-
-
-def join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv from those of queries, keys and values."""
-    grouped = rotate(q, cos, -sin).unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]
-    return torch.cat((grouped, rotate(k, cos, -sin)[:, :, None], v[:, :, None]), dim=2).flatten(1)
-
-
-def gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The gradient of gate and up, and their SwiGLU again."""
-    gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)  # type: ignore[no-untyped-call]
-    grad = grad.unflatten(-1, (-1, block))  # type: ignore[no-untyped-call]
-    share = gate.sigmoid()
-    silu = gate * share
-    back = torch.stack((grad * up * (share + silu * (1 - share)), grad * silu), dim=-2)
-    return back.flatten(1), (silu * up).flatten(-2)
-
-
-class Pieces:
+class BlockKernels:
     """What stands between the matmuls of a block, as it is written, or compiled, or a kernel: the same for all blocks."""
 
     def __init__(self, compiled: bool) -> None:
-        make: Callable[..., Any] = _or_kernel if compiled else lambda function: function
-        self.add_norm, self.add_norm_backward = make(add_norm), make(add_norm_backward)
-        self.split, self.join = make(split), make(join)
-        self.gated, self.gated_backward = make(gated), make(gated_backward)
+        make: Callable[..., Any] = _compiled if compiled else lambda plain, kernel: plain
+        self.add_norm = make(add_norm.add_norm, add_norm.triton_add_norm)
+        self.add_norm_backward = make(add_norm.add_norm_backward, add_norm.triton_add_norm_backward)
+        self.split_heads = make(rotary.split_heads, rotary.triton_split_heads)
+        self.join_heads = make(rotary.join_heads, rotary.triton_join_heads)
+        self.gated = make(swiglu.gated, swiglu.triton_gated)
+        self.gated_backward = make(swiglu.gated_backward, swiglu.triton_gated_backward)
 
 
-def _or_kernel(written: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of the same name where there is one for the device, otherwise the function compiled."""
-    compiled: Any = torch.compile(written)
-    kernel: Any = getattr(llama, written.__name__)
+def _compiled(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel where the device runs it, otherwise the plain function compiled."""
+    compiled: Any = torch.compile(plain)
 
     def run(x: Tensor, *arguments: Any) -> Any:
         return (kernel if jit.serve(x.device) else compiled)(x, *arguments)
@@ -160,27 +128,57 @@ def _or_kernel(written: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class FusedBlock:
-    """The same function as `Block`, with `kept` saying where each weight's gradient goes."""
+class Linears(Protocol):
+    """How the matmuls of a block are called, and where the gradients of their weights go."""
 
-    def __init__(self, block: Block, kept: Callable[[Tensor], Tensor], pieces: Pieces) -> None:
-        self.block, self.kept, self.pieces = block, kept, pieces
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor: ...
+
+    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor: ...
+
+
+class Accumulating:
+    """Every matmul adds its weight's gradient to where `gradient` says."""
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        out: Tensor = _apply(AccumulatedLinear, x, layer.weight, self.gradient(layer.weight))
+        return out if layer.bias is None else out + layer.bias
+
+    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
+        out: Tensor = _apply(SwigluLinear, gate_up, layer.weight, self.gradient(layer.weight), block, kernels)
+        return out
+
+
+class ByAutograd:
+    """Modules are called, and gradients are autograd's: hooks on both run."""
+
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        out: Tensor = layer(x)
+        return out
+
+    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
+        out: Tensor = _apply(SwigluLinear, gate_up, layer.weight, None, block, kernels)
+        return out
+
+
+class FusedBlock:
+    """The same function as `Block`."""
+
+    def __init__(self, block: Block, linears: Linears, kernels: BlockKernels) -> None:
+        self.block, self.linears, self.kernels = block, linears, kernels
 
     def __call__(
         self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
     ) -> Streams:
-        block, pieces, shape = self.block, self.pieces, self.block.shape
-        x, normed = _apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, pieces)
-        q, k, v = _apply(Heads, self._linear(normed, block.qkv), cos, sin, shape.heads // shape.kv_heads, pieces)
+        block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
+        x, normed = _apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
+        q, k, v = _apply(Heads, linears.linear(normed, block.qkv), cos, sin, shape.heads // shape.kv_heads, kernels)
         seen = attend(q, k, v, rows, kernel, prefix).flatten(1)
-        x, normed = _apply(AddNorm, x, self._linear(seen, block.out), block.ffn_norm.weight, shape.norm_eps, pieces)
-        wide = self._linear(normed, block.gate_up)
-        down = block.down.weight
-        return x, _apply(Narrowed, wide, down, self.kept(down), shape.ffn_block, pieces), k, v
-
-    def _linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        out: Tensor = _apply(Accumulated, x, layer.weight, self.kept(layer.weight))
-        return out if layer.bias is None else out + layer.bias
+        x, normed = _apply(AddNorm, x, linears.linear(seen, block.out), block.ffn_norm.weight, shape.norm_eps, kernels)
+        gate_up = linears.linear(normed, block.gate_up)
+        return x, linears.swiglu_linear(gate_up, block.down, shape.ffn_block, kernels), k, v
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

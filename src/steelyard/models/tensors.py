@@ -1,5 +1,6 @@
 """Names of number types as torch's, and arrays on a device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,5 +18,16 @@ def compute_dtype(matmul: str) -> torch.dtype:
 
 def send(array: "np.ndarray[Any, np.dtype[np.int64]]", device: torch.device) -> Tensor:
     """An array on the device, without waiting for it."""
-    host = torch.from_numpy(array)
+    return send_tensor(torch.from_numpy(array), device)
+
+
+def send_tensor(host: Tensor, device: torch.device) -> Tensor:
+    """The same of a tensor of the host."""
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def cumulative(lens: Sequence[int], device: torch.device) -> Tensor:
+    """Borders of rows with these lengths: int32 [rows + 1]."""
+    ends = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    ends[1:] = torch.tensor(lens, dtype=torch.int32).cumsum(0)
+    return send_tensor(ends, device)
