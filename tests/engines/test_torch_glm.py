@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fixtures.glm import CPU, SHAPE, TRAINING, build, job, literal_loss, literal_scores, packed, samples, trainer
-from steelyard.engines.reference.glm import ReferenceTrainer, padded
-from steelyard.engines.torch import model as score
-from steelyard.engines.torch.glm import GlmTrainer, to_device
+from steelyard.engines.reference import glm as reference
+from steelyard.engines.torch import glm as fused
 from steelyard.errors import RequestError
-from steelyard.models import glm_fused
+from steelyard.models import glm_fused, tensors
+from steelyard.training.glm import to_device
+from steelyard.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DROPPED = SHAPE.model_copy(update={"dropout": 0.1})
@@ -25,7 +26,7 @@ TARGETS = torch.tensor(5.0)
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(score.DTYPES, "fp32", torch.float64)
+    monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
 
 
 def micros(division: str, *groups: list[int]):
@@ -33,8 +34,8 @@ def micros(division: str, *groups: list[int]):
     return [to_device(packed(division, [some[i] for i in group]), CPU) for group in groups]
 
 
-def gradients(of: GlmTrainer) -> list[Tensor]:
-    return [of.adam.gradient(p).clone() for p in of.adam.own]
+def gradients(of: Trainer) -> list[Tensor]:
+    return [of.optimizer.gradient(p).clone() for p in of.optimizer.parameters]
 
 
 def literal_gradients() -> tuple[float, list[Tensor]]:
@@ -45,12 +46,12 @@ def literal_gradients() -> tuple[float, list[Tensor]]:
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("kind", [GlmTrainer, ReferenceTrainer])
+@pytest.mark.parametrize("make", [fused.trainer, reference.trainer])
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_loss_and_gradients_are_the_literal_ones(division: str, kind: type[GlmTrainer], monkeypatch) -> None:
+def test_loss_and_gradients_are_the_literal_ones(division: str, make, monkeypatch) -> None:
     """The samples in two micro-batches; in the fused way logits are read a few rows at a time."""
     monkeypatch.setattr(glm_fused, "ROWS", 4)
-    made = trainer(job(), kind)
+    made = trainer(job(), make)
     loss = made.learn(micros(division, [0, 1, 2], [3, 4]), TARGETS)
     wanted, grads = literal_gradients()
     assert float(loss) == pytest.approx(wanted, abs=1e-10)
@@ -59,9 +60,9 @@ def test_loss_and_gradients_are_the_literal_ones(division: str, kind: type[GlmTr
     assert min(float(grad.abs().max()) for grad in grads) > 1e-5
 
 
-@pytest.mark.parametrize("kind", [GlmTrainer, ReferenceTrainer])
-def test_in_fp32_the_ways_agree(kind: type[GlmTrainer]) -> None:
-    made = trainer(job(), kind)
+@pytest.mark.parametrize("make", [fused.trainer, reference.trainer])
+def test_in_fp32_the_ways_agree(make) -> None:
+    made = trainer(job(), make)
     loss = made.learn(micros("closed", [0, 1, 2, 3, 4]), TARGETS)
     wanted, grads = literal_gradients()
     assert loss.dtype == torch.float32
@@ -72,15 +73,15 @@ def test_in_fp32_the_ways_agree(kind: type[GlmTrainer]) -> None:
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("kind", [GlmTrainer, ReferenceTrainer])
-def test_scores_drop_nothing(kind: type[GlmTrainer]) -> None:
-    made = trainer(job(shape=DROPPED), kind)
-    found = made.scores(micros("open", [0, 1, 2, 3, 4])[0])
+@pytest.mark.parametrize("make", [fused.trainer, reference.trainer])
+def test_scores_drop_nothing(make) -> None:
+    made = trainer(job(shape=DROPPED), make)
+    found = made.evaluate(micros("open", [0, 1, 2, 3, 4])[0])
     assert not found.requires_grad
     for row, wanted in zip(found.tolist(), literal_scores(build(), samples(5)), strict=True):
         assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], abs=1e-10)
     assert np.isneginf(found[0, 2:].numpy()).all()
-    losses = [float(made.loss(micros("open", [0])[0]).detach()) for _ in range(2)]
+    losses = [float(made.model.loss(micros("open", [0])[0]).detach()) for _ in range(2)]
     assert losses[0] != losses[1]
 
 
@@ -102,15 +103,16 @@ def test_a_dropped_loss_has_its_own_gradient() -> None:
     """Finite differences along one direction, with the same numbers dropped at both ends."""
     made = trainer(job(shape=DROPPED))
     micro = micros("open", [0, 1, 2])
-    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(made.adam.own)]
+    weights = made.optimizer.parameters
+    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(weights)]
 
     def loss_at(step: float) -> float:
         with torch.no_grad():
-            for p, d in zip(made.adam.own, direction, strict=True):
+            for p, d in zip(weights, direction, strict=True):
                 p.add_(d, alpha=step)
             torch.manual_seed(11)
-            value = float(made.loss(micro[0]) / TARGETS)
-            for p, d in zip(made.adam.own, direction, strict=True):
+            value = float(made.model.loss(micro[0]) / TARGETS)
+            for p, d in zip(weights, direction, strict=True):
                 p.add_(d, alpha=-step)
         return value
 
@@ -122,11 +124,11 @@ def test_a_dropped_loss_has_its_own_gradient() -> None:
 
 def test_warming_up_changes_nothing() -> None:
     made = trainer(job(shape=DROPPED))
-    before = [p.detach().clone() for p in made.adam.own]
+    before = [p.detach().clone() for p in made.optimizer.parameters]
     made.warm(micros("open", [0, 1])[0])
-    assert all(torch.equal(a, b) for a, b in zip(before, made.adam.own, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, made.optimizer.parameters, strict=True))
     assert not any(bool(grad.count_nonzero()) for grad in gradients(made))
-    assert len(made.buckets) == 1
+    assert len(made.placement.buckets) == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure", "tf32"])
@@ -141,19 +143,20 @@ def test_every_precision_learns(precision: str) -> None:
     assert losses[0] == pytest.approx(literal_gradients()[0], rel=0.05)
     assert losses[-1] < losses[0] / 2
     kept = {"bf16": torch.float32, "fp16": torch.float32, "bf16-pure": torch.bfloat16, "tf32": torch.float32}[precision]
-    assert {p.dtype for p in made.adam.kept} == {kept} == {flat.dtype for flat in made.buckets}
-    assert made.details() == {"attention": "padded", "weights": {"source": "random", "seed": 0}}
+    assert {p.dtype for p in made.optimizer.master} == {kept} == {flat.dtype for flat in made.placement.buckets}
+    assert made.details() == {"attention": "padded"}
+    assert made.model.weights == {"source": "random", "seed": 0}
 
 
 def test_gradients_lie_in_few_rows(monkeypatch) -> None:
-    monkeypatch.setattr("steelyard.engines.torch.glm.BUCKET", 5000)
+    monkeypatch.setattr("steelyard.training.placement.BUCKET", 5000)
     made = trainer(job("bf16"))
-    assert 2 < len(made.buckets) < 12
+    assert 2 < len(made.placement.buckets) < 12
     made.learn(micros("open", [0, 1]), TARGETS)
     every = [one.flatten() for one in gradients(made)]
-    assert torch.equal(torch.cat(every), torch.cat(made.buckets))
+    assert torch.equal(torch.cat(every), torch.cat(made.placement.buckets))
     made.update(1e-3)
-    assert not any(bool(flat.count_nonzero()) for flat in made.buckets)
+    assert not any(bool(flat.count_nonzero()) for flat in made.placement.buckets)
 
 
 def test_a_replica_without_samples_takes_its_step() -> None:
@@ -168,7 +171,7 @@ def test_a_run_goes_on_where_another_stopped(precision: str) -> None:
     whole, first, second = (trainer(job(precision)) for _ in range(3))
     micro = micros("open", [0, 1, 2], [3, 4])
 
-    def step(made: GlmTrainer) -> tuple[float, float]:
+    def step(made: Trainer) -> tuple[float, float]:
         return float(made.learn(micro, TARGETS)), float(made.update(1e-3))
 
     expected = [step(whole) for _ in range(3)]
@@ -187,18 +190,18 @@ def test_refusals() -> None:
         ({"recompute": "selective"}, "tune.recompute='selective' is not there for a GLM; allowed: none, full"),
     ):
         with pytest.raises(RequestError, match=words) as caught:
-            GlmTrainer(job(**tune))
+            fused.trainer(job(**tune))
         assert "\n" not in str(caught.value)
     odd = SHAPE.model_copy(update={"hidden": 24, "heads": 4})
     with pytest.raises(RequestError, match="takes heads of 8, 16, … 256 numbers, not 6; choose padded"):
-        GlmTrainer(job(shape=odd, attention="flash"))
+        fused.trainer(job(shape=odd, attention="flash"))
 
 
 def test_padding_of_the_reference() -> None:
     some = samples(3)
     lengths = [len(one.context) + len(piece) + 1 for one in some for piece in one.candidates]
     for division in ("closed", "open"):
-        assert padded(packed(division, some), 24) == 24 * len(lengths) - sum(lengths)
+        assert reference.padded(packed(division, some), 24) == 24 * len(lengths) - sum(lengths)
 
 
 @pytest.mark.full
@@ -222,11 +225,11 @@ def test_compiled_equals_eager() -> None:
 @pytest.mark.full
 def test_compiled_dropout_drops_the_same_backward() -> None:
     torch.compiler.reset()
-    pieces = glm_fused.Pieces(True, 1e-5, 0.5)
+    kernels = glm_fused.GlmKernels(True, 1e-5, 0.5)
     norm = torch.nn.LayerNorm(32)
     for rows in (40, 57):
         x, delta = torch.randn(rows, 32), torch.randn(rows, 32, requires_grad=True)
-        out, normed = pieces.join(x, delta, norm, 0.5)
+        out, normed = kernels.add_norm(x, delta, norm, 0.5)
         weight = torch.randn(rows, 32)
         kept = (out - x).abs() > 1e-6
         torch.testing.assert_close(out, x + torch.where(kept, 2 * delta, 0), atol=1e-5, rtol=0)
@@ -241,8 +244,10 @@ def test_compiled_dropout_drops_the_same_backward() -> None:
 def test_two_replicas_are_one(tmp_path: Path) -> None:
     """Real processes over gloo, in float64: five samples dealt unevenly, three steps with clipping; weights, losses, norms."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0"]
-    command += [str(Path(__file__).parents[1] / "ranks" / "glm_replicas.py"), str(tmp_path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).parents[1]
+    command += [str(tests / "ranks" / "glm_replicas.py"), str(tmp_path)]
+    path = os.pathsep.join((str(tests), *filter(None, [os.environ.get("PYTHONPATH")])))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(2))

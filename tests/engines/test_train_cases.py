@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from fixtures.commands import Shell
-from steelyard.case.case import resolve
+from steelyard.case.resolve import resolve
 from steelyard.engines.transformers.score import config
 
 CASE = "llama1-7b-openwebtext"
@@ -98,10 +98,10 @@ def test_transformers_over_two_devices_says_what_to_add(shell: Shell) -> None:
 
 
 WHICH = """
-import sys, torch
-from steelyard.run import worker
+import time, torch
+from steelyard.engines.torch.framework import TorchFramework
 before = torch.are_deterministic_algorithms_enabled()
-worker._always_the_same()
+TorchFramework("steelyard.accelerators.cpu_torch:Device", 0, time.monotonic).make_deterministic()
 print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
 """
 

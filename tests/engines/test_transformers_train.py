@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,17 @@ from torch._dynamo.utils import counters
 
 from fixtures.commands import Shell
 from steelyard import engines
-from steelyard.accelerators.cpu import Device
-from steelyard.case import case
+from steelyard.accelerators.cpu_torch import Device
+from steelyard.case import resolve
 from steelyard.data.rows import IGNORED, Row
 from steelyard.engines.job import Job
-from steelyard.engines.torch.tensor_parallel import Team
+from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
 from steelyard.engines.work import Work
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
-from steelyard.record.record import Plan
-from steelyard.tasks.table import TASKS, Sources
-from steelyard.training.loop import packed
+from steelyard.plan.degrees import Plan
+from steelyard.tasks.task import Sources
+from steelyard.training.micro_batches import packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,21 +32,22 @@ STEPS = 10
 
 def engine(name: str, of: str = CASES[0], precision: str | None = None, dp: int = 1, settings: tuple[str, ...] = ()) -> Any:
     layout = Plan(nodes=1, devices=dp, tp=1, pp=1, dp=dp, launcher="local")
-    resolved = case.resolve(of, "smoke", precision, settings=list(settings)).case
+    resolved = resolve.resolve(of, "smoke", precision, settings=list(settings)).case
     question = resolved.question
     job = Job(
         case=resolved,
-        texts=TASKS[question.task].prepare(question, Sources(None, None, None), None).texts,
+        work=resolved.question.row.work,
+        inputs=question.row.prepare(question.asked(Sources(None, None, None), None, True, {})).inputs,
         weights=None,
-        device=Device(0),
+        device=Device(0, monotonic),
         rank=0,
         world=dp,
         plan=layout,
         place=degrees.place(layout, 0),
-        team=Team(),
+        group=TensorParallelGroup(),
         steps=STEPS,
     )
-    return engines.load(name, "train")(job)
+    return engines.load(name, question.row.work)(job)
 
 
 def trained(one: Any) -> dict[str, list[float]]:
@@ -81,7 +83,7 @@ def test_ten_steps_as_engine_torch(of: str, attention: str, torch_trained: dict[
     same(trained(one), torch_trained[of])
     details = one.details()
     assert details["attention"] == {"auto": "sdpa"}.get(attention, attention)
-    assert details["weights"]["source"] == "random"
+    assert one.weights["source"] == "random"
     if attention == "auto":
         assert 0 < details["masked"] <= details["batches"]
 
@@ -103,7 +105,7 @@ def test_biases_that_a_llama_of_ours_has_not_stay_zero() -> None:
     settings = ("question.model.qkv_bias=true",)
     one = engine("transformers", settings=settings)
     same(trained(one), trained(engine("torch", settings=settings)))
-    biases = {name: p for name, p in one.trainer.hf.named_parameters() if name.endswith("bias")}
+    biases = {name: p for name, p in one.trainer.model.module.named_parameters() if name.endswith("bias")}
     assert all(bool((p == 0).all()) == name.endswith("o_proj.bias") for name, p in biases.items())
     assert len(biases) == 2 * 4
 
@@ -135,9 +137,9 @@ def by_segment(one: Any, rows: list[Row]) -> list[float]:
         inside = (begin <= pack.pick) & (pack.pick < begin + size)
         begin += size
         if inside.any():
-            micro = one._to_device(replace(pack, pick=pack.pick[inside], targets=pack.targets[inside]))
+            micro = one.batches.to_device(replace(pack, pick=pack.pick[inside], targets=pack.targets[inside]))
             with torch.no_grad():
-                out.append(float(one.trainer.loss(replace(micro, alone=False))))
+                out.append(float(one.trainer.evaluate(replace(micro, alone=False))))
     return out
 
 
@@ -166,10 +168,10 @@ def test_no_mask_where_it_would_change_nothing() -> None:
     one.prepare("train", lambda part: nullcontext())
     whole, padded, two = row((128,), 0, 2), row((60,), 68, 3), row((60, 60), 8, 4)
     for rows, alone in (((whole, padded), True), ((whole, two), False), ((two, two), False)):
-        micro = one._to_device(packed(list(rows)))
+        micro = one.batches.to_device(packed(list(rows)))
         assert micro.alone is alone
         with torch.no_grad():
-            masked, unmasked = (float(one.trainer.loss(replace(micro, alone=how))) for how in (False, True))
+            masked, unmasked = (float(one.trainer.evaluate(replace(micro, alone=how))) for how in (False, True))
         assert (abs(masked - unmasked) <= 1e-3) is alone  # a sum over more than 100 tokens
     assert one.details()["masked"] == 3
     assert one.details()["batches"] == 6
@@ -184,11 +186,11 @@ def test_warming_up_meets_both_graphs(segments: tuple[tuple[int, ...], int]) -> 
     def look(module: Any, given: Any, named: dict[str, Any]) -> None:
         seen.add((named["attention_mask"] is not None, torch.is_grad_enabled()))
 
-    one.trainer.hf.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
-    one.trainer.warm(one._to_device(packed([row(*segments, 5)])))
+    one.trainer.model.module.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    one.trainer.warm(one.batches.to_device(packed([row(*segments, 5)])))
     assert seen == {(True, True), (True, False), (False, True), (False, False)}
     assert one.details()["batches"] == 0
-    assert all(p.grad is None for p in one.trainer.hf.parameters())
+    assert all(p.grad is None for p in one.trainer.model.module.parameters())
 
 
 # Compiled, refused, and from the command line.

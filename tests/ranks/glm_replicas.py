@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fixtures.glm import CPU, job, packed, samples, trainer
-from steelyard.engines.torch import model
-from steelyard.engines.torch.glm import to_device
+from steelyard.models import tensors
+from steelyard.training.glm import to_device
 
 DEALT = (((0, 3), (4,)), ((1, 2),))  # samples of each replica, in micro-batches
 
@@ -24,13 +24,13 @@ def train(dp: int, rank: int, groups: tuple[tuple[int, ...], ...]) -> tuple[dict
     for step in range(3):
         losses.append(float(made.learn(micros, count)))
         norms.append(float(made.update(1e-2 / (step + 1))))
-    weights = [float(p.double().square().sum()) for p in made.adam.kept]
+    weights = [float(p.double().square().sum()) for p in made.optimizer.master]
     return {"losses": losses, "norms": norms, "weights": weights}, float(count)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    model.DTYPES["fp32"] = torch.float64
+    tensors.DTYPES["fp32"] = torch.float64
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     both, count = train(2, rank, DEALT[rank])

@@ -4,18 +4,19 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from time import monotonic
 
 import torch
 import torch.distributed as dist
 
-from steelyard.accelerators.cpu import Device
-from steelyard.case import case
+from steelyard.accelerators.cpu_torch import Device
+from steelyard.case import resolve
 from steelyard.engines.job import Job
 from steelyard.engines.torch import tensor_parallel
 from steelyard.engines.torch.score import TorchScore
 from steelyard.engines.work import Work
 from steelyard.plan import degrees
-from steelyard.tasks.table import TASKS, Sources
+from steelyard.tasks.task import Sources
 
 
 def main() -> None:
@@ -25,23 +26,24 @@ def main() -> None:
     asked = json.loads(Path(sys.argv[1]).read_text())
     out = {}
     for one in asked["runs"]:
-        resolved = case.resolve(
+        resolved = resolve.resolve(
             one["case"], "smoke", settings=[*asked["settings"][one["case"]], f"tune.parallel={one['parallel']}"]
         ).case
         layout = degrees.make(resolved, 1, world)
-        prepared = TASKS[resolved.question.task].prepare(resolved.question, Sources(None, None, None), None)
+        prepared = resolved.question.row.prepare(resolved.question.asked(Sources(None, None, None), None, True, {}))
         place = degrees.place(layout, rank)
         engine = TorchScore(
             Job(
                 case=resolved,
-                texts=prepared.texts,
+                work=resolved.question.row.work,
+                inputs=prepared.inputs,
                 weights=Path(one["weights"]) if one["weights"] else None,
-                device=Device(0),
+                device=Device(0, monotonic),
                 rank=rank,
                 world=world,
                 plan=layout,
                 place=place,
-                team=tensor_parallel.form(layout, rank, torch.device("cpu")),
+                group=tensor_parallel.form(layout, rank, torch.device("cpu")),
                 steps=None,
             )
         )

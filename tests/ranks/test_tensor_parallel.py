@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from steelyard.case import case
-from steelyard.engines.torch.model import DTYPES
+from steelyard.case import resolve
 from steelyard.engines.transformers.score import config
-from steelyard.tasks.table import TASKS, Sources
+from steelyard.models.tensors import DTYPES
+from steelyard.tasks.task import Sources
 from steelyard.weights import load
 
 CASES = {
@@ -24,11 +24,12 @@ DEGREES = ("TP1", "TP2", "TP4", "TP8")
 
 
 def question(name: str):
-    return case.resolve(name, "smoke", settings=CASES[name]).case.question
+    return resolve.resolve(name, "smoke", settings=CASES[name]).case.question
 
 
 def texts(name: str):
-    return TASKS[question(name).task].prepare(question(name), Sources(None, None, None), None).texts
+    asked = question(name)
+    return asked.row.prepare(asked.asked(Sources(None, None, None), None, True, {})).inputs
 
 
 def transformers_model(folder: Path | None = None):

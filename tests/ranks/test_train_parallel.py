@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,13 @@ from transformers import LlamaForCausalLM
 
 from ranks.train_plans import KEEP_EVERY, build, train, whole_weights
 from steelyard.data.rows import Row
-from steelyard.engines.torch import model as score
 from steelyard.engines.torch.sharded_weights import split
-from steelyard.engines.torch.stage import spans
-from steelyard.engines.torch.train import TorchTrain
 from steelyard.engines.transformers.score import config
 from steelyard.models import placements as parallel
+from steelyard.models import tensors
+from steelyard.plan.degrees import stage_layers
 from steelyard.training import optimizer
-from steelyard.training.loop import packed
+from steelyard.training.micro_batches import RowBatches, packed
 from steelyard.weights import huggingface, load
 
 EXACT = 1e-8
@@ -95,13 +95,13 @@ def keeping(folder: Path) -> list[dict]:
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(score.DTYPES, "fp32", torch.float64)
+    monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[dict, dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(score.DTYPES, "fp32", torch.float64)
+        patch.setitem(tensors.DTYPES, "fp32", torch.float64)
         engine = build({"settings": {}}, 0, 1)
         return train(engine), whole_weights(engine)
 
@@ -148,6 +148,7 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
     for rank in ranks:  # all of them know
         assert furthest(rank["losses"], expected["losses"]) <= EXACT
         assert furthest(rank["norms"], expected["norms"]) <= EXACT
+        assert rank["block"] == ("plain" if "TP" in name else "fused")
     for when in ("before", "after"):
         replicas = {rank["place"][2]: rank[when] for rank in ranks}
         assert all(rank[when] == pytest.approx(replicas[rank["place"][2]], abs=EXACT) for rank in ranks)
@@ -166,12 +167,19 @@ def test_the_run_that_plans_are_compared_with_learns(alone):
     assert alone[0]["after"]["nll"] < alone[0]["before"]["nll"]
 
 
+@cache
+def alone_in(precision: str) -> dict:
+    """What one process learns in a rounded precision."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tensors.DTYPES, "fp32", torch.float32)
+        patch.setattr(optimizer, "FIRST_SCALE", HUGE)
+        return train(build({"settings": {}, "precision": precision}, 0, 1))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", [one["name"] for one in ROUNDED])
-def test_rounded_precisions_stay_near_one_process(folder, name, monkeypatch):
-    monkeypatch.setitem(score.DTYPES, "fp32", torch.float32)
-    monkeypatch.setattr(optimizer, "FIRST_SCALE", HUGE)
-    expected = train(build({"settings": {}, "precision": name.split()[-1]}, 0, 1))
+def test_rounded_precisions_stay_near_one_process(folder, name):
+    expected = alone_in(name.split()[-1])
     for rank in of_ranks(folder, name):
         assert furthest(rank["losses"], expected["losses"]) <= 0.02
         skipped = [not np.isfinite(norm) for norm in rank["norms"]]
@@ -221,14 +229,14 @@ def test_a_rank_holds_its_share(folder, alone):
 
 def test_a_planted_bug_shows(alone, monkeypatch):
     """All rows of a micro-batch are its first."""
-    good = TorchTrain._pack
-    monkeypatch.setattr(TorchTrain, "_pack", lambda self, keys: good(self, [keys[0]] * len(keys)))
+    good = RowBatches.pack
+    monkeypatch.setattr(RowBatches, "pack", lambda self, keys: good(self, [keys[0]] * len(keys)))
     found = train(build({"settings": {"tune.micro_batch": 4}}, 0, 1))
     assert furthest(found["losses"], alone[0]["losses"]) > 1e-4
 
 
 def test_rows_have_segments_of_many_lengths():
-    rows = build({"settings": {}}, 0, 1).job.texts
+    rows = build({"settings": {}}, 0, 1).job.inputs
     found = [rows.row(key) for key in rows.batch(0)]
     assert len({n for row in found for n in row.lens}) > 10
     assert max(len(row.lens) for row in found) > 2
@@ -237,16 +245,16 @@ def test_rows_have_segments_of_many_lengths():
 
 def test_gradients_are_those_of_transformers(monkeypatch):
     """One step in fp32 on rows without borders, which transformers has no name for."""
-    monkeypatch.setitem(score.DTYPES, "fp32", torch.float32)
+    monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float32)
     engine = build({"settings": {}}, 0, 1)
     engine.prepare("before", lambda part: nullcontext())
-    model, train_length = engine.trainer.model, engine.train.length
+    model, train_length = engine.trainer.model.module, engine.train.length
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 251, (3, train_length))
     targets = np.concatenate([tokens[:, 1:], np.full((3, 1), -100)], axis=1)
     rows = [Row(t, y, (train_length,), train_length, 1) for t, y in zip(tokens, targets, strict=True)]
     pack = packed(rows)
-    loss = engine.trainer.learn([engine._to_device(pack)], engine.trainer.total(len(pack.pick)))
+    loss = engine.trainer.learn([engine.batches.to_device(pack)], engine.trainer.total(len(pack.pick)))
     theirs = LlamaForCausalLM(config(engine.job.case.question.model)).train()
     load.copy_to_hf(model, dict(theirs.named_parameters(remove_duplicate=False)))
     ids = torch.from_numpy(tokens)
@@ -257,7 +265,7 @@ def test_gradients_are_those_of_transformers(monkeypatch):
     apart, size = [], []
     for name, parameter in theirs.named_parameters():
         part = parts[name]
-        plain = parallel.plain(part.parameter, model.get_parameter(part.parameter).grad, model.shape, load.WHOLE)
+        plain = parallel.logical_view(part.parameter, model.get_parameter(part.parameter).grad, model.shape, load.WHOLE)
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
@@ -268,7 +276,7 @@ def test_gradients_are_those_of_transformers(monkeypatch):
 def test_documents_of_a_row_do_not_see_each_other():
     engine = build({"settings": {}}, 0, 1)
     engine.prepare("before", lambda part: nullcontext())
-    texts = engine.job.texts
+    texts = engine.job.inputs
     row = next(texts.row(key) for key in range(64) if len(texts.row(key).lens) > 2)
     first, second = row.lens[0], row.lens[0] + row.lens[1]
     tokens = row.tokens.copy()
@@ -280,7 +288,7 @@ def test_documents_of_a_row_do_not_see_each_other():
         for n in row.lens:
             only = np.full_like(row.targets, -100)
             only[at : at + n] = row.targets[at : at + n]
-            out.append(float(engine.trainer.loss(engine._to_device(packed([replace(row, targets=only)])))))
+            out.append(float(engine.trainer.evaluate(engine.batches.to_device(packed([replace(row, targets=only)])))))
             at += n
         return out
 
@@ -297,7 +305,7 @@ def test_documents_of_a_row_do_not_see_each_other():
     [(32, 4, [8, 8, 8, 8]), (4, 1, [4]), (10, 4, [2, 3, 3, 2]), (5, 2, [3, 2]), (11, 4, [3, 3, 3, 2]), (4, 4, [1, 1, 1, 1])],
 )
 def test_layers_of_stages(layers, stages, sizes):
-    found = spans(layers, stages)
+    found = stage_layers(layers, stages)
     assert [len(span) for span in found] == sizes
     assert [i for span in found for i in span] == list(range(layers))
 
@@ -306,5 +314,5 @@ def test_layers_of_stages(layers, stages, sizes):
     "name, dim",
     [("embed.weight", 0), ("layers.3.qkv.weight", 0), ("layers.0.down.weight", 1), ("layers.0.ffn_norm.weight", None)],
 )
-def test_what_a_team_divides(name, dim):
+def test_what_tensor_parallelism_divides(name, dim):
     assert split(name) == dim

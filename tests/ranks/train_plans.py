@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from steelyard.accelerators.cpu import Device
-from steelyard.case import case
+from steelyard.accelerators.cpu_torch import Device
+from steelyard.case import resolve
 from steelyard.engines.job import Job, Keep
-from steelyard.engines.torch import model as score
 from steelyard.engines.torch.train import TorchTrain
 from steelyard.engines.work import Work
+from steelyard.models import tensors
 from steelyard.plan import degrees
-from steelyard.tasks.table import TASKS, Sources
+from steelyard.tasks.task import Sources
 from steelyard.training import checkpoints, optimizer
 
 SETTINGS = [
@@ -40,20 +40,21 @@ KEEP_EVERY = 6  # of ten steps: one checkpoint a run
 
 def build(one: dict, rank: int, world: int) -> TorchTrain:
     settings = [*SETTINGS, *[f"{key}={value}" for key, value in one["settings"].items()]]
-    resolved = case.resolve("llama1-7b-openwebtext", "smoke", one.get("precision"), settings=settings).case
+    resolved = resolve.resolve("llama1-7b-openwebtext", "smoke", one.get("precision"), settings=settings).case
     layout = degrees.make(resolved, 1, world)
-    prepared = TASKS["openwebtext"].prepare(resolved.question, Sources(None, None, None), None)
+    prepared = resolved.question.row.prepare(resolved.question.asked(Sources(None, None, None), None, True, {}))
     return TorchTrain(
         Job(
             case=resolved,
-            texts=prepared.texts,
+            work=resolved.question.row.work,
+            inputs=prepared.inputs,
             weights=Path(one["weights"]) if one.get("weights") else None,
-            device=Device(0),
+            device=Device(0, monotonic),
             rank=rank,
             world=world,
             plan=layout,
             place=degrees.place(layout, rank),
-            team=None,
+            group=None,
             steps=None,
             keep=Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
             resume=Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None,
@@ -72,14 +73,14 @@ def train(engine: TorchTrain) -> dict:
             out["losses"] = [float(work.values["loss"]) for work in works]
             out["curve"] = [float(loss) for loss in engine.curve]
             out["norms"] = [float(work.values["grad_norm"]) for work in works]
-    states = [one[key] for one in engine.trainer.adam.inner.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    states = [one[key] for one in engine.trainer.optimizer.inner.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    out["block"] = engine.details()["block"]
     out["states"] = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in states)
     return out
 
 
 def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
-    model = getattr(engine.trainer, "stage", None) or engine.trainer.model
-    named = {name: p.detach() for name, p in model.named_parameters()}
+    named = {name: p.detach() for name, p in engine.trainer.model.named_parameters()}
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named.items()}
 
 
@@ -92,7 +93,7 @@ def main() -> None:
     out = {}
     for number, one in enumerate(asked):
         optimizer.FIRST_SCALE = one.get("scale", 65536.0)
-        score.DTYPES["fp32"] = torch.float32 if one.get("precision") else torch.float64
+        tensors.DTYPES["fp32"] = torch.float32 if one.get("precision") else torch.float64
         began = monotonic()
         engine = build(one, rank, world)
         out[one["name"]] = train(engine) | {"seconds": monotonic() - began}

@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from steelyard.errors import RequestError
 from steelyard.training import checkpoints
-from steelyard.training.checkpoints import Chunk, State, Stored, Tensors
+from steelyard.training.checkpoints import Chunk, State, StoredTensor, Tensors
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -49,7 +49,7 @@ def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> N
     _meet()
     try:
         with _quiet():
-            dcp_save(tensors, storage_writer=Writer(place))
+            dcp_save(tensors, storage_writer=CheckpointWriter(place))
     except CheckpointException as error:
         if rank == 0:
             shutil.rmtree(place, ignore_errors=True)  # where a disk is full, the record wants room
@@ -61,7 +61,7 @@ def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> N
 
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors from a checkpoint, whatever plan either has."""
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     reader.check(tensors)
     try:
         with _quiet():
@@ -91,7 +91,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class Writer(StorageWriter):
+class CheckpointWriter(StorageWriter):
     """One file a rank."""
 
     def __init__(self, place: Path) -> None:
@@ -140,7 +140,7 @@ class Writer(StorageWriter):
         for name, known in metadata.state_dict_metadata.items():
             if not isinstance(known, TensorStorageMetadata):
                 raise TypeError(f"{name} is no tensor")
-            tensors[name] = Stored(dtype=NAMES[known.properties.dtype], size=list(known.size), chunks=chunks[name])
+            tensors[name] = StoredTensor(dtype=NAMES[known.properties.dtype], size=list(known.size), chunks=chunks[name])
         checkpoints.write(self.place / checkpoints.TENSORS, Tensors(files=files, tensors=tensors))
 
     @classmethod
@@ -148,7 +148,7 @@ class Writer(StorageWriter):
         return True
 
 
-class Reader(StorageReader):
+class CheckpointReader(StorageReader):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.table = checkpoints.check_files(path)

@@ -20,10 +20,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from steelyard.case.case import canonical
-from steelyard.case.question import Frozen
 from steelyard.errors import RequestError
-from steelyard.record.record import Plan
+from steelyard.plan.degrees import Plan
+from steelyard.schema import Frozen, canonical
 
 KEPT = 2  # whole checkpoints of a run: should the last one turn out to be damaged, there is one before
 MAX_JSON_BYTES = 256 << 20
@@ -36,7 +35,7 @@ PART = ".part"
 Read = TypeVar("Read", bound=Frozen)
 
 
-class Run(Frozen):
+class CheckpointRun(Frozen):
     """What a folder's checkpoints are of."""
 
     name: str
@@ -85,7 +84,7 @@ class Chunk(Frozen):
     crc32: int = Field(ge=0)
 
 
-class Stored(Frozen):
+class StoredTensor(Frozen):
     dtype: str
     size: list[int]
     chunks: list[Chunk]
@@ -95,7 +94,7 @@ class Tensors(Frozen):
     """What the files of a checkpoint hold, and how long they are."""
 
     files: dict[str, int]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
 
 def name_of(step: int) -> str:
@@ -139,7 +138,7 @@ def check_files(path: Path) -> Tensors:
     return table
 
 
-def _check_boxes(table: Path, name: str, stored: Stored) -> None:
+def _check_boxes(table: Path, name: str, stored: StoredTensor) -> None:
     """That the parts of a tensor lie inside of it, and have every number of it once."""
     boxes = [list(zip(chunk.offset, chunk.sizes, strict=False)) for chunk in stored.chunks]
     shaped = all(len(chunk.offset) == len(chunk.sizes) == len(stored.size) for chunk in stored.chunks)
@@ -215,7 +214,7 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def check_same(run: Run, name: str, question: dict[str, Any], sample: int | None, engine: str) -> None:
+def check_same(run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str) -> None:
     """Refuse to go on with another question: everything that decides a loss must be as it was."""
     here, there = _flat(question), _flat(run.question)
     differ = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))

@@ -1,10 +1,10 @@
-"""A GLM trained as its authors' program does, for a baseline: the same numbers as engines/glm_train.py, more slowly.
+"""A GLM trained as its authors' program does, for a baseline: the same numbers as engine `torch`, more slowly.
 
 Every candidate is a sequence of its own, padded to all positions of the model; every layer is computed again in the backward
 pass; logits are computed at every position. Nothing is compiled or fused: layers of torch, SDPA with a mask, autograd.
 """
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,9 +14,28 @@ from torch.utils.checkpoint import checkpoint
 
 from steelyard.data.cloze import Pack
 from steelyard.engines.job import Job
-from steelyard.engines.torch.glm import ClozeMicro, GlmTrainer
-from steelyard.engines.torch.model import send
-from steelyard.models.glm import Block
+from steelyard.models.glm import Glm, GlmBlock
+from steelyard.models.tensors import send
+from steelyard.training.cloze import Accuracy, ClozeBatches
+from steelyard.training.glm import ClozeMicroBatch, check_recompute, choose_kernel, glm_trainer, shape_of
+from steelyard.training.loop import Loop
+from steelyard.training.trainer import Trainer
+
+
+class ReferenceCloze(Loop):
+    """The published program's way, whose padding is counted, though never as work."""
+
+    def __init__(self, job: Job) -> None:
+        made = trainer(job)
+        padding = partial(padded, positions=shape_of(job).positions)
+        super().__init__(job, made, ClozeBatches(job, padding), Accuracy(job, made))
+
+
+def trainer(job: Job) -> Trainer:
+    choose_kernel(job)  # refuses what is not known, though nothing else is ever run
+    check_recompute(job)
+    details = {"attention": "sdpa", "padded_to": shape_of(job).positions}
+    return glm_trainer(job, lambda model, gradient: partial(log_probs, model), details)
 
 
 def padded(pack: Pack, positions: int) -> int:
@@ -25,33 +44,19 @@ def padded(pack: Pack, positions: int) -> int:
     return len(pack.spans) * positions - sum(seen) - sum(pack.spans)
 
 
-class ReferenceTrainer(GlmTrainer):
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.kernel = "sdpa"
-
-    def padded(self, pack: Pack) -> int:
-        return padded(pack, self.shape.positions)
-
-    def _choose_code(self) -> None:
-        self.said = self._said
-
-    def _said(self, micro: ClozeMicro, dropout: float) -> Tensor:
-        """Log-probabilities of the spans' targets, in the order of a pack."""
-        where, mask, picked = sequences(micro, self.shape.positions)
-        ids = (torch.cat((row, row.new_zeros(1)))[where] for row in (micro.tokens, micro.positions, micro.blocks))
-        x = F.dropout(self.model.embed(*ids), dropout)
-        for block in self.model.transformer.layers:
-            x = checkpoint(_layer, block, x, mask, dropout, use_reentrant=False)
-        logits = F.linear(self.model.transformer.final_layernorm(x), self.model.word_embeddings.weight)
-        wide = logits.to(self._wide())
-        return wide.log_softmax(-1).flatten(0, 1)[picked, micro.targets]
-
-    def details(self) -> dict[str, Any]:
-        return {**super().details(), "padded_to": self.shape.positions}
+def log_probs(model: Glm, micro: ClozeMicroBatch, dropout: float) -> Tensor:
+    """Log-probabilities of the spans' targets, in the order of a pack."""
+    where, mask, picked = sequences(micro, model.shape.positions)
+    ids = (torch.cat((row, row.new_zeros(1)))[where] for row in (micro.tokens, micro.positions, micro.blocks))
+    x = F.dropout(model.embed(*ids), dropout)
+    for block in model.transformer.layers:
+        x = checkpoint(_layer, block, x, mask, dropout, use_reentrant=False)
+    logits = F.linear(model.transformer.final_layernorm(x), model.word_embeddings.weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.log_softmax(-1).flatten(0, 1)[picked, micro.targets]
 
 
-def _layer(block: Block, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
+def _layer(block: GlmBlock, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
     """A layer of [sequences, positions, hidden], as models/glm.py has it for packed tokens."""
     qkv: Tensor = block.attention.query_key_value(block.input_layernorm(x))
     q, k, v = qkv.unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)  # type: ignore[no-untyped-call]
@@ -61,7 +66,7 @@ def _layer(block: Block, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
     return x + F.dropout(block.mlp.dense_4h_to_h(wide), dropout)
 
 
-def sequences(micro: ClozeMicro, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+def sequences(micro: ClozeMicroBatch, positions: int) -> tuple[Tensor, Tensor, Tensor]:
     """For every span a sequence of its context and itself: which token of the pack stands where [spans, positions], one more
     than there are for padding; what each sees [spans, 1, positions, positions]; and where the spans' tokens are among all."""
     contexts, spans, groups = (np.array(part) for part in micro.layout.lengths)

@@ -2,28 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from steelyard.engines.torch.stage import Stage
-from steelyard.training.loop import Micro
+from steelyard.training.micro_batches import MicroBatch
+from steelyard.training.parallel import Last
 
-Last = Callable[[bool], None]  # told before every backward pass whether it is the step's last
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 
 class Pipeline:
-    def __init__(self, stage: Stage, index: int, group: Any, like: Tensor, team: int, last: Last) -> None:
-        """`like` is of the kind that a stage gives to the next. This rank is one of so many of a team."""
+    def __init__(self, stage: Stage, index: int, group: Any, like: Tensor, tp: int, last: Last) -> None:
+        """`like` is of the kind that a stage gives to the next, of whose tokens this rank has one of `tp` parts."""
         self.stage, self.index, self.count = stage, index, dist.get_world_size(group)
-        self.group, self.like, self.team, self.last = group, like, team, last
+        self.group, self.like, self.tp, self.last = group, like, tp, last
         self.schedules: dict[tuple[int, int], tuple[_Numbered, Schedule1F1B]] = {}
         self.weigh: Callable[[Tensor], Tensor] = lambda nll: nll
 
-    def learn(self, micros: list[Micro], weigh: Callable[[Tensor], Tensor]) -> None:
+    def learn(self, micros: list[MicroBatch], weigh: Callable[[Tensor], Tensor]) -> None:
         """Forward and backward of all micro-batches. The last stage's losses are weighed before the backward pass. A
         schedule has at least as many micro-batches as stages: from those that are added, nothing is learned."""
         silent = replace(micros[0], pick=micros[0].pick[:0], targets=micros[0].targets[:0])
@@ -38,9 +39,11 @@ class Pipeline:
     def _schedule(self, micros: int, tokens: int) -> "tuple[_Numbered, Schedule1F1B]":
         """A schedule is made for so many micro-batches of one size; conversations have others in every step."""
         if (micros, tokens) not in self.schedules:
+            from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes seconds: not for other plans
+
             numbered = _Numbered(self.stage)
             number, stream, loss = torch.zeros(1, dtype=torch.int64), self._stream(tokens), self.like.new_zeros(1)
-            stage = _Told(
+            stage = PipelineStage(
                 numbered,
                 self.index,
                 self.count,
@@ -49,16 +52,16 @@ class Pipeline:
                 output_args=(loss if self.stage.last else stream).requires_grad_(),
                 group=self.group,
             )
-            stage.last = self.last
+            _watch(stage, self.last)
             schedule = Schedule1F1B(stage, micros, lambda out, number: self.weigh(out.sum()), scale_grads=False)
             self.schedules[micros, tokens] = numbered, schedule
         return self.schedules[micros, tokens]
 
     def _stream(self, tokens: int) -> Tensor:
         """Room for what one stage gives to the next of a micro-batch."""
-        return self.like.new_empty(tokens // self.team, self.like.shape[1])
+        return self.like.new_empty(tokens // self.tp, self.like.shape[1])
 
-    def loss(self, micro: Micro) -> Tensor:
+    def loss(self, micro: MicroBatch) -> Tensor:
         """The summed cross-entropy of one micro-batch, known to all stages."""
         x = None
         if not self.stage.first:
@@ -80,18 +83,19 @@ class _Numbered(nn.Module):
     def __init__(self, stage: Stage) -> None:
         super().__init__()
         self.stage = stage
-        self.micros: list[Micro] = []
+        self.micros: list[MicroBatch] = []
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         out: Tensor = self.stage(None if self.stage.first else x, self.micros[int(number)])
         return out.reshape(1) if self.stage.last else out
 
 
-class _Told(PipelineStage):
-    last: Last
+def _watch(stage: "PipelineStage", last: Last) -> None:
+    """Tell of every backward pass, before it begins, whether it is the step's last."""
+    backward = stage.backward_one_chunk
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        self.last(last_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+    def run(bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False) -> None:
+        last(last_backward)
+        backward(bwd_chunk_id, loss, full_backward, last_backward)
+
+    stage.backward_one_chunk = run  # type: ignore[method-assign]

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from steelyard.data.batches import Batch, closed_batch, equal_bins, open_batch, open_bins, prefixes
 from steelyard.engines.job import Job, Part
-from steelyard.engines.torch.model import compile_wanted, our_model, reader, send
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
-from steelyard.models.answers import Answers, Asked
+from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.attention import KERNELS, Layout, Prefix, layout
 from steelyard.models.llama import Llama, Streams
+from steelyard.models.tensors import DTYPES, send
+from steelyard.weights import load
+from steelyard.weights.model import build
 
-Inputs = tuple[Tensor, Tensor, Layout, Asked]
+Inputs = tuple[Tensor, Tensor, Layout, Picked]
 
 
 class TorchScore:
@@ -31,7 +33,8 @@ class TorchScore:
             raise RequestError(f"engine torch packs; tune.batching={self.tune.batching!r} is for engine transformers")
         self.kernel = self._choose_kernel()
         self.device: torch.device = job.device.torch_device
-        self.reader = reader(job)
+        make = READERS[job.work]
+        self.reader = make(job.inputs, self.question.model.vocab, job.group.share, job.group.gather, self.device)
         self.cache_rows = 0
         self.batches = self._plan()
         self.answers: dict[str, Answers] = {}
@@ -56,15 +59,15 @@ class TorchScore:
 
     def _plan(self) -> list[Callable[[], Batch]]:
         """What to compute, batch by batch; the arrays themselves are made inside the pass."""
-        rows, budget = self.job.texts.rows, self.tune.batch_tokens
+        rows, budget = self.job.inputs.rows, self.tune.batch_tokens
         part, parts = self.job.place.dp, self.job.plan.dp
         if self.question.division == "closed":
             bins = equal_bins([len(row) for row in rows], budget, self.tune.order, parts)
             mine = bins[part::parts]
             return [partial(closed_batch, rows, items) for items in mine[: self.job.steps]]
-        shared = prefixes(rows, self.job.texts.groups)
+        shared = prefixes(rows, self.job.inputs.groups)
         self.cache_rows = max(shared, default=0)
-        pieces = open_bins(rows, self.job.texts.groups, budget, self.tune.order, parts)[part]
+        pieces = open_bins(rows, self.job.inputs.groups, budget, self.tune.order, parts)[part]
         following = [*pieces[1:], None]  # one too many on a rank that got nothing
         pairs = list(zip(pieces, following, strict=False))[: self.job.steps]
         return [partial(open_batch, rows, one, after, shared, self.cache_rows) for one, after in pairs]
@@ -72,11 +75,11 @@ class TorchScore:
     def prepare(self, name: str, part: Part) -> None:
         if self.model is None:
             with part("weights"):
-                self.model, self.weights = our_model(self.job)
+                self.model, self.weights = self._load()
                 if self.question.division == "open":
                     self.prefix = self.model.empty_prefix(self.cache_rows)
                 self.job.device.synchronize()
-        compiled = compile_wanted(name, self.tune)
+        compiled = self.tune.compile and name != "val"  # which is the reference
         new = compiled and not self.compiled
         with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
             if new:
@@ -85,6 +88,11 @@ class TorchScore:
             for batch in self.batches[: max(self.tune.warmup, int(compiled))]:
                 self._answer(*self._to_device(batch()))
             self.job.device.synchronize()
+
+    def _load(self) -> tuple[Llama, dict[str, Any]]:
+        question, group = self.question, self.job.group
+        shape, dtype = load.shape_of(question.model), DTYPES[question.precision.weights]
+        return build(shape, self.device, dtype, question.seed, self.job.weights, group.share, group.total, self.job.loading)
 
     def total(self, name: str) -> int:
         return len(self.batches) + 1
@@ -121,4 +129,4 @@ class TorchScore:
         return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
-        return {"attention": self.kernel, "batches": len(self.batches), "weights": self.weights}
+        return {"attention": self.kernel, "batches": len(self.batches)}

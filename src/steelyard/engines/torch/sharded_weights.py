@@ -1,4 +1,4 @@
-"""Weights of a model that is laid over devices: one parameter at a time is made or read whole, and each rank keeps its part.
+"""Weights of a model that is divided over devices: one parameter at a time is made or read whole, and each rank keeps its part.
 
 So every plan begins with the same numbers, and no rank ever holds more than one parameter beyond its own.
 """
@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from steelyard.engines.job import Job
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import WHOLE, Share
+from steelyard.models.placements import WHOLE, Shard
+from steelyard.training.fsdp import local
 from steelyard.weights import checkpoint as layouts
 from steelyard.weights import load
 
 Wholes = Callable[[str, Tensor], Tensor]  # a parameter's name, and an empty tensor of its whole shape to fill
 
 
-def fill(model: nn.Module, job: Job, shape: LlamaShape, team: Share, shards: Share) -> dict[str, Any]:
+def fill(model: nn.Module, job: Job, shape: LlamaShape, tensor: Shard, shards: Shard) -> dict[str, Any]:
     """Fill a share of a model, or a shard of that; returns where the weights came from, for the record."""
     question = job.case.question
     names = [name for name, _ in model.named_parameters()]
@@ -35,23 +35,18 @@ def fill(model: nn.Module, job: Job, shape: LlamaShape, team: Share, shards: Sha
         for name, parameter in model.named_parameters():
             own = local(parameter)
             whole = wholes(name, own.new_empty(parameter.shape))
-            own.copy_(_part(_part(whole, split(name), team), 0, shards))
+            own.copy_(_part(_part(whole, split(name), tensor), 0, shards))
     return source
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def split(name: str) -> int | None:
-    """The dimension of a parameter that a team divides."""
+    """The dimension of a parameter that tensor parallelism divides."""
     if placements.placement(name).split is None:
         return None
     return int(name.split(".")[-2] in placements.SUMMED)
 
 
-def _part(whole: Tensor, dim: int | None, share: Share) -> Tensor:
+def _part(whole: Tensor, dim: int | None, share: Shard) -> Tensor:
     """What a share holds; those at the end may have less than others, or nothing."""
     if dim is None or share.count == 1:
         return whole
@@ -78,7 +73,7 @@ class _Named(nn.Module):
         yield self.pair
 
 
-def _read(checkpoint: layouts.Checkpoint, shape: LlamaShape, names: list[str], progress: layouts.Progress | None) -> Wholes:
+def _read(checkpoint: layouts.Checkpoint, shape: LlamaShape, names: list[str], progress: layouts.ByteProgress | None) -> Wholes:
     pieces = layouts.by_parameter(checkpoint.pieces(shape))
     checkpoint.check_values(shape)
     total = sum(layouts.size(piece.box) * piece.dtype.itemsize for name in names for piece in pieces[name])
@@ -87,7 +82,7 @@ def _read(checkpoint: layouts.Checkpoint, shape: LlamaShape, names: list[str], p
     def read(name: str, whole: Tensor) -> Tensor:
         nonlocal done
         box = placements.box(name, shape, WHOLE)
-        place = placements.plain(name, whole, shape, WHOLE)
+        place = placements.logical_view(name, whole, shape, WHOLE)
         for piece in pieces[name]:
             layouts.copy(piece, piece.box, place, box)
             done += layouts.size(piece.box) * piece.dtype.itemsize

@@ -1,7 +1,7 @@
-"""A stage of a pipeline, which without one is the whole model, and how a tensor-parallel team divides it.
+"""A pipeline stage, which without a pipeline is the whole model, and how it is made tensor parallel.
 
-Its parameters have the names that they have in the whole model. Between its modules are plain tensors: of a team, each rank
-has a part of the tokens of the residual stream, and inside attention and FFN a part of the heads and of the columns.
+Its parameters have the names that they have in the whole model. Between its modules are plain tensors: each tensor-parallel
+rank has a part of the tokens of the residual stream, and inside attention and FFN a part of the heads and of the columns.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from steelyard.models.llama import Block, LlamaShape, rotary
-from steelyard.models.placements import TRAINING
-from steelyard.training.loop import Micro
+from steelyard.models.placements import TRAINING_PLACEMENTS
+from steelyard.plan.degrees import stage_layers
+from steelyard.training.micro_batches import MicroBatch
 
 
-class Columns(ColwiseParallel):
+class GatheredColwise(ColwiseParallel):
     """Waits for the tokens of other ranks at once. Selective recomputation keeps the product and gathers its factor again
     for the backward pass; where that was left on its way until then, ranks over gloo crashed now and then (torch 2.13)."""
 
@@ -40,21 +41,10 @@ class Columns(ColwiseParallel):
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "table": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
     "tokens": lambda: SequenceParallel(sequence_dim=0),
-    "columns": lambda: Columns(input_layouts=Shard(0)),
+    "columns": lambda: GatheredColwise(input_layouts=Shard(0)),
     "sum": lambda: RowwiseParallel(output_layouts=Shard(0)),
     "logits": lambda: ColwiseParallel(use_local_output=False),
 }
-
-
-def spans(layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as even as can be. Those left over go to inner stages first, and last to the last stage,
-    which has the logits."""
-    sizes = [layers // stages] * stages
-    order = [*range(1, stages - 1), 0, stages - 1]
-    for i in order[: layers % stages]:
-        sizes[i] += 1
-    ends = [sum(sizes[: i + 1]) for i in range(stages)]
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 class Stage(nn.Module):
@@ -64,7 +54,7 @@ class Stage(nn.Module):
         self.first, self.last = index == 0, index == count - 1
         if self.first:
             self.embed = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in spans(shape.layers, count)[index]})
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in stage_layers(shape.layers, count)[index]})
         if self.last:
             self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
             self.output = nn.Linear(shape.hidden, shape.vocab, bias=False)
@@ -76,12 +66,10 @@ class Stage(nn.Module):
         if self.shape.tied and self.first and self.last:
             self.output.weight = self.embed.weight
 
-    def forward(self, x: Tensor | None, micro: Micro) -> Tensor:
+    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The residual stream after this stage; of the last one, the summed cross-entropy of the micro-batch."""
         if x is None:
-            x = self.embed(
-                micro.tokens
-            ).clone()  # a plain tensor: of a team, one still on its way is another type to a compiler
+            x = self.embed(micro.tokens).clone()  # a plain tensor: one still on its way is another type to a compiler
         cos, sin = rotary(micro.positions, self.shape, x.dtype)
         delta = torch.zeros_like(x)
         for block in self.layers.values():
@@ -89,7 +77,7 @@ class Stage(nn.Module):
         out: Tensor = x + delta
         return self._loss(out, micro) if self.last else out
 
-    def _loss(self, x: Tensor, micro: Micro) -> Tensor:
+    def _loss(self, x: Tensor, micro: MicroBatch) -> Tensor:
         hidden = self.norm(x)
         if isinstance(hidden, DTensor):
             hidden = hidden.full_tensor()
@@ -102,11 +90,11 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(wide, targets, reduction="sum")
 
 
-def divide(stage: Stage, team: DeviceMesh) -> None:
-    """Make every rank of a team hold and compute its share. Nothing is said to the others: weights are filled later."""
+def tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
+    """Make every rank hold and compute its share. Nothing is sent to the others: weights are filled later."""
     styles = {}
     for name, _ in stage.named_modules():
-        kind = TRAINING.get(name.rpartition(".")[2])
+        kind = TRAINING_PLACEMENTS.get(name.rpartition(".")[2])
         if kind is not None:
             styles[name] = STYLES[kind]()
-    parallelize_module(stage, team, styles, src_data_rank=None)
+    parallelize_module(stage, mesh, styles, src_data_rank=None)

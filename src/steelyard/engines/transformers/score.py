@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from steelyard.case.question import GlmModel, Model
 from steelyard.data.batches import counts, sorted_batches
 from steelyard.engines.job import Job, Part
-from steelyard.engines.torch.model import DTYPES, compile_wanted, our_model, reader, send
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
-from steelyard.models.answers import Answers, Asked
+from steelyard.models.answers import READERS, Answers, Picked
+from steelyard.models.shapes import GlmModel, LlamaModel
+from steelyard.models.tensors import DTYPES, send
 from steelyard.weights import load
+from steelyard.weights.model import build
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
     "sdpa": None,  # whatever scaled_dot_product_attention prefers
@@ -48,8 +49,9 @@ class TransformersScore:
         if self.attention not in ATTENTION:
             raise RequestError(f"tune.attention={self.attention!r} is not known; allowed: auto, {', '.join(ATTENTION)}")
         self.device: torch.device = job.device.torch_device
-        self.reader = reader(job)
-        lengths = [len(row) for row in job.texts.rows]
+        make = READERS[job.work]
+        self.reader = make(job.inputs, self.question.model.vocab, job.group.share, job.group.gather, self.device)
+        lengths = [len(row) for row in job.inputs.rows]
         single = self.tune.batching == "single"
         budget, pad_to = (1, 1) if single else (self.tune.batch_tokens, self.tune.pad_to)
         bins = sorted_batches(lengths, budget, pad_to, self.tune.order)
@@ -67,7 +69,7 @@ class TransformersScore:
                 self.model = self._load()
                 self.plain = self.model.model.layers
                 self.job.device.synchronize()
-        compiled = compile_wanted(name, self.tune)
+        compiled = self._compiled(name)
         new = compiled and self.compiled is None
         with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
             if new:
@@ -78,19 +80,25 @@ class TransformersScore:
                 self._answer(*self._to_device(items), compiled)
             self.job.device.synchronize()
 
+    def _compiled(self, name: str) -> bool:
+        """The val pass is the reference and never compiled."""
+        return self.tune.compile and name != "val"
+
     def _warmup(self) -> list[list[int]]:
         """Batches of every extreme shape beside the first ones: a compiler meets its special cases here, not in the pass."""
-        width = {id(items): max(len(self.job.texts.rows[i]) for i in items) for items in self.bins}
+        width = {id(items): max(len(self.job.inputs.rows[i]) for i in items) for items in self.bins}
         keys = (len, lambda items: width[id(items)])
         extremes = [pick(self.bins, key=key) for key in keys for pick in (min, max)] if self.bins else []
         return [*extremes, *self.bins[: self.tune.warmup]]
 
     def _load(self) -> Any:
         """The same weights as every engine: read, checked or made by our own loader, then handed over."""
-        ours, self.weights = our_model(self.job)
+        question, dtype = self.question, DTYPES[self.question.precision.weights]
+        shape = load.shape_of(question.model)
+        ours, self.weights = build(shape, self.device, dtype, question.seed, self.job.weights, progress=self.job.loading)
         with torch.device("meta"):
             model: Any = LlamaForCausalLM(config(self.question.model))  # type: ignore[no-untyped-call]
-        model = model.to(DTYPES[self.question.precision.weights]).to_empty(device=self.device).eval().requires_grad_(False)
+        model = model.to(dtype).to_empty(device=self.device).eval().requires_grad_(False)
         _restore_buffers(model)
         model.tie_weights()
         load.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
@@ -108,26 +116,26 @@ class TransformersScore:
                 yield Phase("data")
                 tokens, asked = self._to_device(items)
                 yield Phase("compute")
-                answers.add(items, self._answer(tokens, asked, compile_wanted(name, self.tune)))
+                answers.add(items, self._answer(tokens, asked, self._compiled(name)))
                 yield Work(self._counts(items, tokens.numel()))
             yield Phase("score")
             answers.read()
             yield Work({})
 
     def _counts(self, items: list[int], computed: int) -> dict[str, int]:
-        lens = [len(self.job.texts.rows[i]) for i in items]
+        lens = [len(self.job.inputs.rows[i]) for i in items]
         return counts(lens, lens, len(items), computed - sum(lens)) | {"logits": self.reader.logits(items)}
 
-    def _to_device(self, items: list[int]) -> tuple[Tensor, Asked]:
-        lens = [len(self.job.texts.rows[i]) for i in items]
+    def _to_device(self, items: list[int]) -> tuple[Tensor, Picked]:
+        lens = [len(self.job.inputs.rows[i]) for i in items]
         width = -(-max(lens) // self.pad_to) * self.pad_to
         table = np.zeros((len(items), width), dtype=np.int64)
         for row, i in enumerate(items):
-            table[row, : lens[row]] = self.job.texts.rows[i]
+            table[row, : lens[row]] = self.job.inputs.rows[i]
         ends = np.arange(len(items)) * width + np.array(lens, dtype=np.int64) - 1
         return send(table, self.device), self.reader.ask(items, ends, partial(send, device=self.device))
 
-    def _answer(self, tokens: Tensor, asked: Asked, compiled: bool) -> Tensor:
+    def _answer(self, tokens: Tensor, asked: Picked, compiled: bool) -> Tensor:
         backends = ATTENTION[self.attention]
         with sdpa_kernel(backends) if backends else contextlib.nullcontext():
             hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -137,11 +145,11 @@ class TransformersScore:
         return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
-        return {"attention": self.attention, "batches": len(self.bins), "weights": self.weights}
+        return {"attention": self.attention, "batches": len(self.bins)}
 
 
-def config(model: Model | GlmModel) -> LlamaConfig:
-    if not isinstance(model, Model):
+def config(model: LlamaModel | GlmModel) -> LlamaConfig:
+    if not isinstance(model, LlamaModel):
         raise TypeError(f"a model of family {model.family!r} is no Llama")
     return LlamaConfig(
         vocab_size=model.vocab,

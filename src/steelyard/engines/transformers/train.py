@@ -1,4 +1,4 @@
-"""Engine `transformers`, training: LlamaForCausalLM on one device, its layers compiled one by one, fused AdamW.
+"""Engine `transformers`, training: LlamaForCausalLM, its layers compiled one by one, fused AdamW.
 
 Rows are [rows, length], and segments of a row are told to the library as its users do: by positions that begin again. Its
 SDPA attention then makes a block-causal mask by itself, which keeps out the fastest kernels; so positions are passed only
@@ -10,7 +10,7 @@ The loss is read at learned tokens alone, as in engine `torch`. The plain call w
 token and is slower: a comparison with it would be one of losses, not of models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,116 +20,126 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from steelyard.case.question import Train
-from steelyard.engines.job import Job, Part
-from steelyard.engines.torch.model import DTYPES, our_model
-from steelyard.engines.torch.train import TorchTrainer, compute_dtype
+from steelyard.engines.job import Job
 from steelyard.engines.transformers.score import config
+from steelyard.engines.transformers.sharded import ShardedLayers
 from steelyard.errors import RequestError
 from steelyard.models.attention import KERNELS, Layout, attend
-from steelyard.training.loop import Loop, Micro, Packed
-from steelyard.training.optimizer import Adam
+from steelyard.models.llama_fused import Gradient
+from steelyard.models.tensors import DTYPES, compute_dtype
+from steelyard.training.loop import HeldOutLoss, Loop
+from steelyard.training.micro_batches import MicroBatch, Packed, RowBatches, to_device
+from steelyard.training.placement import Placement, SingleDevice
+from steelyard.training.trainer import Trainer
 from steelyard.weights import load
+from steelyard.weights.model import build
 
 PACKED = "steelyard_packed"  # the name of our kernels in the library
 
 
 @dataclass(frozen=True)
-class RowsMicro(Micro):
+class RowsMicroBatch(MicroBatch):
     alone: bool  # every segment from which something is learned begins its row: plain causal attention is right
 
 
+def rows_to_device(pack: Packed, length: int, device: torch.device) -> RowsMicroBatch:
+    alone = pack.positions[pack.pick] == pack.pick % length
+    return RowsMicroBatch(**vars(to_device(pack, length, device)), alone=bool(alone.all()))
+
+
 class TransformersTrain(Loop):
-    def __init__(self, job: Job) -> None:
-        super().__init__(job, _trainer(job))
-
-    def _to_device(self, pack: Packed) -> RowsMicro:
-        alone = pack.positions[pack.pick] == pack.pick % self.train.length
-        return RowsMicro(**vars(super()._to_device(pack)), alone=bool(alone.all()))
-
-
-def _trainer(job: Job) -> "TransformersTrainer":
     """On one device, or divided by FSDP over many."""
-    if job.plan.dp == 1:
-        return TransformersTrainer(job)
-    from steelyard.engines.transformers.sharded import LaidTransformers
-
-    return LaidTransformers(job)
-
-
-class TransformersTrainer(TorchTrainer):
-    block = "plain"
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        if self.tune.recompute == "selective":
-            raise RequestError("engine transformers recomputes whole layers; allowed: tune.recompute=none or full")
+        train = job.case.question.train
+        if train is None:
+            raise ValueError("a question without training")
+        kernel = choose_kernel(job)
+        layers = ShardedLayers(job) if job.plan.dp > 1 else None
+        placement: Placement = SingleDevice() if layers is None else layers.placement()
+        trainer = Trainer(job, TransformersLlama(job, kernel, layers), placement)
+        batches = RowBatches(job, train.length, to_device=rows_to_device)
+        super().__init__(job, trainer, batches, HeldOutLoss(job, trainer, batches))
+
+
+def choose_kernel(job: Job) -> str:
+    tune = job.case.tune
+    kernel = "sdpa" if tune.attention == "auto" else tune.attention
+    if kernel not in ("sdpa", *KERNELS):
+        raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, sdpa, {', '.join(sorted(KERNELS))}")
+    if tune.recompute == "selective":
+        raise RequestError("engine transformers recomputes whole layers; allowed: tune.recompute=none or full")
+    return kernel
+
+
+class TransformersLlama:
+    """The library's model; `layers` divides it, where it is divided."""
+
+    def __init__(self, job: Job, kernel: str, layers: ShardedLayers | None) -> None:
+        self.job, self.kernel, self.layers = job, kernel, layers
+        self.weights: dict[str, Any] = {}
+        self.roots: list[nn.Module] = []
         self.masked = self.batches = 0
 
-    def _choose_kernel(self) -> str:
-        kernel = "sdpa" if self.tune.attention == "auto" else self.tune.attention
-        if kernel not in ("sdpa", *KERNELS):
-            raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, sdpa, {', '.join(sorted(KERNELS))}")
-        return kernel
-
-    def prepare(self, part: Part) -> None:
-        if self.question.train is None:
-            raise ValueError("a question without training")
-        with part("weights"):
-            self.hf, kept = self._load()
-            self.adam = self._optimizer(kept, self.question.train)
-            self.job.device.synchronize()
-        if self.tune.recompute == "full":
-            self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if self.tune.compile:
-            for module in (*self.hf.model.layers, self.hf.model.norm):
-                module.forward = torch.compile(module.forward)  # inside of what recomputes a layer
-        self.head: Callable[..., Tensor] = torch.compile(_head, dynamic=True) if self.tune.compile else _head
-
-    def _optimizer(self, kept: list[Tensor] | None, train: Train) -> Adam:
-        return Adam([p for p in self.hf.parameters() if p.requires_grad], kept, train, self.question.precision)
-
-    def _load(self) -> tuple[Any, list[Tensor] | None]:
+    def build(self) -> list[Tensor] | None:
         """The model in the precision it is computed in, and what is learned of it in the one that is kept, where that is
         another. The same weights as every engine: read, checked or made by our own loader, then handed over."""
-        precision = self.question.precision
-        made = config(self.question.model)
-        ours, self.weights = our_model(self.job)
+        job, question = self.job, self.job.case.question
+        precision, device, made = question.precision, job.device.torch_device, config(question.model)
+        shape, dtype = load.shape_of(question.model), DTYPES[precision.weights]
+        ours, self.weights = build(shape, device, dtype, question.seed, job.weights, progress=job.loading)
         with torch.device("meta"):
             model: Any = LlamaForCausalLM(made)  # type: ignore[no-untyped-call]
         model.set_attn_implementation("sdpa" if self.kernel == "sdpa" else PACKED)
-        model.to(DTYPES[precision.weights]).to_empty(device=self.device).train()
+        model.to(dtype).to_empty(device=device).train()
         model.tie_weights()
         load.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
         del ours
-        self.job.device.release_memory()
+        job.device.release_memory()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.endswith("o_proj.bias"))  # a Llama of ours has none: it stays zero
-        kept = [p.detach() for p in model.parameters() if p.requires_grad]
-        model.to(DTYPES[compute_dtype(precision)])
+        master = [p.detach() for p in model.parameters() if p.requires_grad]
+        model.to(compute_dtype(precision.matmul))
         # A computed buffer, in no checkpoint: `to_empty` left it without values, and it is fp32 in every precision.
-        model.model.rotary_emb = LlamaRotaryEmbedding(made).to(self.device)
-        return model, kept if kept[0].dtype != model.lm_head.weight.dtype else None
+        model.model.rotary_emb = LlamaRotaryEmbedding(made).to(device)
+        self.module = model
+        has_master = master[0].dtype != model.lm_head.weight.dtype
+        if self.layers is None:
+            return master if has_master else None
+        self.roots = self.layers.shard(model, master if has_master else None)
+        return None
 
-    def _names(self) -> list[str]:
-        return [name for name, parameter in self.hf.named_parameters() if parameter.requires_grad]
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
-    def warm(self, micro: Micro) -> None:
+    def compile(self, gradient: Gradient) -> None:
+        tune = self.job.case.tune
+        if tune.recompute == "full":
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if tune.compile:
+            for module in (*self.module.model.layers, self.module.model.norm):
+                module.forward = torch.compile(module.forward)  # inside of what recomputes a layer
+        self.head: Callable[..., Tensor] = torch.compile(_head, dynamic=True) if tune.compile else _head
+
+    def variants(self, micro: MicroBatch) -> Iterator[MicroBatch]:
         """With a mask and without, which are graphs of their own: a border is cut into rows that may have none."""
-        if self.kernel == "sdpa" and isinstance(micro, RowsMicro):
+        if self.kernel == "sdpa" and isinstance(micro, RowsMicroBatch):
             half = max(1, micro.rows.max_q // 2)
-            super().warm(replace(micro, positions=micro.positions % half, alone=False))
-            super().warm(replace(micro, alone=True))
+            yield replace(micro, positions=micro.positions % half, alone=False)
+            yield replace(micro, alone=True)
         else:
-            super().warm(micro)
+            yield micro
         self.masked = self.batches = 0
 
-    def loss(self, micro: Micro) -> Tensor:
+    def loss(self, micro: MicroBatch) -> Tensor:
         tokens = micro.tokens.view(-1, micro.rows.max_q)
-        hidden = self.hf.model(input_ids=tokens, use_cache=False, **self._segments(micro)).last_hidden_state
-        return self.head(self.hf.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
+        hidden = self.module.model(input_ids=tokens, use_cache=False, **self._segments(micro)).last_hidden_state
+        return self.head(self.module.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
 
-    def _segments(self, micro: Micro) -> dict[str, Any]:
+    def evaluate(self, micro: MicroBatch) -> Tensor:
+        return self.loss(micro)
+
+    def _segments(self, micro: MicroBatch) -> dict[str, Any]:
         """What keeps the segments of a row apart."""
         positions = micro.positions.view(-1, micro.rows.max_q)
         if self.kernel != "sdpa":
@@ -137,7 +147,7 @@ class TransformersTrainer(TorchTrainer):
             borders = {"cu_seq_lens_q": rows.cu_q, "cu_seq_lens_k": rows.cu_k}
             longest = {"max_length_q": rows.max_q, "max_length_k": rows.max_k}
             return {"position_ids": positions, **borders, **longest, "kernel": self.kernel}
-        alone = isinstance(micro, RowsMicro) and micro.alone
+        alone = isinstance(micro, RowsMicroBatch) and micro.alone
         self.batches += 1
         self.masked += not alone
         return {} if alone else {"position_ids": positions}
@@ -145,7 +155,8 @@ class TransformersTrainer(TorchTrainer):
     def details(self) -> dict[str, Any]:
         """`masked`: batches that a mask was made for, of all that were computed outside of warming up."""
         counts = {"masked": self.masked, "batches": self.batches} if self.kernel == "sdpa" else {}
-        return {**super().details(), **counts}
+        sharding = {} if self.layers is None else {"sharding": self.layers.sharding}
+        return {"attention": self.kernel, "block": "plain", **counts, **sharding}
 
 
 def _head(output: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:

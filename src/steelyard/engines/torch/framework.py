@@ -1,0 +1,73 @@
+"""PyTorch as a framework: joins ranks by torch.distributed, and drives the device that an accelerator names."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard import plugins
+from steelyard.accelerators.events import Clock, Event
+from steelyard.accelerators.row import TorchDevice
+from steelyard.engines.torch import tensor_parallel
+from steelyard.errors import RequestError
+from steelyard.models.tensors import compute_dtype
+from steelyard.plan.degrees import Plan
+
+
+class TorchFramework:
+    def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
+        if device is None:
+            raise RequestError("this accelerator brings no device class for torch; choose another with --accelerator")
+        self.device: TorchDevice = plugins.load(device)(local_rank, clock)
+        self.world = 1
+
+    def set_precision(self, matmul: str) -> None:
+        self.device.set_precision(matmul)
+
+    def make_deterministic(self) -> None:
+        """Torch's kernels in their deterministic variants. Our own add in a fixed order."""
+        torch.use_deterministic_algorithms(True)
+        # Otherwise it costs a pass over memory; nothing here reads any of that.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+    def join(self, plan: Plan, rank: int, world: int) -> tensor_parallel.TensorParallelGroup:
+        self.world = world
+        if world == 1:
+            return tensor_parallel.TensorParallelGroup()
+        dist.init_process_group(self.device.backend)
+        return tensor_parallel.form(plan, rank, self.device.torch_device)
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def leave(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+    def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
+        size, dtype = self.device.matmul_shape, compute_dtype(precision)
+        a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
+        return lambda: torch.mm(a, b), 2 * size**3
+
+    def event(self) -> Event:
+        return self.device.event()
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def reset_memory(self) -> None:
+        self.device.reset_memory()
+
+    def memory(self) -> dict[str, int | None]:
+        return self.device.memory()
+
+    def identity(self) -> dict[str, Any]:
+        return self.device.identity()
+
+    def versions(self) -> dict[str, str | None]:
+        return self.device.versions()
+
+    def threads(self) -> int:
+        return torch.get_num_threads()

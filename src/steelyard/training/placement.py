@@ -1,0 +1,153 @@
+"""How a model is placed on devices, as a trainer sees it: here one device, or replicas that each hold everything."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steelyard.models.llama_fused import Gradient
+from steelyard.training.optimizer import Adam, total_norm
+
+BUCKET = 64 << 20  # numbers of gradients that replicas sum in one call
+
+Weigh = Callable[[Tensor], Tensor]  # a micro-batch's summed loss, to what `backward` is called on
+
+
+class Model(Protocol):
+    """What is trained, on this rank. What a micro-batch is, is between a model and its loop."""
+
+    weights: dict[str, Any]  # where they came from, for the record
+    roots: list[nn.Module]  # outermost modules whose parameters are gathered, where any are divided
+
+    def build(self) -> list[Tensor] | None:
+        """Make it on the device, with its weights; returns these in the precision they are kept in, where that is another
+        than the one it computes in."""
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What is learned."""
+
+    def compile(self, gradient: Gradient) -> None:
+        """Choose what computes the loss. `gradient` says where that of a parameter is summed."""
+
+    def loss(self, micro: Any) -> Tensor:
+        """The summed cross-entropy of a micro-batch, in nats."""
+
+    def evaluate(self, micro: Any) -> Tensor:
+        """What an evaluation reads of a micro-batch."""
+
+    def variants(self, micro: Any) -> Iterable[Any]:
+        """Micro-batches of this size that run all the code there is for it."""
+
+    def details(self) -> dict[str, Any]: ...
+
+
+class Placement(Protocol):
+    """Where the ranks of a plan meet in a step."""
+
+    lockstep: bool  # replicas have micro-batches of the same sizes, and may meet while they warm up
+
+    def attach(self, model: Model, optimizer: Adam) -> None: ...
+
+    def no_losses(self) -> list[Tensor]:
+        """What a step's losses begin with."""
+
+    def evaluate(self, model: Model, micro: Any) -> Tensor: ...
+
+    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
+        """Forward and backward of all micro-batches of a step."""
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """Sum gradients over replicas, and the loss of a step."""
+
+    def total(self, count: Tensor) -> Tensor:
+        """A count, summed over replicas."""
+
+    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
+        """Of all gradients, of all ranks."""
+
+
+class SingleDevice:
+    lockstep = True
+
+    def attach(self, model: Model, optimizer: Adam) -> None:
+        """Nobody is met."""
+
+    def no_losses(self) -> list[Tensor]:
+        return []
+
+    def evaluate(self, model: Model, micro: Any) -> Tensor:
+        return model.evaluate(micro)
+
+    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
+        for micro in micros:
+            weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def total(self, count: Tensor) -> Tensor:
+        return count
+
+    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
+        return total_norm(grads, overflows)
+
+
+class Replicated:
+    """Replicas that each hold everything, and may have nothing to do in a step. One alone is one device. Gradients lie in a
+    few buckets, which are summed over replicas once a step."""
+
+    lockstep = False
+
+    def __init__(self, replicas: int, compute: torch.dtype, device: torch.device) -> None:
+        self.replicas, self.device = replicas, device
+        self.wide = torch.promote_types(compute, torch.float32)
+        self.buckets: list[Tensor] = []
+
+    def attach(self, model: Model, optimizer: Adam) -> None:
+        self.buckets = bucket_gradients(optimizer.master)
+        optimizer.gradient(optimizer.parameters[0])  # from now on they are set to zero and not dropped
+        optimizer.scale(torch.zeros((), device=self.device))  # a replica without samples in a step needs the scale too
+
+    def no_losses(self) -> list[Tensor]:
+        return [torch.zeros((), dtype=self.wide, device=self.device)]
+
+    def evaluate(self, model: Model, micro: Any) -> Tensor:
+        return model.evaluate(micro)
+
+    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
+        for micro in micros:
+            weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        if self.replicas > 1:
+            works = [dist.all_reduce(flat, async_op=True) for flat in (*self.buckets, loss)]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        return loss
+
+    def total(self, count: Tensor) -> Tensor:
+        if self.replicas > 1:
+            dist.all_reduce(count)
+        return count
+
+    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
+        return total_norm(grads, overflows)
+
+
+def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:
+    """Gradients as parts of a few long rows of numbers: replicas sum those, and nothing is copied."""
+    buckets: list[list[Tensor]] = [[]]
+    for parameter in parameters:
+        if buckets[-1] and sum(p.numel() for p in buckets[-1]) + parameter.numel() > BUCKET:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    out = []
+    for bucket in buckets:
+        flat = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        for parameter, grad in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            parameter.grad = grad.view(parameter.shape)
+        out.append(flat)
+    return out

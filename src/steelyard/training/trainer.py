@@ -1,0 +1,84 @@
+"""The trainer of every engine: a model, its placement on devices, and an optimizer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.engines.job import Job, Part
+from steelyard.training.checkpoints import Numbers
+from steelyard.training.optimizer import Adam
+from steelyard.training.placement import Model, Placement
+
+
+class Trainer:
+    def __init__(self, job: Job, model: Model, placement: Placement) -> None:
+        self.job, self.model, self.placement = job, model, placement
+        self.device: torch.device = job.device.torch_device
+
+    def prepare(self, part: Part) -> None:
+        """Build, load, compile."""
+        question = self.job.case.question
+        if question.train is None:
+            raise ValueError("a question without training")
+        with part("weights"):
+            master = self.model.build()
+            parameters = [parameter for _, parameter in self.model.named_parameters()]
+            self.optimizer = Adam(parameters, master, question.train, question.precision, self.placement.norm)
+            self.placement.attach(self.model, self.optimizer)
+            self.job.device.synchronize()
+        self.model.compile(self.optimizer.gradient)
+
+    def warm(self, micro: Any) -> None:
+        """Run everything but the update once, so that nothing is compiled inside a pass. Weights and gradients stay."""
+        for one in self.model.variants(micro):
+            self.evaluate(one)
+            if self.placement.lockstep:
+                self.learn([one], self.total(1))
+            else:
+                self._backward([one], torch.ones((), device=self.device))
+            self.optimizer.zero_grad()
+
+    def evaluate(self, micro: Any) -> Tensor:
+        """What an evaluation reads of a micro-batch: its summed loss, or scores."""
+        with torch.no_grad():
+            return self.placement.evaluate(self.model, micro)
+
+    def learn(self, micros: list[Any], targets: Tensor) -> Tensor:
+        """Forward and backward of a step: gradients of Σ loss / targets. Returns that mean loss over all replicas."""
+        return self.placement.reduce(self._backward(micros, targets))
+
+    def _backward(self, micros: list[Any], targets: Tensor) -> Tensor:
+        losses = self.placement.no_losses()
+
+        def weigh(nll: Tensor) -> Tensor:
+            loss = nll / targets
+            losses.append(loss.detach())
+            return self.optimizer.scale(loss)
+
+        self.placement.backward(self.model, micros, weigh)
+        return torch.stack(losses).sum()
+
+    def update(self, lr: float) -> Tensor:
+        """Clip, step, zero the gradients. Returns their norm before clipping."""
+        return self.optimizer.step(lr)
+
+    def total(self, number: int) -> Tensor:
+        """A count of this rank, summed over all replicas, on the device."""
+        count = torch.full((), float(number), device=self.device)  # a copy from the host would wait for the device
+        return self.placement.total(count)
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
+        return self.optimizer.state([name for name, _ in self.model.named_parameters()])
+
+    def numbers(self) -> Numbers:
+        """The same of what is no tensor, and the same on all ranks."""
+        return self.optimizer.numbers()
+
+    def restore(self, numbers: Numbers) -> None:
+        """Go on from what `state` was filled with, and these numbers."""
+        self.optimizer.restore(numbers)
+
+    def details(self) -> dict[str, Any]:
+        return self.model.details()

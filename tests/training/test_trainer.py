@@ -1,0 +1,133 @@
+"""A trainer of a toy model: what it asks of its model, its placement and its optimizer, and in which order."""
+
+from contextlib import contextmanager
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fixtures.glm import CPU, TRAINING
+from steelyard.accelerators.cpu_torch import Device
+from steelyard.case.precision import TRAIN
+from steelyard.training.loop import LossWatch, rate
+from steelyard.training.optimizer import Adam, total_norm
+from steelyard.training.placement import Replicated, SingleDevice
+from steelyard.training.trainer import Trainer
+
+
+class Toy:
+    """A linear model; a micro-batch is a matrix whose rows are all learned from."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision, self.weights, self.roots = TRAIN[precision], {"source": "toy"}, []
+        self.order: list[str] = []
+
+    def build(self) -> list[Tensor] | None:
+        self.module = nn.Linear(3, 2)
+        with torch.no_grad():
+            self.module.weight.copy_(torch.arange(6).view(2, 3) / 8)
+            self.module.bias.fill_(0.5)
+        self.order.append("build")
+        if self.precision.matmul != "bf16" or self.precision.weights == "bf16":
+            return None
+        master = [p.detach() for p in self.module.parameters()]
+        self.module.to(torch.bfloat16)
+        return master
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters())
+
+    def compile(self, gradient: Any) -> None:
+        self.order.append("compile")
+
+    def loss(self, micro: Tensor) -> Tensor:
+        self.order.append("loss" if torch.is_grad_enabled() else "evaluate")
+        return self.module(micro.to(self.module.weight.dtype)).float().square().sum()
+
+    evaluate = loss
+
+    def variants(self, micro: Tensor) -> list[Tensor]:
+        return [micro, 2 * micro]
+
+    def details(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+
+def prepared(placement: Any, precision: str = "fp32") -> Trainer:
+    question = SimpleNamespace(train=TRAINING, precision=TRAIN[precision])
+    made = Trainer(
+        SimpleNamespace(case=SimpleNamespace(question=question), device=Device(0, monotonic)), Toy(precision), placement
+    )
+    parts = []
+
+    @contextmanager
+    def part(name: str) -> Any:
+        parts.append(name)
+        made.model.order.append(f"begin {name}")
+        yield
+        made.model.order.append(f"end {name}")
+
+    made.prepare(part)
+    assert parts == ["weights"]
+    return made
+
+
+MICROS = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, -1.0, 2.0], [1.0, 1.0, 0.0]])]
+
+
+def test_weights_are_made_before_code_is_chosen() -> None:
+    assert prepared(SingleDevice()).model.order == ["begin weights", "build", "end weights", "compile"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_replica_is_one_device(precision: str) -> None:
+    found = []
+    for placement in (SingleDevice(), Replicated(1, torch.float32, CPU)):
+        made = prepared(placement, precision)
+        steps = [(float(made.learn(MICROS, made.total(3))), float(made.update(0.1))) for _ in range(3)]
+        found.append((steps, [p.tolist() for p in made.optimizer.master]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("placement", [SingleDevice(), Replicated(1, torch.float32, CPU)])
+def test_warming_up_runs_every_variant_and_changes_nothing(placement: Any) -> None:
+    made = prepared(placement)
+    before = [p.detach().clone() for p in made.optimizer.master]
+    made.warm(MICROS[0])
+    assert made.model.order[4:] == ["evaluate", "loss"] * 2
+    assert all(torch.equal(a, b) for a, b in zip(before, made.optimizer.master, strict=True))
+    assert not any(p.grad is not None and bool(p.grad.count_nonzero()) for p in made.optimizer.master)
+
+
+def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
+    """Of all ranks, say: twice what this one has, so that gradients are clipped to a half."""
+    grads, norms = [], []
+    for factor in (1.0, 2.0):
+        weight = nn.Parameter(torch.ones(2, 2))
+        adam = Adam([weight], None, TRAINING, TRAIN["fp32"], lambda g, o, factor=factor: factor * total_norm(g, o))
+        weight.grad = torch.full((2, 2), 4.0)
+        adam.inner.register_step_pre_hook(lambda *given, weight=weight: grads.append(weight.grad.clone()))
+        norms.append(float(adam.step(1e-3)))
+    assert norms == [8.0, 16.0]
+    torch.testing.assert_close(grads[0], 2 * grads[1])
+
+
+def test_a_watch_keeps_the_first_loss_that_ends_a_run() -> None:
+    watch = LossWatch(5.0)
+    for step, loss in enumerate((4.0, 6.0, torch.nan)):
+        watch.add(step, torch.tensor(loss))
+    assert watch.seen()
+    assert watch.found == {"step": 1, "why": "bound", "value": 6.0}
+    watch = LossWatch(None)
+    watch.add(0, torch.tensor(1e9))
+    assert not watch.seen()
+    watch.add(1, torch.tensor(torch.inf))
+    assert watch.seen()
+    assert watch.found == {"step": 1, "why": "nan", "value": None}
+
+
+def test_the_rate_warms_up_and_decays() -> None:
+    assert [round(rate(TRAINING, step), 8) for step in range(6)] == [1e-3, 1e-3, 7e-4, 4e-4, 1e-4, 1e-4]
