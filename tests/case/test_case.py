@@ -7,18 +7,17 @@ import pytest
 from pydantic import BaseModel
 
 from fixtures.cases import NAME, OWN, leaf, own, refusal
-from steelyard.case import case
-from steelyard.case.case import resolve
+from steelyard import tasks
+from steelyard.case import case, resolve
 from steelyard.case.precision import PRESETS
+from steelyard.tasks.mmlu.fields import MadeQuestions
 
 # Files.
 
 
 def test_the_shipped_case() -> None:
-    found = resolve(NAME).case
-    assert (found.name, found.size, found.engines, found.divisions) == (
-        NAME, "full", ["torch", "transformers"], ["closed", "open"],
-    )  # fmt: skip
+    found = resolve.resolve(NAME).case
+    assert (found.name, found.size, found.divisions) == (NAME, "full", ["closed", "open"])
     model = found.question.model
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab, model.positions) == (
         32, 4096, 32, 32, 11008, 32000, 4096,
@@ -28,11 +27,11 @@ def test_the_shipped_case() -> None:
     assert (found.gate.target, found.gate.within, found.gate.agree_within) == (0.458, 0.01, 0.005)
     assert [(row.published_as, row.ran_as) for row in found.reference] == [("fp16", "fp16"), ("fp32", "tf32")]
     assert found.reference[0].values["p_infer_core"] == 10052.2
-    assert NAME in case.names()
+    assert NAME in resolve.names()
 
 
 def test_smoke_changes_what_it_names_and_nothing_else() -> None:
-    full, smoke = (resolve(NAME, size).case for size in ("full", "smoke"))
+    full, smoke = (resolve.resolve(NAME, size).case for size in ("full", "smoke"))
     assert smoke.size == "smoke"
     changed = {
         "precision": smoke.question.precision,
@@ -43,7 +42,7 @@ def test_smoke_changes_what_it_names_and_nothing_else() -> None:
             }
         ),
         "data": full.question.data.model_copy(
-            update={"context": 256, "subjects": 4, "made": case.MadeQuestions(subjects=4, questions=12)}
+            update={"context": 256, "subjects": 4, "made": MadeQuestions(subjects=4, questions=12)}
         ),
     }  # fmt: skip
     assert smoke.question == full.question.model_copy(update=changed)
@@ -54,21 +53,21 @@ def test_smoke_changes_what_it_names_and_nothing_else() -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = own(tmp_path)
-    found = resolve(path)
+    found = resolve.resolve(path)
     assert found.path == path
     assert found.case.name == "own"
     assert found.case.question.precision == PRESETS["score"]["fp16"]
     assert found.case.question.data.shots == 5
     monkeypatch.chdir(tmp_path)
-    assert resolve("own.toml").case == found.case
-    assert resolve("own.toml", "smoke").case == found.case.model_copy(update={"size": "smoke"})  # it has no smoke table
+    assert resolve.resolve("own.toml").case == found.case
+    assert resolve.resolve("own.toml", "smoke").case == found.case.model_copy(update={"size": "smoke"})  # it has no smoke table
 
 
 def test_names_that_are_none(tmp_path: Path) -> None:
     assert refusal("llama2-7b-mmul") == (
         "no case 'llama2-7b-mmul'; did you mean 'llama2-7b-mmlu'? (a file of your own ends in .toml)"
     )
-    known = ", ".join(case.names())
+    known = ", ".join(resolve.names())
     assert refusal("zzz") == f"no case 'zzz'; known cases: {known} (a file of your own ends in .toml)"
     for path in (str(tmp_path / "absent.toml"), "../../etc/passwd.toml"):
         assert refusal(path) == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known}"
@@ -123,10 +122,8 @@ def test_unknown_keys_are_refused_in_one_line(old: str, new: str, key: str, tmp_
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-TAG = "Input tag '{}' found using '{}' does not match any of the expected tags: {}"
-KIND = TAG.format("gsm8k", "kind", "'mmlu', 'lambada', 'openwebtext', 'alpaca', 'record'")
-SHOWN_MODEL = "{'family': 'bert', 'layers': 1, 'hidden': 8, 'heads': 2, 'kv_heads': 1, 'ffn': 12, 'vocab': 32, 'positions': 64}"
-FAMILY = TAG.format("bert", "family", "'llama', 'glm'")
+KIND = "Value error, no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
+FAMILY = "Value error, no family 'bert'; known: llama, glm"
 INTEGER = "Input should be a valid integer"
 
 
@@ -147,8 +144,8 @@ INTEGER = "Input should be a valid integer"
         ("layers = 1", "layers = 0", "question.model.layers: Input should be greater than or equal to 1 (it is 0)"),
         ("layers = 1\n", "", "question.model.layers: Field required"),
         ("context = 64", "context = [64]", f"question.data.context: {INTEGER} (it is [64])"),
-        ('kind = "mmlu"', 'kind = "gsm8k"', f"question.data: {KIND} (it is {{'kind': 'gsm8k', 'context': 64}})"),
-        ('family = "llama"', 'family = "bert"', f"question.model: {FAMILY} (it is {SHOWN_MODEL})"),
+        ('kind = "mmlu"', 'kind = "gsm8k"', f"question.data: {KIND}"),
+        ('family = "llama"', 'family = "bert"', f"question.model: {FAMILY}"),
         (
             "positions = 64",
             "positions = 64\nnorm_eps = nan",
@@ -245,7 +242,7 @@ def test_environment_with_a_nul(tmp_path: Path) -> None:
     ],
 )
 def test_environment_is_text(setting: str, value: str) -> None:
-    found = resolve(NAME, settings=[setting])
+    found = resolve.resolve(NAME, settings=[setting])
     assert found.case.tune.env == {"OMP_NUM_THREADS": value}
     assert found.origins["tune.env.OMP_NUM_THREADS"] == "command line"
 
@@ -276,7 +273,7 @@ def test_environment_is_text(setting: str, value: str) -> None:
     ],
 )
 def test_set(setting: str, key: str, value: object) -> None:
-    found = resolve(NAME, "smoke", settings=[setting])
+    found = resolve.resolve(NAME, "smoke", settings=[setting])
     assert leaf(found.case, key) == value
     assert type(leaf(found.case, key)) is type(value)
     assert found.origins[key] == "command line"
@@ -290,7 +287,7 @@ def test_set(setting: str, key: str, value: object) -> None:
     [
         ("tune.batch_token=1", "--set: no key 'tune.batch_token'; did you mean 'tune.batch_tokens'?"),
         ("batch_tokens=1", "--set: no key 'batch_tokens'; did you mean 'tune.batch_tokens'?"),
-        ("zzzzzz=1", f"--set: no key 'zzzzzz'; allowed: {', '.join(case.settable())}"),
+        ("zzzzzz=1", f"--set: no key 'zzzzzz'; allowed: {', '.join(resolve.settable())}"),
         ("tune.batch_tokens", "--set 'tune.batch_tokens' is not of the form key=value, such as tune.batch_tokens=16384"),
         ("=3", "--set '=3' is not of the form key=value, such as tune.batch_tokens=16384"),
         ("", "--set '' is not of the form key=value, such as tune.batch_tokens=16384"),
@@ -333,18 +330,18 @@ def test_deep_settings_are_refused() -> None:
 
 def test_lists_are_not_settable_but_read() -> None:
     """No settable key is a list; one given for a list is read as one and then refused by its type."""
-    assert not [key for key in case.settable() if key in ("engines", "divisions")]
+    assert not [key for key in resolve.settable() if key in ("engines", "divisions")]
     assert "(it is ['a', 'b'])" in refusal(NAME, "full", 'tune.attention=["a", "b"]')
 
 
 def test_later_settings_win() -> None:
-    assert resolve(NAME, settings=["tune.warmup=3", "tune.warmup=5"]).case.tune.warmup == 5
+    assert resolve.resolve(NAME, settings=["tune.warmup=3", "tune.warmup=5"]).case.tune.warmup == 5
 
 
 def test_a_setting_does_not_stay_for_the_next_case() -> None:
-    resolve(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring", "question.model.layers=7"])
-    assert resolve(NAME, "smoke").case.tune.env == ONE_THREAD
-    assert resolve(NAME, "smoke").case.question.model.layers == 2
+    resolve.resolve(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring", "question.model.layers=7"])
+    assert resolve.resolve(NAME, "smoke").case.tune.env == ONE_THREAD
+    assert resolve.resolve(NAME, "smoke").case.question.model.layers == 2
 
 
 # Keys of other data, gates and kinds than this case has.
@@ -352,11 +349,12 @@ OTHER_KIND = {
     f"question.data.{key}"
     for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations", "wrong", "queries", "evaluated")
 }
+OTHER_KIND |= {f"published.{name}" for task in tasks.table().values() for name in task.published_facts}
 OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
 OTHER_KIND |= {
     "question.data.made.queries",
     "question.data.made.entities",
-    *(key for key in case.settable() if key.startswith("question.train")),
+    *(key for key in resolve.settable() if key.startswith("question.train")),
 }
 
 
@@ -365,11 +363,11 @@ def test_every_settable_key_can_be_set(tmp_path: Path) -> None:
     made = "\n[question.data.made]\nsubjects = 2\nquestions = 2\n"
     gate = "\n[gate]\nmetric = 'acc'\ntarget = 0.5\nwithin = 0.1\nagree_within = 0.1\n"
     path = own(tmp_path, OWN + made + gate)
-    before = resolve(path).case
-    for key in case.settable():
+    before = resolve.resolve(path).case
+    for key in resolve.settable():
         value = leaf(before, key) if key not in OTHER_KIND else None
         if value is not None:
-            assert resolve(path, settings=[f"{key}={as_toml(value)}"]).case == before, key
+            assert resolve.resolve(path, settings=[f"{key}={as_toml(value)}"]).case == before, key
 
 
 def as_toml(value: object) -> str:

@@ -9,14 +9,25 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fixtures.cases import FINGERPRINT, NAME, OWN, leaf, own
+from steelyard import schema
 from steelyard.case import case
-from steelyard.case.case import Case, Question, resolve
+from steelyard.case.case import Case
+from steelyard.case.key import LATER, key_of
+from steelyard.case.question import Question
+from steelyard.case.resolve import changed_question, names, resolve
+from steelyard.models.shapes import LlamaModel
+from steelyard.record import record
+from steelyard.tasks.mmlu.fields import MmluData
+from steelyard.tasks.task import Sources
+
+ROWS = {"model": LlamaModel, "data": MmluData}  # the types of this case's tables, which its family and its task name
 
 
 def question_leaves(model: type[BaseModel] = Question, prefix: str = "") -> list[str]:
     out = []
     for name, field in model.model_fields.items():
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        annotation = ROWS.get(name, field.annotation) if model is Question else field.annotation
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
         inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
         out += question_leaves(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
     return out
@@ -72,7 +83,8 @@ def test_the_data_that_was_read_is_in_the_key() -> None:
         {"size": "full"},
         {"name": "other"},
         {"title": "other", "about": "other"},
-        {"engines": ["other"]},
+        {"published": {"other": 1}},
+        {"devices": [1, 2]},
         {"divisions": ["closed"]},
         {"gate": None},
         {"max_interval": 0.5},
@@ -104,9 +116,9 @@ def test_a_case_survives_json() -> None:
 
 
 def test_canonical_has_one_spelling() -> None:
-    assert case.canonical({"b": [1, 1.5, None], "a": "é\n"}) == '{"a":"é\\n","b":[1,1.5,null]}'
+    assert schema.canonical({"b": [1, 1.5, None], "a": "é\n"}) == '{"a":"é\\n","b":[1,1.5,null]}'
     with pytest.raises(ValueError, match="not JSON compliant"):
-        case.canonical(float("nan"))
+        schema.canonical(float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -131,3 +143,92 @@ def test_cases_are_frozen(dotted: str) -> None:
     with pytest.raises(ValidationError, match="Instance is frozen"):
         delattr(owner, name)
     assert getattr(owner, name) == before
+
+
+# Keys that are published never change. Literals: what the committed records say, not what the code says today.
+
+SMOKE = {
+    ("aquila2-34b-lambada", "closed"): "7a9e52e92dd6c079",
+    ("aquila2-7b-alpaca", "closed"): "ecd3e70bcb8fdf75",
+    ("glm-large-record", "closed"): "0f8816dd797c1988",
+    ("glm-large-record", "open"): "fd48749f246a103d",
+    ("llama1-13b-openwebtext", "closed"): "cdf79641c4d7ea9d",
+    ("llama1-7b-openwebtext", "closed"): "df452970aeda7954",
+    ("llama2-7b-mmlu", "closed"): "975250027bda5e24",
+    ("llama2-7b-mmlu", "open"): "827a5667d6bdce75",
+}
+MMLU = "90f52819be1bff05e4587a05913ab9d83358d65684ff4760c7fc87f35dc9bc3f"
+LAMBADA = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
+CORPUS = "568c3e691b2f6b14107a014674a667aa953e57bc42c330fc24875b7f316dd612"
+ALPACA = "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17"
+RECORD = "1982248769febc8d45b5df91fdf08e40243d3cbea9b94ed3d0fe61abe18570b6"
+FULL = {
+    ("llama2-7b-mmlu", "closed", "bf16", MMLU): "59e3e6b05d8abc2f",
+    ("llama2-7b-mmlu", "closed", "fp16", MMLU): "132ee5803340fe36",
+    ("llama2-7b-mmlu", "open", "bf16", MMLU): "92abf2dd7c31ee62",
+    ("aquila2-34b-lambada", "closed", "bf16", LAMBADA): "e93b909ed7ec03c6",
+    ("aquila2-34b-lambada", "closed", "fp16", LAMBADA): "6f7aacb95d83465c",
+    ("llama1-7b-openwebtext", "closed", "bf16", CORPUS): "d76f3bbad433de49",
+    ("llama1-7b-openwebtext", "closed", "bf16-pure", CORPUS): "71de13868a1bb7e8",
+    ("llama1-13b-openwebtext", "closed", "bf16-pure", CORPUS): "53b45aa781c01e03",
+    ("aquila2-7b-alpaca", "closed", "bf16-pure", ALPACA): "4c8d255b4e04c557",
+    ("glm-large-record", "closed", "bf16", RECORD): "fdaf2111e738d2af",
+    ("glm-large-record", "open", "bf16", RECORD): "00531b394b46f00b",
+    ("glm-large-record", "closed", "fp16", RECORD): "59d7c2c96d5fc38b",
+}
+RESULTS = sorted((Path(__file__).parents[2] / "results").rglob("*.json"))
+
+
+def test_every_shipped_case_is_pinned() -> None:
+    assert set(SMOKE) == {(name, one) for name in names() for one in resolve(name, "smoke").case.divisions}
+    assert {name for name, *_ in FULL} == set(names())
+
+
+@pytest.mark.parametrize(("name", "division"), SMOKE)
+def test_keys_of_smoke_sizes(name: str, division: str) -> None:
+    """With the data they make: a change of what is made is a change of the question."""
+    found = resolve(name, "smoke", division=division).case
+    asked = found.question.asked(Sources(None, None, None), None, found.tune.pack, found.published)
+    prepared = found.question.row.prepare(asked)
+    assert found.key(prepared.facts.fingerprint) == SMOKE[name, division]
+
+
+@pytest.mark.parametrize(("name", "division", "precision", "fingerprint"), FULL)
+def test_keys_of_full_sizes(name: str, division: str, precision: str, fingerprint: str) -> None:
+    found = resolve(name, "full", precision, division).case
+    assert found.key(fingerprint) == FULL[name, division, precision, fingerprint]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
+    found = record.read(path)
+    asked = found.case
+    assert key_of(asked.question, found.fingerprint) == asked.key
+    shipped = resolve(asked.name, asked.size, asked.precision, asked.division).case
+    assert (shipped.key(found.fingerprint) == asked.key) == (changed_question(asked.origins) == [])
+
+
+def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
+    """So that a field can be added and no published key changes."""
+    question = resolve("llama1-7b-openwebtext", "smoke").case.question.model_dump(mode="json")
+    key = key_of(question, FINGERPRINT)
+    assert LATER[0] == (("train", "evaluate_every"), None)
+    assert question["train"]["evaluate_every"] is None
+    train = question["train"]
+    without = {name: value for name, value in train.items() if name != "evaluate_every"}
+    assert key_of(question | {"train": without}, FINGERPRINT) == key
+    assert key_of(question | {"train": train | {"evaluate_every": 5}}, FINGERPRINT) != key
+    assert key_of(question | {"train": train | {"evaluate_every": False}}, FINGERPRINT) != key  # equal is not enough
+    scored = resolve(NAME, "smoke").case.question.model_dump(mode="json")
+    assert scored["train"] is None
+    bare = {name: value for name, value in scored.items() if name != "train"}
+    assert key_of(bare, FINGERPRINT) == key_of(scored, FINGERPRINT)
+    assert key_of(scored | {"train": without}, FINGERPRINT) != key_of(scored, FINGERPRINT)
+
+
+def test_every_later_field_is_a_field_with_that_default() -> None:
+    for place, default in LATER:
+        model: Any = Question
+        for name in place[:-1]:
+            model = next(kind for kind in get_args(model.model_fields[name].annotation) if issubclass(kind, BaseModel))
+        assert model.model_fields[place[-1]].default is default

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fixtures.cases import NAME, OWN, own, refusal
-from steelyard.case.case import Resolved, resolve
 from steelyard.case.precision import PRESETS
+from steelyard.case.resolve import Resolved, resolve
 
 
 @pytest.mark.parametrize("key", ["question.precision.matmul", "question.precision.weights", "question.precision.name"])

@@ -1,0 +1,231 @@
+"""From a case file to a case: its size, then what a command line changes.
+
+A case file holds the full size; its `[smoke]` table holds what the smoke size changes. A file, then its size, then the
+command line: later wins, and every value remembers where it came from.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from steelyard import tasks
+from steelyard.case.case import Case, Falling, Gate, Target, Tune
+from steelyard.case.precision import PRESETS
+from steelyard.case.question import Question, Train
+from steelyard.data.division import Division
+from steelyard.errors import RequestError
+from steelyard.models import families
+from steelyard.schema import Frozen
+
+MAX_CASE_BYTES = 64 << 10  # the TOML parser's time grows with the square of a dotted key
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A case with every override applied, and where each value came from (dotted name → origin)."""
+
+    case: Case
+    origins: dict[str, str]
+    path: str
+
+
+def names() -> list[str]:
+    """The cases that come with the package."""
+    folder = resources.files("steelyard") / "cases"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def read(name: str) -> tuple[dict[str, Any], str]:
+    """A case file as a table, by the name of a shipped case or by the path of a user's own file."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise RequestError(
+                f"case file {name!r} does not exist; give the path of a TOML file or one of: {', '.join(names())}"
+            )
+        if path.stat().st_size > MAX_CASE_BYTES:
+            raise RequestError(f"case file {name!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few kilobytes")
+        raw = path.read_bytes()
+    elif name in names():
+        raw = (resources.files("steelyard") / "cases" / f"{name}.toml").read_bytes()
+    else:
+        near = get_close_matches(name.lower(), [*names(), "smoke"], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known cases: {', '.join(names())}"
+        raise RequestError(f"no case {name!r}{hint} (a file of your own ends in .toml)")
+    try:
+        table = tomllib.loads(raw.decode("utf-8"))
+        _note(table, "", {})  # what is nested too deep to be walked fails here
+        return table, name
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"case file {name!r} is not TOML: {error}") from error
+
+
+def resolve(
+    name: str,
+    size: str | None = None,
+    precision: str | None = None,
+    division: str | None = None,
+    settings: list[str] | None = None,
+) -> Resolved:
+    """A case as it will be run: file, size (full unless told), then what the command line says."""
+    table, path = read(name)
+    origins: dict[str, str] = {}
+    smoke = table.pop("smoke", {})
+    if not isinstance(smoke, dict):
+        raise RequestError(f"case {path!r}: smoke is {_shown(smoke)}; it is a table of what the size smoke changes")
+    _note(table, "case", origins)
+    if size not in (None, "smoke", "full"):
+        raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
+    if division not in (None, *get_args(Division)):
+        raise RequestError(f"--division {division!r} is not known; allowed: {', '.join(get_args(Division))}")
+    if size == "smoke":
+        table = _merge(table, smoke)
+        _note(smoke, "case, size smoke", origins)
+    table["size"] = size or "full"
+    origins["size"] = "command line" if size else "default"
+    question = table.get("question")
+    if isinstance(question, dict):
+        if division is not None:
+            question["division"] = division
+            origins["question.division"] = "command line"
+        if precision is not None:
+            question["precision"] = precision
+            origins["question.precision"] = "command line"
+    for setting in settings or []:
+        _apply(table, setting, origins)
+    _expand_precision(table, origins)
+    _forget_nominal(table, origins)
+    case = _validate(table, path)
+    _note_defaults(case.model_dump(mode="json"), origins)
+    return Resolved(case, origins, path)
+
+
+def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
+    """A model changed on the command line is no longer of the size that its case names."""
+    key = "question.model.nominal_parameters"
+    model = table.get("question", {}).get("model") if isinstance(table.get("question"), dict) else None
+    changed = any(name.startswith("question.model.") for name, origin in origins.items() if origin == "command line")
+    if isinstance(model, dict) and changed and origins.get(key) != "command line":
+        model["nominal_parameters"] = None
+        origins[key] = "unknown: the model was changed"
+
+
+def changed_question(origins: dict[str, str]) -> list[str]:
+    """What the command line changed of the question, beside its precision and division, which have names of their own."""
+    named = ("question.division", "question.precision")
+    return sorted(
+        key
+        for key, origin in origins.items()
+        if origin == "command line" and key.startswith("question.") and not key.startswith(named)
+    )
+
+
+def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
+    question = table.get("question")
+    if not isinstance(question, dict) or not isinstance(question.get("precision"), str):
+        return
+    presets = PRESETS.get(str(question.get("kind")), {})
+    name = question["precision"]
+    if name not in presets:
+        raise RequestError(f"precision {name!r} is not known; allowed for {question.get('kind')}: {', '.join(presets)}")
+    question["precision"] = presets[name].model_dump(mode="json")
+    where = origins.pop("question.precision", "case")
+    _note(question["precision"], f"preset {name} ({where})", origins, "question.precision.")
+
+
+def _validate(table: dict[str, Any], path: str) -> Case:
+    try:
+        return Case.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        if first["type"] == "extra_forbidden":
+            raise RequestError(f"case {path!r}: unknown key {where!r}{more}; remove it, or see docs/cases.md") from error
+        shown = "" if first["type"] in ("missing", "value_error") else f" (it is {_shown(first['input'])})"
+        raise RequestError(f"case {path!r}: {where}: {first['msg']}{shown}{more}; see docs/cases.md") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
+    key, sign, text = setting.partition("=")
+    if not sign or not key:
+        raise RequestError(f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384")
+    allowed = settable()
+    if key not in allowed and not any(key.startswith(k + ".") for k in ("tune.env",)):
+        near = get_close_matches(key, allowed, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
+        raise RequestError(f"--set: no key {key!r}; {hint}")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        value = text
+    if key.startswith("tune.env.") and not isinstance(value, str):
+        value = text  # a variable is text, whatever it looks like
+    *parents, leaf = key.split(".")
+    node = table
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise RequestError(f"--set: {key!r} lies under {part!r}, which is a single value")
+    node[leaf] = value
+    _note({key: value}, "command line", origins)
+
+
+def settable() -> list[str]:
+    """Every key that --set takes, read off the schemas of cases, tasks and families."""
+    out = {"max_interval", *_keys("tune", Tune), *_keys("question", Question), *_keys("question.train", Train)}
+    for gate in (Gate, Falling, Target):
+        out |= _keys("gate", gate)
+    for task in tasks.table().values():
+        out |= _keys("question.data", task.data)
+        out |= {f"published.{name}" for name in task.published_facts}
+    for family in families.table().values():
+        out |= _keys("question.model", family.shape)
+    return sorted(out)
+
+
+def _keys(prefix: str, model: type[Frozen]) -> set[str]:
+    """The keys of a table and of the tables in it, but for those that say what kind of table it is."""
+    out: set[str] = set()
+    for name, info in model.model_fields.items():
+        if name in ("kind", "task", "family"):
+            continue
+        out.add(f"{prefix}.{name}")
+        for inner in get_args(info.annotation):
+            if isinstance(inner, type) and issubclass(inner, Frozen):
+                out |= _keys(f"{prefix}.{name}", inner)
+    return out
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return out
+
+
+def _note(table: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _note(value, origin, origins, f"{prefix}{key}.")
+        else:
+            origins[f"{prefix}{key}"] = origin
+
+
+def _note_defaults(table: dict[str, Any], origins: dict[str, str], prefix: str = "") -> None:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            _note_defaults(value, origins, f"{prefix}{key}.")
+        else:
+            origins.setdefault(f"{prefix}{key}", "default")
