@@ -7,12 +7,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from steelyard.case import case
-from steelyard.case.case import Model
+from steelyard.case import resolve
 from steelyard.data import batches
-from steelyard.data.batches import Batch, Piece
+from steelyard.data.batches import Batch, PromptPiece
 from steelyard.models.attention import layout
 from steelyard.models.llama import Llama, LlamaShape
+from steelyard.models.shapes import LlamaModel as Model
 from steelyard.plan import flops
 from steelyard.weights import load
 
@@ -67,8 +67,8 @@ def test_counted_equals_the_profiler(name: str, lengths: list[int]) -> None:
 def test_counted_equals_the_profiler_with_a_shared_prefix(name: str) -> None:
     model = MODELS[name]
     rows = [[1, 2, 3, 4, 4], [1, 2, 3, 0], [1, 2, 3, 1, 2, 3, 4]]
-    first = [Piece(0, None, 3), Piece(0, 0, 2), Piece(0, 1, 1)]
-    after = [Piece(0, 2, 4)]
+    first = [PromptPiece(0, None, 3), PromptPiece(0, 0, 2), PromptPiece(0, 1, 1)]
+    after = [PromptPiece(0, 2, 4)]
     made = build(model)
     for pieces, following in ((first, after), (after, None)):
         batch = batches.open_batch(rows, pieces, following, [3], 8)
@@ -86,7 +86,7 @@ def test_logits_are_counted_where_they_are_needed() -> None:
 
 def test_on_the_meta_device_the_count_is_the_same() -> None:
     """Where a model is too large to run. One row: the kernel that goes row by row reads the rows' borders."""
-    model = case.resolve("llama2-7b-mmlu").case.question.model
+    model = resolve.resolve("llama2-7b-mmlu").case.question.model
     shape = replace(load.shape_of(model), layers=2)
     with torch.device("meta"):
         made = Llama(shape)
@@ -154,7 +154,7 @@ TABLE_7B = 32_000 * 4096
 
 @pytest.fixture(scope="module")
 def llama_7b() -> Model:
-    return case.resolve("llama2-7b-mmlu").case.question.model
+    return resolve.resolve("llama2-7b-mmlu").case.question.model
 
 
 def test_llama_2_7b_parameters(llama_7b: Model) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fixtures.glm import CPU, SHAPE, build, packed, samples
-from steelyard.case.question import GlmModel
 from steelyard.data.cloze import Pack
-from steelyard.engines.torch.glm import to_device
 from steelyard.models import glm, glm_attention
 from steelyard.models.glm_attention import ClozeLayout
+from steelyard.models.shapes import GlmModel
 from steelyard.plan import flops
+from steelyard.training.glm import to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LARGE = GlmModel(family="glm", layers=24, hidden=1024, heads=16, ffn=4096, vocab=30592, positions=512, nominal_parameters=335e6)

@@ -1,19 +1,22 @@
 """Memory of training: the published figures by hand, parameters against the modules, activations against what torch saves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.case.case import Model, Tune
+from steelyard.case.case import Tune
 from steelyard.case.precision import TRAIN
 from steelyard.case.question import Train
 from steelyard.models import llama, llama_fused, placements
 from steelyard.models.attention import Layout, layout
 from steelyard.models.llama import Block, Llama, rotary
-from steelyard.models.placements import Share
+from steelyard.models.placements import Shard
+from steelyard.models.shapes import LlamaModel as Model
 from steelyard.plan import flops, memory
-from steelyard.record.record import Plan
+from steelyard.plan.degrees import Plan, stage_layers
 from steelyard.weights import load
 
 GIB = 1 << 30
@@ -111,11 +114,12 @@ def test_a_pipeline_holds_more_micro_batches_the_sooner_the_stage():
     assert sum(map(state, stages)) == 18 * flops.parameters(LLAMA_7B)
 
 
-def test_layers_that_do_not_divide_go_to_the_first_stages():
-    assert [memory.stage_layers(10, 4, stage) for stage in range(4)] == [3, 3, 2, 2]
+def test_layers_that_do_not_divide_go_to_the_inner_stages():
+    assert [len(layers) for layers in stage_layers(10, 4)] == [2, 3, 3, 2]
     uneven = predict(LLAMA_7B.model_copy(update={"layers": 10}), over=plan(pp=4))
-    assert [one.activations * 3 // uneven[0].activations for one in uneven] == [3, 2, 1, 0]
-    assert uneven[3].activations * 6 == uneven[0].activations
+    layer = uneven[3].activations // 2  # the last stage holds one micro-batch
+    assert [one.activations // layer for one in uneven] == [4 * 2, 3 * 3, 2 * 3, 1 * 2]
+    assert sum(map(state, uneven)) == 18 * flops.parameters(LLAMA_7B.model_copy(update={"layers": 10}))
 
 
 def test_a_team_divides_all_but_the_norms():
@@ -131,7 +135,7 @@ def test_a_team_divides_all_but_the_norms():
 def test_parameters_are_the_modules(changes, tp):
     model = SMALL.model_copy(update=changes)
     with torch.device("meta"):
-        made = Llama(placements.local(load.shape_of(model), Share(0, tp)))
+        made = Llama(placements.local(load.shape_of(model), Shard(0, tp)))
     assert memory.stage_parameters(model, plan(tp=tp), 0) == sum(p.numel() for p in made.parameters())
     stages = [memory.stage_parameters(model, plan(tp=tp, pp=3), stage) for stage in range(3)]
     again = memory.vocab_rows(71, tp) * 64 if model.tied else 0  # the first and the last stage have a table each
@@ -141,7 +145,8 @@ def test_parameters_are_the_modules(changes, tp):
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
 def test_the_vocabulary_is_padded_as_the_models_pad_it(tp):
     for vocab in (71, 32000, 100008):
-        assert memory.vocab_rows(vocab, tp) == placements.vocab_rows(vocab, tp)
+        shape = replace(load.shape_of(SMALL), heads=24, kv_heads=24, ffn=48, vocab=vocab)
+        assert memory.vocab_rows(vocab, tp) == placements.local(shape, Shard(0, tp)).vocab
 
 
 @pytest.mark.parametrize("pp", [0, 7, 10**12])
@@ -179,7 +184,7 @@ def saved_bytes(model: Model, compiled: bool, monkeypatch: pytest.MonkeyPatch, t
     block = Block(shape).to(torch.bfloat16)
     run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
     if lean:
-        run = llama_fused.FusedBlock(block, torch.zeros_like, llama_fused.Pieces(False))
+        run = llama_fused.FusedBlock(block, llama_fused.Accumulating(torch.zeros_like), llama_fused.BlockKernels(False))
     elif not compiled:
         monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight, self.eps))
     x, delta = (torch.randn(tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))

@@ -1,23 +1,42 @@
-"""Plans: how the work is laid over devices, and whether it can fit at all."""
+"""Plans: how work is divided over devices, in degrees of tensor, pipeline and data parallelism."""
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated
+
+from pydantic import Field
 
 from steelyard.case.case import Case
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
-from steelyard.plan import flops
-from steelyard.record.record import Plan
-
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-GIB = 1 << 30
+from steelyard.schema import Frozen
 
 # What each degree of a kind of work may be, by what it must divide; a kind that has no pipeline has PP1 alone.
 DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
 FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
 PIPELINE = {"score": False, "train": True}
-WHOLE = ("transformers", "reference")  # engines that hold a whole model on each device
-ROWS = ("openwebtext",)  # tasks whose global batch is a number of rows; of conversations, many go into one row
+
+
+Degree = Annotated[int, Field(ge=1, le=10**6)]
+
+
+class Plan(Frozen):
+    """Degrees over so many nodes of so many devices each."""
+
+    nodes: Degree
+    devices: Degree
+    tp: Degree
+    pp: Degree
+    dp: Degree
+    launcher: str
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.devices
+
+    def __str__(self) -> str:
+        return f"TP{self.tp}PP{self.pp}DP{self.dp}"
 
 
 @dataclass(frozen=True)
@@ -30,7 +49,7 @@ class Place:
 
 
 def place(plan: Plan, rank: int) -> Place:
-    """Ranks of one tensor-parallel team are neighbours, then come the stages of a pipeline, then the replicas."""
+    """Ranks of one tensor-parallel group are neighbours, then come the stages of a pipeline, then the replicas."""
     return Place(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
 
 
@@ -67,11 +86,6 @@ def degrees(text: str, world: int) -> tuple[int, int, int]:
     return all_of["TP"], all_of["PP"], all_of["DP"]
 
 
-def able(engine: str, plan: Plan) -> bool:
-    """Whether an engine can divide a model so."""
-    return engine not in WHOLE or plan.tp == plan.pp == 1
-
-
 def _check_model(case: Case, tp: int, pp: int) -> None:
     model = case.question.model
     sizes = {what: getattr(model, key) for what, key in DIVIDES["tp"]}
@@ -96,7 +110,7 @@ def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: i
         raise RequestError(f"tune.sharding_degree={tune.sharding_degree} does not divide DP{dp}; allowed: {allowed}")
     rows = train.batch if sample is None else sample
     accumulation = -(-rows // (dp * tune.micro_batch))
-    if case.question.task in ROWS and accumulation < pp:
+    if case.question.row.batch_unit == "rows" and accumulation < pp:
         raise RequestError(
             f"PP{pp} takes an accumulation of {pp} micro-batches or more, and {rows} rows over DP{dp} in micro-batches of "
             f"{tune.micro_batch} make {accumulation}; lower PP, DP or tune.micro_batch"
@@ -108,31 +122,12 @@ def shard_degree(case: Case, dp: int) -> int:
     return (case.tune.sharding_degree or dp) if case.tune.sharding else 1
 
 
-def held_bytes(case: Case, plan: Plan) -> int:
-    """What one device holds of the weights from first to last; in training, of gradients and optimiser states too."""
-    question, precision = case.question, case.question.precision
-    parameters = flops.parameters(question.model) // (plan.tp * plan.pp)
-    weights = BYTES[precision.weights]
-    if precision.gradients is None or precision.states is None:
-        return parameters * weights
-    sharding, shards = case.tune.sharding, shard_degree(case, plan.dp)
-    gradients = BYTES[precision.gradients] / (shards if sharding > 1 else 1)
-    matmul = BYTES.get(precision.matmul, 4)
-    copy = 0 if sharding == 3 or (shards == 1 and matmul == weights) else matmul
-    return int(parameters * ((weights + 2 * BYTES[precision.states]) / shards + gradients + copy))
-
-
-def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> None:
-    """Refuse what cannot run: what is held is larger than a device. Unknown memory is not refused."""
-    kept = case.question.precision.weights
-    need = held_bytes(case, plan)
-    if memory_bytes is None or need <= memory_bytes:
-        return
-    what, how = "the weights", "a 16-bit --precision, more devices with --parallel TP"
-    if case.question.kind == "train":
-        what = "weights, gradients and optimiser states"
-        how = "--precision bf16-pure, more devices with --parallel TP or PP, --set tune.sharding=3"
-    raise RequestError(
-        f"{what} of {case.name} in {kept} take {need / GIB:.1f} GiB a device and one has "
-        f"{memory_bytes / GIB:.1f} GiB; choose {how}, or --size smoke"
-    )
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """The layers of each pipeline stage, as even as can be. Those left over go to inner stages first, and last to the last
+    stage, which has the logits."""
+    sizes = [layers // stages] * stages
+    order = [*range(1, stages - 1), 0, stages - 1]
+    for i in order[: layers % stages]:
+        sizes[i] += 1
+    ends = accumulate(sizes)
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

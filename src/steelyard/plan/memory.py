@@ -1,23 +1,28 @@
-"""Memory of training from shapes: what a device of each pipeline stage must hold at its fullest.
+"""Memory from shapes: what a device of each pipeline stage must hold at its fullest, and whether that fits.
 
 What a framework takes beside that (its own context, communication buffers, fragments) is not in it. Activations are what the
 backward of one layer of models/llama.py needs of its forward; tests hold the table to what torch saves.
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Literal
 
-from steelyard.case.case import Tune
+from steelyard.case.case import Case, Tune
 from steelyard.case.precision import Precision
-from steelyard.case.question import Model, Train
+from steelyard.case.question import Train
+from steelyard.errors import RequestError
+from steelyard.models.shapes import LlamaModel, vocab_rows
 from steelyard.plan import flops
-from steelyard.record.record import Plan
+from steelyard.plan.degrees import Plan, shard_degree, stage_layers
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 WIDE = 4  # bytes of what is kept in fp32 whatever the precision
-MOST_STAGES = 4096  # a record may come from a stranger
-VOCAB_MULTIPLE = 64  # as models/parallel.py pads a divided vocabulary; that file needs torch
+MOST_STAGES = 1024  # a record may come from a stranger
+GIB = 1 << 30
+CERTAIN = 1.1  # a prediction this many times the memory is refused; measured runs were within 2 % of theirs
+CLOSE = 0.95  # one beyond this share of it is worth a warning: a framework takes some memory for itself
+LOGITS_AT_ONCE = 4096  # tokens, when scoring
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -42,17 +47,17 @@ class Parts:
 class Saved:
     """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation it does. `fused` ones are
     computed again by a compiler, without being asked; `plain` ones are kept by models/llama.py's own block, and not by that of
-    engines/fused.py."""
+    models/llama_fused.py."""
 
     name: str
-    numbers: Callable[[Model], int]
+    numbers: Callable[[LlamaModel], int]
     under: tuple[Recompute, ...] = ("none",)
     wide: bool = False
     fused: bool = False
     plain: bool = False
 
 
-def _dim(model: Model) -> int:
+def _dim(model: LlamaModel) -> int:
     return model.hidden // model.heads
 
 
@@ -77,40 +82,30 @@ SAVED = (
 )
 
 
-def layer_bytes(model: Model, size: int, recompute: Recompute, compiled: bool, lean: bool = False) -> int:
-    """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of engines/fused.py."""
+def layer_bytes(model: LlamaModel, size: int, recompute: Recompute, compiled: bool, lean: bool = False) -> int:
+    """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of models/llama_fused.py."""
     kept = [part for part in SAVED if recompute in part.under and not (part.fused and compiled) and not (part.plain and lean)]
     return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
 
 
-def vocab_rows(vocab: int, tp: int) -> int:
-    """Rows of one share of the vocabulary."""
-    return vocab if tp == 1 else -(-vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE
-
-
-def stage_layers(layers: int, stages: int, stage: int) -> int:
-    """Layers of a stage; the first ones take what does not divide."""
-    return layers // stages + (stage < layers % stages)
-
-
-def stage_parameters(model: Model, plan: Plan, stage: int) -> int:
-    """Trained numbers on one device of a stage. Matrices are divided over a tensor-parallel team, norms are not."""
+def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
+    """Trained numbers on one device of a stage. Matrices are divided over a tensor-parallel group, norms are not."""
     biases = (model.heads + 2 * model.kv_heads) * _dim(model) if model.qkv_bias else 0
     layer = (flops.layer_parameters(model) // model.layers + biases) // plan.tp + 2 * model.hidden
     table = vocab_rows(model.vocab, plan.tp) * model.hidden
     first, last = stage == 0, stage == plan.pp - 1
     tables = (first + last) if not (first and last and model.tied) else 1
-    return stage_layers(model.layers, plan.pp, stage) * layer + tables * table + last * model.hidden
+    return len(stage_layers(model.layers, plan.pp)[stage]) * layer + tables * table + last * model.hidden
 
 
-def predict(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False) -> list[Parts]:
+def predict(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False) -> list[Parts]:
     """What a device of each stage holds, first stage first."""
     if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
     return [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
 
 
-def _stage(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> Parts:
+def _stage(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> Parts:
     numbers = stage_parameters(model, plan, stage)
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     kept, size = BYTES[precision.weights], BYTES[precision.matmul]
@@ -131,17 +126,72 @@ def _stage(model: Model, precision: Precision, tune: Tune, plan: Plan, train: Tr
     )
 
 
-def _activations(model: Model, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> int:
+def _activations(model: LlamaModel, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> int:
     """Bytes a token of a micro-batch: of all that are under way at once in 1F1B, and of the one layer that is computed again.
-    A team divides all of them, those between its matmuls by sequence."""
+    A tensor-parallel group divides all of them, those between its matmuls by sequence."""
     batches = -(-train.batch // (plan.dp * tune.micro_batch))
     kept = layer_bytes(model, size, tune.recompute, tune.compile, lean)
     again = layer_bytes(model, size, "none", tune.compile, lean) - kept
-    return kept * stage_layers(model.layers, plan.pp, stage) * min(plan.pp - stage, batches) + again
+    return kept * len(stage_layers(model.layers, plan.pp)[stage]) * min(plan.pp - stage, batches) + again
 
 
-def _logits(model: Model, size: int, plan: Plan, compiled: bool) -> int:
+def _logits(model: LlamaModel, size: int, plan: Plan, compiled: bool) -> int:
     """Bytes a token: the last norm's input and output, the logits, and beside them their gradients where a compiler reads
     them as fp32 on the way, or a copy in fp32 and its softmax."""
     beside = size if compiled else 2 * WIDE
     return 2 * model.hidden * size // plan.tp + vocab_rows(model.vocab, plan.tp) * (size + beside)
+
+
+def need(case: Case, plan: Plan) -> Parts:
+    """What the fullest device holds, as far as shapes tell it."""
+    question = case.question
+    if isinstance(question.model, LlamaModel) and question.train is not None:
+        # The leaner of the two blocks that may run: what is refused must be certain not to fit.
+        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=True)
+        return max(stages, key=lambda stage: stage.total)
+    if isinstance(question.model, LlamaModel):
+        return _scoring(question.model, question.precision, case.tune, plan)
+    return _held(case, plan)
+
+
+def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> Parts:
+    """Weights, one layer's activations of a batch, and the logits of a chunk of tokens."""
+    size = BYTES[precision.weights]
+    heads = (model.heads + 2 * model.kv_heads) * _dim(model)
+    layer = 2 * model.hidden + (heads + model.hidden + 3 * model.ffn) // plan.tp
+    rows = vocab_rows(model.vocab, plan.tp)
+    weights = stage_parameters(model, plan, 0) * size
+    return Parts(weights, 0, 0, 0, tune.batch_tokens * layer * size, LOGITS_AT_ONCE * rows * size)
+
+
+def _held(case: Case, plan: Plan) -> Parts:
+    """What is held from first to last of a model whose activations are not predicted."""
+    precision, shards = case.question.precision, shard_degree(case, plan.dp)
+    numbers = flops.parameters(case.question.model)
+    kept, matmul = BYTES[precision.weights], BYTES[precision.matmul]
+    if precision.gradients is None or precision.states is None:
+        return Parts(numbers * kept, 0, 0, 0, 0, 0)
+    gradients, states = numbers * BYTES[precision.gradients], 2 * numbers * BYTES[precision.states] // shards
+    return Parts(numbers * kept, numbers * matmul if matmul != kept else 0, gradients, states, 0, 0)
+
+
+def listed(parts: Parts) -> str:
+    """The parts that are not empty, in GiB."""
+    return ", ".join(f"{name} {size / GIB:.3g}" for name, size in asdict(parts).items() if size)
+
+
+def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
+    """Refuse what certainly does not fit a device; returns a warning where it is close. Unknown memory is not refused."""
+    parts = need(case, plan)
+    if memory_bytes is None or parts.total <= CLOSE * memory_bytes:
+        return None
+    how = "a 16-bit --precision, more devices with --parallel TP, a smaller tune.batch_tokens"
+    if case.question.kind == "train":
+        how = "--precision bf16-pure, more devices with --parallel TP or PP, --set tune.sharding=3, --set tune.recompute=full"
+    said = (
+        f"{case.name} in {case.question.precision.name} takes {parts.total / GIB:.1f} GiB a device by its shapes "
+        f"({listed(parts)}) and one has {memory_bytes / GIB:.1f} GiB"
+    )
+    if parts.total > CERTAIN * memory_bytes:
+        raise RequestError(f"{said}; choose {how}, or --size smoke")
+    return f"{said}; it may not fit: {how} need less"
