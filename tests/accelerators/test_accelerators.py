@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from steelyard import accelerators
-from steelyard.accelerators import Accelerator, Found, cpu, nvml
+from steelyard import accelerators, plugins
+from steelyard.accelerators import Accelerator, Found, cpu, cpu_torch, nvml
+from steelyard.accelerators.events import HostEvent
+from steelyard.accelerators.row import Source
 from steelyard.errors import RequestError
-from steelyard.run.measure import HostEvent
-from steelyard.run.telemetry import Sampler, Source
+from steelyard.run.measure import now
 
 SOURCE = Path(__file__).parents[1] / "fixtures" / "fake_nvml.c"
 PACKAGE_ROOT = Path(accelerators.__file__).parents[2]
@@ -65,7 +66,7 @@ except accelerators.RequestError as error:
 
 def test_the_import_is_light() -> None:
     code = "import sys, json, steelyard.accelerators; print(json.dumps(list(sys.modules)))"
-    assert not {"torch", "pynvml", "psutil", "pydantic", "numpy"} & set(python(code))
+    assert not {"torch", "transformers", "pynvml", "numpy"} & set(python(code))
 
 
 def test_the_parent_side_has_no_torch() -> None:
@@ -73,7 +74,8 @@ def test_the_parent_side_has_no_torch() -> None:
 import json, os, sys
 from steelyard import accelerators
 from steelyard.run.measure import now
-sampler = accelerators.CPU.telemetry(accelerators.CPU.find(), os.getpid(), now())
+from steelyard.run.telemetry import Sampler
+sampler = Sampler(accelerators.CPU.sources(accelerators.CPU.find()), os.getpid(), now())
 sampler.start()
 sampler.stop()
 print(json.dumps("torch" in sys.modules))
@@ -195,11 +197,12 @@ def test_the_sampler_of_cuda(fake: str) -> None:
 import json, os
 from steelyard.accelerators import CUDA
 from steelyard.run.measure import now
-sampler = CUDA.telemetry(CUDA.find(), 1, now())
+from steelyard.run.telemetry import Sampler
+sampler = Sampler(CUDA.sources(CUDA.find()), 1, now())
 os.environ["FAKE_NVML_PROCESSES"] = "3"
 sampler.start()
 os.environ["FAKE_NVML_PROCESSES"] = "4"
-print(json.dumps(sampler.stop()))
+print(json.dumps([one.model_dump(mode="json") for one in sampler.stop()]))
 """
     series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
     assert [(one["device"], one["baseline_processes"]) for one in series] == [("cuda:0", 3), ("cuda:1", 3)]
@@ -232,7 +235,7 @@ def test_reason_bits_are_those_of_the_library() -> None:
 
 
 def row(name: str, found: list[Found]) -> Accelerator:
-    return Accelerator(name, lambda: found, lambda found, pid, origin_s: Sampler([], pid, origin_s), "collections:Counter")
+    return Accelerator(name, lambda: found, lambda found: [], {"torch": "collections:Counter"})
 
 
 NPU = row("npu", [Found("Ascend910B3", None, None, 0, None)])
@@ -242,7 +245,7 @@ OTHER_CPU = row("cpu", [])
 
 def with_entry(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.GROUP)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry] if group == accelerators.GROUP else [])
+    monkeypatch.setattr(plugins, "_entries", lambda group, path: (entry,) if group == accelerators.GROUP else ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -306,7 +309,7 @@ def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cpu_device() -> None:
     import torch
 
-    device = accelerators.load_device("cpu", 3)
+    device = cpu_torch.Device(3, now)
     total = psutil.virtual_memory().total
     assert (device.backend, device.matmul_shape, device.torch_device) == ("gloo", 1024, torch.device("cpu"))
     assert isinstance(device.event(), HostEvent)
@@ -342,6 +345,8 @@ class FakeEvent:
 def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    from steelyard.accelerators import cuda_torch
+
     calls: list[tuple[str, int]] = []
     for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda index, name=name: calls.append((name, index)))
@@ -350,7 +355,7 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", {2: 7}.get)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", {2: 8}.get)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    device = accelerators.load_device("cuda", 2)
+    device = cuda_torch.Device(2, now)
     device.synchronize()
     device.reset_memory()
     assert calls == [("set_device", 2), ("synchronize", 2), ("reset_peak_memory_stats", 2)]
@@ -363,23 +368,23 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device.attention(name, False) for name in ("fp16", "bf16", "fp32")] == ["flash", "flash", "efficient"]
     FakeEvent.clock_ms = iter((0.0,))
     with pytest.raises(TypeError, match="two kinds of device"):
-        device.event().elapsed_s(HostEvent())
+        device.event().elapsed_s(HostEvent(now))
 
 
 def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from steelyard.accelerators import cuda
+    from steelyard.accelerators import cuda_torch
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr("torch.backends.cudnn.m.version", lambda: 91002)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    assert cuda.Device(0).versions() == {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"}
+    assert cuda_torch.Device(0, now).versions() == {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"}
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert cuda.Device(0).versions()["nccl"] is None
-    assert cuda.cudnn_version(None) is None
+    assert cuda_torch.Device(0, now).versions()["nccl"] is None
+    assert cuda_torch.cudnn_version(None) is None
 
 
 def test_tf32_only_where_asked_for() -> None:
@@ -387,10 +392,10 @@ def test_tf32_only_where_asked_for() -> None:
     code = """
 import json, warnings
 import torch
-from steelyard.accelerators import cuda
+from steelyard.accelerators import cuda_torch
 warnings.simplefilter("error")
 torch.cuda.set_device = lambda index: None
-device = cuda.Device(0)
+device = cuda_torch.Device(0, lambda: 0.0)
 out = []
 for precision in ("fp32", "tf32", "bf16", "tf32", "fp16"):
     device.set_precision(precision)

@@ -1,10 +1,13 @@
 """The peak table: every row has its source, equal names alone match, and a bad table is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from steelyard.accelerators import peaks
+from steelyard import accelerators
+from steelyard.accelerators import CUDA, Found, peaks
+from steelyard.accelerators.peaks import Peak
 
 REQUIRED = [
     "NVIDIA A100-SXM4-40GB",
@@ -20,25 +23,29 @@ REQUIRED = [
 ]
 
 
+def peak(name: str, memory_bytes: int | None) -> Peak | None:
+    return accelerators.peak(CUDA, Found(name, None, memory_bytes, 0, None))
+
+
 @pytest.mark.parametrize("name", REQUIRED)
 def test_required_peaks(name: str) -> None:
-    found = peaks.peak(name, None)
+    found = peak(name, None)
     assert found is not None
     assert name in found.match
 
 
-@pytest.mark.parametrize("found", peaks.rows(), ids=lambda found: found.name)
-def test_every_peak(found: peaks.Peak) -> None:
+@pytest.mark.parametrize("found", peaks.shipped(), ids=lambda found: found.name)
+def test_every_peak(found: Peak) -> None:
     assert re.search(r"\b20[12]\d\b", found.source), "a source has its year"
     assert all(rate >= 1e12 for rate in found.flops_per_s.values()), "a rate in other units"
     assert found.bandwidth_bytes_per_s is None or 1e11 < found.bandwidth_bytes_per_s < 1e14
     fp16, bf16 = found.flops_per_s.get("fp16"), found.flops_per_s["bf16"]
     assert fp16 in (None, bf16) or found.accelerator == "hpu"
-    assert [peaks.peak(name, None) for name in found.match] == [found] * len(found.match)
+    assert [peak(name, None) for name in found.match] == [found] * len(found.match)
 
 
 def test_the_peaks_of_an_h200_are_dense() -> None:
-    found = peaks.peak("NVIDIA H200", 150754820096)
+    found = peak("NVIDIA H200", 150754820096)
     assert found is not None
     assert found.flops_per_s["bf16"] == found.flops_per_s["fp16"] == 989.4e12
     assert (found.flops_per_s["tf32"], found.flops_per_s["fp32"]) == (494.7e12, 66.9e12)
@@ -47,7 +54,7 @@ def test_the_peaks_of_an_h200_are_dense() -> None:
 
 @pytest.mark.parametrize("name", ["", "NVIDIA H20", "H200", "nvidia h200", "NVIDIA H200 ", "AMD EPYC", "Tesla T4"])
 def test_only_equal_names_match(name: str) -> None:
-    found = peaks.peak(name, None)
+    found = peak(name, None)
     assert found is None or name == "NVIDIA H20" == found.match[0]
 
 
@@ -87,3 +94,11 @@ def test_memory_tells_devices_of_one_name_apart() -> None:
 def test_a_bad_peak_table(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         peaks.parse(text)
+
+
+def test_a_row_that_an_accelerator_brings_comes_first() -> None:
+    [own] = peaks.parse(ROW.format(name="own", more="", rate=3e12))
+    mine = replace(CUDA, peaks=(own,))
+    assert accelerators.peak(mine, Found("X", None, None, 0, None)) is own
+    assert accelerators.peak(CUDA, Found("X", None, None, 0, None)) is None
+    assert accelerators.peak(mine, Found("NVIDIA H200", None, None, 0, None)) == peak("NVIDIA H200", None)

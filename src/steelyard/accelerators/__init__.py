@@ -1,148 +1,46 @@
-"""The table of accelerators: what this machine has, how to watch it, and how a worker drives it.
+"""The table of accelerators: what this machine has, how to watch it, and which class drives it in each framework.
 
-Nothing heavy is imported here. The parent process finds and watches devices without torch; a worker loads the object
-that drives its device from the row's `device`. Third parties add rows through the entry-point group
-`steelyard.accelerators`: each entry point names an `Accelerator`.
+Nothing heavy is imported here. Other packages add rows through the entry-point group `steelyard.accelerators`: each entry
+point names an `Accelerator`.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from steelyard import plugins
+from steelyard.accelerators import cpu, nvml
+from steelyard.accelerators.peaks import Peak, shipped
+from steelyard.accelerators.row import Accelerator, Found
 from steelyard.errors import RequestError
-
-if TYPE_CHECKING:
-    import torch
-
-    from steelyard.run.measure import Event
-    from steelyard.run.telemetry import Sampler
 
 GROUP = "steelyard.accelerators"
 
 
-@dataclass(frozen=True)
-class Found:
-    """A device as its driver shows it. Its place in the list is its user's local rank; `index` is the driver's own."""
-
-    name: str
-    uuid: str | None
-    memory_bytes: int | None
-    index: int
-    driver: str | None
-
-
-class Device(Protocol):
-    """What a worker needs of its device. It is a `measure.Timeline`, too."""
-
-    @property
-    def backend(self) -> str:
-        """The name of torch's collective library for this device."""
-
-    @property
-    def matmul_shape(self) -> int:
-        """The side of the square matmul whose rate stands for what is achievable here."""
-
-    @property
-    def torch_device(self) -> "torch.device": ...
-
-    def event(self) -> "Event": ...
-
-    def synchronize(self) -> None: ...
-
-    def reset_memory(self) -> None: ...
-
-    def release_memory(self) -> None:
-        """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
-
-    def memory(self) -> dict[str, int | None]:
-        """`allocated_bytes` and `reserved_bytes`: the framework's peaks since the last reset."""
-
-    def identity(self) -> dict[str, Any]:
-        """`name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
-
-    def versions(self) -> dict[str, str | None]:
-        """`cuda`, `cudnn`, `nccl`."""
-
-    def attention(self, dtype_name: str, shared: bool) -> str:
-        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
-
-    def set_precision(self, matmul: str) -> None:
-        """Make fp32 matmuls run in `matmul`: TF32 only where it is asked for."""
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """A row. `find` and `telemetry` run in the parent; `device` is the `module:Class` that a worker makes.
-
-    `telemetry` takes the devices in use, the root of the run's processes, and its start on the clock of `measure`.
-    """
-
-    name: str
-    find: Callable[[], list[Found]]
-    telemetry: "Callable[[list[Found], int, float], Sampler]"
-    device: str
-    divisible: bool = False  # several workers may share one device
-
-    def most(self, found: list[Found]) -> int:
-        """How many workers its devices can serve."""
-        return max(len(found), os.cpu_count() or 1, 8) if self.divisible else len(found)
-
-
 def _find_cuda() -> list[Found]:
-    from steelyard.accelerators import nvml
-
     return nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _watch_cuda(found: list[Found], root_pid: int, origin_s: float) -> "Sampler":
-    from steelyard.accelerators import nvml
-    from steelyard.run.telemetry import Sampler
-
-    return Sampler(nvml.sources(found), root_pid, origin_s)
-
-
-def _find_cpu() -> list[Found]:
-    from steelyard.accelerators import cpu
-
-    return cpu.find()
-
-
-def _watch_cpu(found: list[Found], root_pid: int, origin_s: float) -> "Sampler":
-    from steelyard.accelerators import cpu
-    from steelyard.run.telemetry import Sampler
-
-    return Sampler([cpu.source()], root_pid, origin_s)
-
-
-CUDA = Accelerator("cuda", _find_cuda, _watch_cuda, "steelyard.accelerators.cuda:Device")
-CPU = Accelerator("cpu", _find_cpu, _watch_cpu, "steelyard.accelerators.cpu:Device", divisible=True)
+CUDA = Accelerator(
+    name="cuda",
+    find=_find_cuda,
+    sources=nvml.sources,
+    devices={"torch": "steelyard.accelerators.cuda_torch:Device"},
+    variables=("CUBLAS_", "CUDA_", "CUDNN_", "NCCL_", "NVIDIA_TF32_OVERRIDE"),
+)
+CPU = Accelerator(
+    name="cpu",
+    find=cpu.find,
+    sources=lambda found: [cpu.source()],
+    devices={"torch": "steelyard.accelerators.cpu_torch:Device"},
+    divisible=True,
+    variables=("DNNL_", "GLOO_", "KMP_", "MKL_", "OMP_", "ONEDNN_"),
+    environment=cpu.environment,
+)
 
 
 def table() -> dict[str, Accelerator]:
     """All rows by name, in the order of preference: the CPU, which every machine has, is last."""
-    rows: dict[str, Accelerator] = {CUDA.name: CUDA}
-    for row in [*_third_party(), CPU]:
-        if row.name in rows:
-            raise RequestError(f"accelerator {row.name!r} is there twice; uninstall one of the packages that bring it")
-        rows[row.name] = row
-    return rows
-
-
-def _third_party() -> list[Accelerator]:
-    from importlib.metadata import entry_points
-
-    rows = []
-    for entry in entry_points(group=GROUP):
-        about = f"accelerator {entry.name!r} ({entry.value})"
-        try:
-            row = entry.load()
-        except (ImportError, AttributeError) as error:
-            raise RequestError(f"{about}: {error}; mend or uninstall its package") from error
-        if not isinstance(row, Accelerator):
-            raise RequestError(f"{about} is no Accelerator; mend or uninstall its package")
-        rows.append(row)
-    return rows
+    rows = plugins.table([CUDA, CPU], GROUP, Accelerator, "accelerator")
+    return {name: row for name, row in rows.items() if row is not CPU} | {CPU.name: rows[CPU.name]}
 
 
 def named(name: str) -> Accelerator:
@@ -157,9 +55,7 @@ def detect() -> Accelerator:
     return next((row for row in table().values() if row.find()), CPU)
 
 
-def load_device(name: str, local_rank: int) -> Device:
-    """The worker's object for its device; this imports torch."""
-    from importlib import import_module
-
-    module, _, attribute = named(name).device.partition(":")
-    return cast(Device, getattr(import_module(module), attribute)(local_rank))
+def peak(accelerator: Accelerator, found: Found) -> Peak | None:
+    """The datasheet row of a device, or None: an unknown device has no peak, and never another's."""
+    rows = (*accelerator.peaks, *shipped())
+    return next((row for row in rows if row.fits(found.name, found.memory_bytes)), None)

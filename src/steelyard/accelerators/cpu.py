@@ -1,21 +1,23 @@
-"""The CPU as an accelerator. What the parent needs comes without torch; `Device` is the worker's side."""
+"""The CPU as an accelerator, as the host sees it."""
 
+import os
 import platform
+import signal
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from steelyard.accelerators import Found
-from steelyard.errors import RequestError
-from steelyard.run.measure import HostEvent
-from steelyard.run.telemetry import Reading, Source
-
-if TYPE_CHECKING:
-    import torch
+from steelyard.accelerators.row import Found, Reading, Source
 
 CPUINFO = Path("/proc/cpuinfo")
-PRECISIONS = ("fp32", "fp16", "bf16")
+ISA = "ONEDNN_MAX_CPU_ISA"  # oneDNN's highest instruction set, which torch's matmuls obey
+WITHOUT_AMX = "AVX512_CORE_BF16"
+PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
+PROBE_TIMEOUT_S = 120.0
 
 
 def model_name(cpuinfo: Path = CPUINFO) -> str:
@@ -56,51 +58,29 @@ def _resident(root_pid: int) -> Reading:
     return {"memory_bytes": total}
 
 
-class Device:
-    backend = "gloo"
-    matmul_shape = 1024
+def environment(matmul: str) -> dict[str, str]:
+    """Variables for workers. Some virtual machines advertise AMX and die of an illegal instruction in any matmul in bf16:
+    there, and only there, oneDNN is told to do without."""
+    if matmul != "bf16" or ISA in os.environ or "amx_bf16" not in _flags() or _survives():
+        return {}
+    return {ISA: WITHOUT_AMX}
 
-    def __init__(self, local_rank: int) -> None:
-        """All ranks of a machine share its CPUs."""
 
-    @property
-    def torch_device(self) -> "torch.device":
-        import torch
+def _flags(cpuinfo: Path = CPUINFO) -> set[str]:
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in text.splitlines() if line.startswith("flags")), set())
 
-        return torch.device("cpu")
 
-    def event(self) -> HostEvent:
-        return HostEvent()
-
-    def synchronize(self) -> None:
-        """A CPU's work is done when its call returns."""
-
-    def reset_memory(self) -> None:
-        """Nothing to reset: the framework keeps no count of a CPU's memory."""
-
-    def release_memory(self) -> None:
-        """Freed memory of a CPU is back with the system."""
-
-    def memory(self) -> dict[str, int | None]:
-        return {"allocated_bytes": None, "reserved_bytes": None, "in_use_bytes": psutil.Process().memory_info().rss}
-
-    def identity(self) -> dict[str, Any]:
-        seen = find()[0]
-        return {
-            "name": seen.name,
-            "uuid": None,
-            "memory_bytes": seen.memory_bytes,
-            "capability": None,
-            "multiprocessors": None,
-        }
-
-    def versions(self) -> dict[str, str | None]:
-        return {"cuda": None, "cudnn": None, "nccl": None}
-
-    def attention(self, dtype_name: str, shared: bool) -> str:
-        return "rows"
-
-    def set_precision(self, matmul: str) -> None:
-        if matmul not in PRECISIONS:
-            allowed = ", ".join(PRECISIONS)
-            raise RequestError(f"precision {matmul!r} is not there on a CPU; choose one of {allowed} with --precision")
+@cache
+def _survives() -> bool:
+    """Whether a throw-away process survives a matmul in bf16; asked once."""
+    if find_spec("torch") is None:
+        return True
+    try:
+        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != -signal.SIGILL

@@ -3,17 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from steelyard.accelerators import Found
+from steelyard.accelerators.row import Found, Reading, Severity, Source
 from steelyard.errors import RequestError
-from steelyard.run.telemetry import Reading, Source
-
-Severity = Literal["nothing", "note", "invalidates"]
 
 
 @dataclass(frozen=True)
-class Reason:
+class ClockReason:
     """Why a device's clock is below its maximum: one bit of NVML's mask."""
 
     bit: int
@@ -23,17 +20,17 @@ class Reason:
 
 # nvml.h, nvmlClocksEventReasons. Running at the power limit is normal for large matmuls; heat and power brakes are not.
 REASONS = (
-    Reason(0x001, "gpu_idle", "nothing"),
-    Reason(0x002, "applications_clocks", "nothing"),
-    Reason(0x004, "sw_power_cap", "note"),
-    Reason(0x008, "hw_slowdown", "invalidates"),
-    Reason(0x010, "sync_boost", "nothing"),
-    Reason(0x020, "sw_thermal_slowdown", "invalidates"),
-    Reason(0x040, "hw_thermal_slowdown", "invalidates"),
-    Reason(0x080, "hw_power_brake_slowdown", "invalidates"),
-    Reason(0x100, "display_clock", "nothing"),
-    Reason(0x200, "board_limit", "note"),
-    Reason(0x400, "reliability", "note"),
+    ClockReason(0x001, "gpu_idle", "nothing"),
+    ClockReason(0x002, "applications_clocks", "nothing"),
+    ClockReason(0x004, "sw_power_cap", "note"),
+    ClockReason(0x008, "hw_slowdown", "invalidates"),
+    ClockReason(0x010, "sync_boost", "nothing"),
+    ClockReason(0x020, "sw_thermal_slowdown", "invalidates"),
+    ClockReason(0x040, "hw_thermal_slowdown", "invalidates"),
+    ClockReason(0x080, "hw_power_brake_slowdown", "invalidates"),
+    ClockReason(0x100, "display_clock", "nothing"),
+    ClockReason(0x200, "board_limit", "note"),
+    ClockReason(0x400, "reliability", "note"),
 )
 SEVERITY: dict[str, Severity] = {reason.name: reason.severity for reason in REASONS}
 

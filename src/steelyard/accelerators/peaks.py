@@ -5,7 +5,9 @@ from collections import Counter
 from functools import cache
 from importlib.resources import files
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, model_validator
+
+from steelyard.schema import Frozen
 
 PRECISIONS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"})
 GIB = 1 << 30
@@ -13,10 +15,8 @@ GIB = 1 << 30
 MEMORY_TOLERANCE = 0.1
 
 
-class Peak(BaseModel):
+class Peak(Frozen):
     """One device's dense peaks. A precision or bandwidth without a public figure is not there."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     accelerator: str
@@ -42,9 +42,7 @@ class Peak(BaseModel):
         return memory_bytes is not None and abs(memory_bytes / GIB / self.memory_gib - 1) <= MEMORY_TOLERANCE
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Table(Frozen):
     peak: tuple[Peak, ...]
 
     @model_validator(mode="after")
@@ -63,10 +61,6 @@ def parse(text: str) -> tuple[Peak, ...]:
 
 
 @cache
-def rows() -> tuple[Peak, ...]:
+def shipped() -> tuple[Peak, ...]:
+    """The rows that come with this package."""
     return parse(files("steelyard.accelerators").joinpath("peaks.toml").read_text(encoding="utf-8"))
-
-
-def peak(device_name: str, memory_bytes: int | None) -> Peak | None:
-    """The row of this device, or None: an unknown device has no peak, and never another's."""
-    return next((row for row in rows() if row.fits(device_name, memory_bytes)), None)

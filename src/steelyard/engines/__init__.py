@@ -1,53 +1,136 @@
-"""Engines: a case's work in one framework. An engine yields marks and work; it never reads a clock.
+"""Engines and frameworks: rows that say what each can do, known without importing either.
 
-The table holds names, so that nothing heavy is imported to list them. Third parties add rows through the entry-point group
-`steelyard.engines`: name = "module:Class", called with a `Job`.
+An engine does a kind of work in one framework. Other packages add rows through the entry-point groups `steelyard.engines` (an
+`EngineRow`) and `steelyard.frameworks` (a `FrameworkRow`).
 """
 
-from collections.abc import Callable
-from importlib import import_module
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
 
+from steelyard import plugins
+from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job
 from steelyard.errors import RequestError
+from steelyard.plan.degrees import Plan
 
-# By kind of question, or by task where that is another kind of work. Those of third parties are one class for all, which
-# refuses what it does not know.
-ENGINES = {
-    "torch": {
-        "score": "steelyard.engines.torch.score:TorchScore",
-        "train": "steelyard.engines.torch.train:TorchTrain",
-        "record": "steelyard.training.cloze:TorchCloze",
-    },
-    "reference": {"record": "steelyard.training.cloze:ReferenceCloze"},
-    "transformers": {
-        "score": "steelyard.engines.transformers.score:TransformersScore",
-        "train": "steelyard.engines.transformers.train:TransformersTrain",
-    },
+# Kinds of work: what an engine is given, and what it must answer. docs/engines.md says each in detail.
+WORKS = {
+    "score_choices": "the likeliest token after each text, and the likeliest of a few",
+    "score_texts": "the loss of every token of each text, and whether its last word is the likeliest",
+    "train_rows": "training on rows of tokens",
+    "train_cloze": "training on contexts with candidates to choose from",
 }
-
-# What an engine cannot do, known without importing it; one that is not here says so itself.
-DIVISIONS = {"transformers": ("closed",), "reference": ("closed",)}
+DEGREES = ("tp", "pp", "dp")
 
 
-def names() -> list[str]:
-    return sorted({*ENGINES, *_others()})
+@dataclass(frozen=True)
+class FrameworkRow:
+    """A framework: what joins ranks and drives devices. `make` is the `module:Class` that a worker loads."""
+
+    name: str
+    make: str
 
 
-def load(name: str, kind: str, task: str = "") -> Callable[[Job], Engine]:
-    """What makes the engine of a name for a kind of question, or for its task where that has one of its own."""
-    rows = ENGINES.get(name, {})
-    where = rows.get(task, rows.get(kind)) if rows else _others().get(name)
-    if where is None:
-        raise RequestError(f"no engine {name!r} for kind {kind!r}; known: {', '.join(names())}")
-    module, _, attribute = where.partition(":")
+@dataclass(frozen=True)
+class EngineRow:
+    """What an engine can do. It names kinds of work, never tasks."""
+
+    name: str
+    framework: str
+    works: Mapping[str, str]  # kind of work → `module:Class`, called with a Job
+    families: tuple[str, ...]
+    divisions: tuple[str, ...] = ("closed",)
+    precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")  # of matmuls
+    degrees: tuple[str, ...] = ("dp",)  # those it can make larger than 1
+    processes: Literal["per_device", "one"] = "per_device"
+    needs: tuple[str, ...] = ()  # modules that must be installed
+    extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
+
+    def refusal(self, name: str, work: str, family: str) -> str | None:
+        """Why it cannot run a case of this name, work and family; None where it can."""
+        if work in self.works and family in self.families:
+            return None
+        able = [row.name for row in table().values() if work in row.works and family in row.families]
+        return f"engine {self.name!r} does not run {name}; allowed: {', '.join(able)}"
+
+    def divides(self, plan: Plan) -> bool:
+        """Whether it can divide a model so."""
+        return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
+
+    def missing(self) -> str | None:
+        """The first module that it needs and that is not installed."""
+        return next((module for module in self.needs if find_spec(module) is None), None)
+
+
+TORCH = EngineRow(
+    name="torch",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.torch.score:TorchScore",
+        "score_texts": "steelyard.engines.torch.score:TorchScore",
+        "train_rows": "steelyard.engines.torch.train:TorchTrain",
+        "train_cloze": "steelyard.engines.torch.glm:TorchCloze",
+    },
+    families=("llama", "glm"),
+    divisions=("closed", "open"),
+    degrees=("tp", "pp", "dp"),
+    needs=("torch",),
+    extra="torch",
+)
+TRANSFORMERS = EngineRow(
+    name="transformers",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.transformers.score:TransformersScore",
+        "score_texts": "steelyard.engines.transformers.score:TransformersScore",
+        "train_rows": "steelyard.engines.transformers.train:TransformersTrain",
+    },
+    families=("llama",),
+    needs=("torch", "transformers"),
+    extra="transformers",
+)
+REFERENCE = EngineRow(
+    name="reference",
+    framework="torch",
+    works={"train_cloze": "steelyard.engines.reference.glm:ReferenceCloze"},
+    families=("glm",),
+    needs=("torch",),
+    extra="torch",
+)
+FRAMEWORKS = [FrameworkRow("torch", "steelyard.engines.torch.framework:TorchFramework")]
+
+
+def table() -> dict[str, EngineRow]:
+    """All rows by name."""
+    return plugins.table([TORCH, TRANSFORMERS, REFERENCE], "steelyard.engines", EngineRow, "engine")
+
+
+def row(name: str) -> EngineRow:
+    rows = table()
+    if name not in rows:
+        raise RequestError(f"no engine {name!r}; known: {', '.join(sorted(rows))}")
+    return rows[name]
+
+
+def load(name: str, work: str) -> Callable[[Job], Engine]:
+    """What makes the engine of a name for a kind of work."""
+    found = row(name)
+    if work not in found.works:
+        raise RequestError(f"engine {name!r} does no {work}; it does: {', '.join(found.works)}")
     try:
-        engine: Callable[[Job], Engine] = getattr(import_module(module), attribute)
+        engine: Callable[[Job], Engine] = plugins.load(found.works[work])
     except ImportError as error:
         what = error.name or str(error)
-        raise RequestError(f"engine {name!r} needs {what}; pip install 'steelyard[{name}]'") from error
+        raise RequestError(f"engine {name!r} needs {what}; pip install 'steelyard[{found.extra or name}]'") from error
     return engine
 
 
-def _others() -> dict[str, str]:
-    return {point.name: point.value for point in entry_points(group="steelyard.engines")}
+def load_framework(name: str) -> Callable[..., Framework]:
+    """What makes the framework of a name."""
+    rows = plugins.table(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
+    if name not in rows:
+        raise RequestError(f"no framework {name!r}; known: {', '.join(sorted(rows))}")
+    made: Callable[..., Framework] = plugins.load(rows[name].make)
+    return made

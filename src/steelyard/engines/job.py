@@ -1,6 +1,6 @@
 """What an engine is given, and what it must answer to."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from steelyard.case.case import Case
 from steelyard.engines.work import Phase, Work
-from steelyard.plan.degrees import Place
-from steelyard.record.record import Plan
+from steelyard.plan.degrees import Place, Plan
 
 Part = Callable[[str], AbstractContextManager[None]]
 
@@ -27,14 +26,15 @@ class Job:
     """What an engine is given: the resolved case, its share of the work, and the device."""
 
     case: Case
-    texts: Any  # what the task prepared, such as data.mmlu's Prompts
+    work: str  # which kind: a key of engines.WORKS
+    inputs: Any  # what the task prepared for that kind of work
     weights: Path | None  # None: random
-    device: Any  # steelyard.accelerators' worker-side device
+    device: Any  # the accelerator's device class of the framework
     rank: int
     world: int
     plan: Plan
     place: Place  # of this rank in the plan: replica `place.dp` of `plan.dp` computes its own part of the data
-    team: Any  # engines.team's: the ranks that hold one model together
+    group: Any  # what the framework's `join` returned: the ranks that hold one model together
     steps: int | None  # at most so many batches a pass
     loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
     keep: Keep | None = None  # training: where to write checkpoints
@@ -42,6 +42,10 @@ class Job:
 
 
 class Engine(Protocol):
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """Where the weights came from, known after `prepare`: `source`, and what tells them from others."""
+
     def prepare(self, name: str, part: Part) -> None:
         """Make ready for a pass: build, load, compile, warm up, each in a named part of the budget. Weights do not change."""
 
@@ -55,4 +59,4 @@ class Engine(Protocol):
         """What the pass answered, as plain lists."""
 
     def details(self) -> dict[str, Any]:
-        """What the engine chose by itself: kernels, weights' identity, batches."""
+        """What the engine chose by itself: kernels, batches."""

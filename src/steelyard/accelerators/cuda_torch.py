@@ -1,10 +1,10 @@
-"""NVIDIA devices, worker side: events, memory, identity and precision through torch."""
+"""NVIDIA devices in framework torch, loaded by workers only: events, memory, identity and precision."""
 
 from typing import Any
 
 import torch
 
-from steelyard.run.measure import Event
+from steelyard.accelerators.events import Clock, Event
 
 _cuda: Any = torch.cuda  # untyped in parts, which parts depends on the version
 _cudnn: Any = torch.backends.cudnn
@@ -32,7 +32,7 @@ class Device:
     backend = "nccl"
     matmul_shape = 8192
 
-    def __init__(self, local_rank: int) -> None:
+    def __init__(self, local_rank: int, clock: Clock) -> None:
         self._index = local_rank
         _cuda.set_device(local_rank)
 

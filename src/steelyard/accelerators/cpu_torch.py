@@ -1,0 +1,61 @@
+"""The CPU in framework torch, loaded by workers only."""
+
+from typing import Any
+
+import psutil
+import torch
+
+from steelyard.accelerators.cpu import find
+from steelyard.accelerators.events import Clock, HostEvent
+from steelyard.errors import RequestError
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+
+
+class Device:
+    backend = "gloo"
+    matmul_shape = 1024
+
+    def __init__(self, local_rank: int, clock: Clock) -> None:
+        """All ranks of a machine share its CPUs."""
+        self._clock = clock
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def event(self) -> HostEvent:
+        return HostEvent(self._clock)
+
+    def synchronize(self) -> None:
+        """A CPU's work is done when its call returns."""
+
+    def reset_memory(self) -> None:
+        """Nothing to reset: the framework keeps no count of a CPU's memory."""
+
+    def release_memory(self) -> None:
+        """Freed memory of a CPU is back with the system."""
+
+    def memory(self) -> dict[str, int | None]:
+        return {"allocated_bytes": None, "reserved_bytes": None, "in_use_bytes": psutil.Process().memory_info().rss}
+
+    def identity(self) -> dict[str, Any]:
+        seen = find()[0]
+        return {
+            "name": seen.name,
+            "uuid": None,
+            "memory_bytes": seen.memory_bytes,
+            "capability": None,
+            "multiprocessors": None,
+        }
+
+    def versions(self) -> dict[str, str | None]:
+        return {"cuda": None, "cudnn": None, "nccl": None}
+
+    def attention(self, dtype_name: str, shared: bool) -> str:
+        return "rows"
+
+    def set_precision(self, matmul: str) -> None:
+        if matmul not in PRECISIONS:
+            allowed = ", ".join(PRECISIONS)
+            raise RequestError(f"precision {matmul!r} is not there on a CPU; choose one of {allowed} with --precision")

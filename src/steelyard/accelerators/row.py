@@ -1,0 +1,93 @@
+"""What an accelerator is: one row that says what the host can see of it, and which class drives it in each framework."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from steelyard.accelerators.events import Event
+from steelyard.accelerators.peaks import Peak
+
+if TYPE_CHECKING:
+    import torch
+
+Reading = dict[str, float | int | list[str] | None]
+Severity = Literal["nothing", "note", "invalidates"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A device as its driver shows it. Its place in the list is its user's local rank; `index` is the driver's own."""
+
+    name: str
+    uuid: str | None
+    memory_bytes: int | None
+    index: int
+    driver: str | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A device and its reading now, the same columns every time. `read` takes the root of the run's process tree."""
+
+    device: str
+    read: Callable[[int], Reading]
+    severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means for a result
+
+
+class TorchDevice(Protocol):
+    """A device class for framework torch, made with the local rank and the clock of the measured loop."""
+
+    @property
+    def backend(self) -> str:
+        """The name of torch's collective library for this device."""
+
+    @property
+    def matmul_shape(self) -> int:
+        """The side of the square matmul whose rate stands for what is achievable here."""
+
+    @property
+    def torch_device(self) -> "torch.device": ...
+
+    def event(self) -> Event:
+        """A mark in the device's current stream."""
+
+    def synchronize(self) -> None: ...
+
+    def reset_memory(self) -> None: ...
+
+    def release_memory(self) -> None:
+        """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
+
+    def memory(self) -> dict[str, int | None]:
+        """`allocated_bytes` and `reserved_bytes`: the framework's peaks since the last reset."""
+
+    def identity(self) -> dict[str, Any]:
+        """`name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
+
+    def versions(self) -> dict[str, str | None]:
+        """`cuda`, `cudnn`, `nccl`."""
+
+    def attention(self, dtype_name: str, shared: bool) -> str:
+        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
+
+    def set_precision(self, matmul: str) -> None:
+        """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A row. All but `devices` runs in the parent, which imports no framework."""
+
+    name: str
+    find: Callable[[], list[Found]]
+    sources: Callable[[list[Found]], list[Source]]  # what is read off the devices in use while a run goes on
+    devices: Mapping[str, str]  # framework → `module:Class` that a worker makes
+    divisible: bool = False  # several workers may share one device
+    peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
+    variables: tuple[str, ...] = ()  # names, or beginnings of names ending in "_", of variables that can change a result
+    environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for its workers, by what matmuls run in
+
+    def most(self, found: list[Found]) -> int:
+        """How many workers its devices can serve."""
+        return max(len(found), os.cpu_count() or 1, 8) if self.divisible else len(found)

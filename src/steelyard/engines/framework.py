@@ -1,0 +1,46 @@
+"""What a worker needs of a framework: it joins ranks and drives one device. One object in every worker."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from steelyard.accelerators.events import Timeline
+from steelyard.plan.degrees import Plan
+
+
+class Framework(Timeline, Protocol):
+    """Made with the accelerator's device class for this framework (a `module:Class`), the local rank and the clock."""
+
+    @property
+    def device(self) -> Any:
+        """The framework's own device object, for engines."""
+
+    def set_precision(self, matmul: str) -> None:
+        """Make fp32 matmuls run in `matmul`: TF32 only where it is asked for."""
+
+    def make_deterministic(self) -> None:
+        """The same bits in every run; what has no such kernel raises."""
+
+    def join(self, plan: Plan, rank: int, world: int) -> Any:
+        """Meet the other ranks; returns the group of ranks that hold one model together with this one."""
+
+    def barrier(self) -> None: ...
+
+    def leave(self) -> None:
+        """The last call of a worker that is done."""
+
+    def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
+        """One large square matmul on random numbers, and its FLOPs: what is timed to know the achievable rate."""
+
+    def reset_memory(self) -> None: ...
+
+    def memory(self) -> dict[str, int | None]:
+        """`allocated_bytes` and `reserved_bytes`: peaks since the last reset; `in_use_bytes` where ranks share a device."""
+
+    def identity(self) -> dict[str, Any]:
+        """The device: `name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
+
+    def versions(self) -> dict[str, str | None]:
+        """Of libraries that only the framework knows: `cuda`, `cudnn`, `nccl`."""
+
+    def threads(self) -> int:
+        """Of the host, for this rank."""

@@ -1,0 +1,84 @@
+"""AMX that a virtual machine advertises and does not run: found by a real process that dies of it, and asked once."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.accelerators import cpu
+
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+WITHOUT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As a process that has asked nothing yet, on a CPU with AMX whose probe dies."""
+    monkeypatch.delenv(cpu.ISA, raising=False)
+    monkeypatch.setattr(cpu, "PROBE", DIES)
+    monkeypatch.setattr(cpu, "_flags", lambda: {"avx512f", "amx_bf16"})
+    cpu._survives.cache_clear()
+    yield
+    cpu._survives.cache_clear()
+
+
+def test_a_probe_that_dies_of_sigill() -> None:
+    assert cpu.environment("bf16") == WITHOUT
+
+
+def test_no_flag_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_flags", lambda: {"avx512f", "avx512_bf16"})
+    assert cpu.environment("bf16") == {}
+    assert cpu._survives.cache_info().misses == 0
+
+
+@pytest.mark.parametrize("matmul", ["fp32", "fp16", "tf32"])
+def test_other_precisions_are_left_alone(matmul: str) -> None:
+    assert cpu.environment(matmul) == {}
+    assert cpu._survives.cache_info().misses == 0
+
+
+@pytest.mark.parametrize("probe", ["pass", "raise SystemExit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"])
+def test_only_sigill_tells(monkeypatch: pytest.MonkeyPatch, probe: str) -> None:
+    monkeypatch.setattr(cpu, "PROBE", probe)
+    assert cpu.environment("bf16") == {}
+
+
+def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(cpu, "PROBE_TIMEOUT_S", 0.2)
+    assert cpu.environment("bf16") == {}
+
+
+def test_a_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.ISA, "AVX2")
+    assert cpu.environment("bf16") == {}
+    assert cpu._survives.cache_info().misses == 0
+
+
+def test_the_probe_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append(command[-1])
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert [cpu.environment("bf16") for _ in range(3)] == [WITHOUT] * 3
+    assert asked == [DIES]
+
+
+def test_without_torch_there_is_nothing_to_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    assert cpu.environment("bf16") == {}
+
+
+def test_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    text = tmp_path / "cpuinfo"
+    text.write_text("processor\t: 0\nflags\t\t: fpu amx_bf16 amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n")
+    assert cpu._flags(text) == {"fpu", "amx_bf16", "amx_tile"}
+    assert cpu._flags(tmp_path / "absent") == set()

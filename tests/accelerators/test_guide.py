@@ -1,0 +1,79 @@
+"""docs/accelerators.md followed to the letter: its package, written as it says, runs a case."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import CASE, Shell
+from steelyard.accelerators.row import Accelerator, TorchDevice
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
+
+
+def blocks() -> dict[str, str]:
+    """The files of the guide: a name in backquotes, then its code block."""
+    return dict(re.findall(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """The package on the path, with the metadata that pip would make of its pyproject.toml."""
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, text in blocks().items():
+        (package / name).write_text(text)
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    info = package / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(groups))
+    one = Shell(tmp_path, (package,))
+    yield one
+    one.clean()
+
+
+def test_the_guide_names_every_field_and_member() -> None:
+    assert set(blocks()) == {"abacus.py", "abacus_torch.py", "pyproject.toml"}
+    for field in Accelerator.__dataclass_fields__:
+        assert f"| `{field}` |" in GUIDE
+    members = {name for name in vars(TorchDevice) if not name.startswith("_")}
+    for member in members:
+        assert re.search(rf"`{member}(\(|`)", GUIDE), member
+        assert re.search(rf"(def |    ){member}\b", blocks()["abacus_torch.py"]), member
+
+
+def test_the_guides_package_runs(shell: Shell) -> None:
+    options = ("--size", "smoke", "--accelerator", "abacus", "--out", shell.out)
+    done = shell("run", CASE, *options, ABACUS_BEADS="91")
+    assert done.code == 0, done.err
+    (record,) = shell.records()
+    assert record["status"] == "valid"
+    hardware, software = record["environment"]["hardware"], record["environment"]["software"]
+    assert (hardware["accelerator"], hardware["devices"][0]["name"]) == ("abacus", "Abacus 13")
+    assert (hardware["peak"]["name"], hardware["peak"]["flops_per_s"]) == ("Abacus 13", {"fp32": 1e12})
+    assert record["metrics"]["mfu"]["value"] > 0
+    abacus = {name: value for name, value in software["variables"].items() if name.startswith("ABACUS_")}
+    assert abacus == {"ABACUS_BEADS": "91", "ABACUS_MODE": "fp32"}
+    assert (software["driver"], software["abacus"]) == ("1.0", "1.0")
+    (series,) = record["telemetry"]
+    assert (series["device"], series["severity"]) == ("abacus:0", {"stuck_bead": "invalidates"})
+    assert set(series["columns"]["beads_per_s"]) == {3.5}
+    assert record["ranks"][0]["identity"]["multiprocessors"] == 13
+    assert shell("verify", shell.out).code == 0
+    listed = shell("list", "--json").json()["accelerators"]
+    assert {"accelerator": "abacus", "index": 0, "device": "Abacus 13"}.items() <= listed[0].items()
+
+
+def test_what_it_refuses(shell: Shell) -> None:
+    options = ("--size", "smoke", "--accelerator", "abacus", "--precision", "fp16", "--out", shell.out)
+    done = shell("run", CASE, *options)
+    assert (done.code, done.lines) == (2, ["error: precision 'fp16' is not there on an abacus; choose fp32 with --precision"])
+    done = shell("run", CASE, "--size", "smoke", "--accelerator", "abacus", "--devices", "2", "--out", shell.out)
+    assert done.lines == ["error: --devices 2: 1 abacus device(s) here; allowed: 1 to 1"]

@@ -1,0 +1,131 @@
+"""Rows of engines: what each can do is known, refused and listed without importing a framework."""
+
+from dataclasses import replace
+
+import pytest
+
+from fixtures.commands import Shell
+from steelyard import engines
+from steelyard.case.request import Request
+from steelyard.case.resolve import names, resolve
+from steelyard.engines import EngineRow
+from steelyard.errors import RequestError
+from steelyard.run.ready import Ready, ready
+
+MMLU, LAMBADA, CORPUS, RECORD = "llama2-7b-mmlu", "aquila2-34b-lambada", "llama1-7b-openwebtext", "glm-large-record"
+
+
+def asked(name: str, engine: str, devices: int = 1, precision: str | None = None, division: str | None = None, parallel="DP"):
+    resolved = resolve(name, "smoke", precision, division, [f"tune.parallel={parallel}"])
+    return Request(resolved, engine=engine, accelerator="cpu", devices=devices)
+
+
+def refusal(request: Request) -> str:
+    with pytest.raises(RequestError) as caught:
+        ready(request)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (asked(RECORD, "transformers"), f"engine 'transformers' does not run {RECORD}; allowed: torch, reference"),
+        (asked(MMLU, "reference"), f"engine 'reference' does not run {MMLU}; allowed: torch, transformers"),
+        (asked(CORPUS, "reference"), f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers"),
+        (asked(MMLU, "abacus"), "no engine 'abacus'; known: reference, torch, transformers"),
+        (
+            asked(MMLU, "transformers", division="open"),
+            f"{MMLU} has no division 'open' with engine transformers; allowed: closed",
+        ),
+        (asked(LAMBADA, "torch", division="open"), f"{LAMBADA} has no division 'open' with engine torch; allowed: closed"),
+        (
+            asked(RECORD, "reference", division="open"),
+            f"{RECORD} has no division 'open' with engine reference; allowed: closed",
+        ),
+        (
+            asked(MMLU, "transformers", 2, parallel="TP2"),
+            "engine transformers holds a whole model on each device; asked: TP2PP1DP1; allowed: --parallel DP",
+        ),
+        (
+            asked(CORPUS, "transformers", 2, parallel="PP2"),
+            "engine transformers holds a whole model on each device; asked: TP1PP2DP1; allowed: --parallel DP",
+        ),
+    ],
+    ids=range(9),
+)
+def test_what_a_row_does_not_say_is_refused(request_: Request, said: str) -> None:
+    assert refusal(request_) == said
+
+
+def test_precisions_are_refused_by_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = replace(engines.TORCH, precisions=("fp32", "bf16"))
+    monkeypatch.setattr(engines, "TORCH", narrow)
+    monkeypatch.setattr(engines, "row", lambda name: narrow)
+    assert refusal(asked(MMLU, "torch", precision="fp16")) == "engine torch has no matmuls in fp16; allowed: fp32, bf16"
+    assert ready(asked(MMLU, "torch", precision="bf16")).engine is narrow
+
+
+def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(engines.TRANSFORMERS, needs=("torch", "no_such_module_here"))
+    monkeypatch.setattr(engines, "row", lambda name: row)
+    assert refusal(asked(MMLU, "transformers")) == (
+        "no_such_module_here is not installed, and engine transformers needs it; pip install 'steelyard[transformers]', "
+        "then run again"
+    )
+
+
+def test_what_a_row_says_is_ready() -> None:
+    found: Ready = ready(asked(MMLU, "torch", 2, parallel="TP2", division="open"))
+    assert (found.engine, str(found.plan), found.passes) == (engines.TORCH, "TP2PP1DP1", ("val", "infer"))
+    assert (found.scope.kind, found.warnings, found.accelerator.name) == ("full", (), "cpu")
+
+
+@pytest.mark.parametrize("row", engines.table().values(), ids=lambda row: row.name)
+def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
+    assert set(row.works) <= set(engines.WORKS)
+    assert row.divisions[0] == "closed"
+    for work in row.works:
+        assert callable(engines.load(row.name, work))
+    with pytest.raises(RequestError, match=f"engine '{row.name}' does no juggling; it does: {', '.join(row.works)}"):
+        engines.load(row.name, "juggling")
+
+
+def test_frameworks() -> None:
+    assert engines.load_framework("torch").__name__ == "TorchFramework"
+    with pytest.raises(RequestError, match="no framework 'jax'; known: torch"):
+        engines.load_framework("jax")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "plan", "able"),
+    [(("dp",), "DP", True), (("dp",), "TP2", False), (("tp",), "DP", False), (("tp",), "TP2", True), ((), "DP", False)],
+)
+def test_degrees(degrees: tuple[str, ...], plan: str, able: bool) -> None:
+    row = replace(engines.TORCH, degrees=degrees)
+    assert row.divides(ready(asked(MMLU, "torch", 2, parallel=plan)).plan) is able
+
+
+def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
+    done = shell("list", "--json")
+    found = {one["name"]: one for one in done.json()["engines"]}
+    llama = [name for name in names() if name != RECORD]
+    assert {name: one["cases"] for name, one in found.items()} == {
+        "reference": [RECORD],
+        "torch": names(),
+        "transformers": llama,
+    }
+    assert {name: one["divisions"] for name, one in found.items()} == {
+        "reference": ["closed"],
+        "torch": ["closed", "open"],
+        "transformers": ["closed"],
+    }
+    assert {name: one["degrees"] for name, one in found.items()} == {
+        "reference": ["DP"],
+        "torch": ["TP", "PP", "DP"],
+        "transformers": ["DP"],
+    }
+    assert {one["framework"] for one in found.values()} == {"torch"}
+    assert found["torch"]["works"] == ["score_choices", "score_texts", "train_rows", "train_cloze"]
+    shown = shell("list").out
+    assert f"  transformers  {', '.join(llama)}\n" in shown
