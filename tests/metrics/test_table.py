@@ -5,21 +5,25 @@ from typing import Any
 
 import pytest
 
-from steelyard.case import case
+from steelyard.case import resolve
 from steelyard.metrics import table as metrics
+from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.record import Plan, Record, Scope
+from steelyard.record.facts import Environment, Series
+from steelyard.record.record import Record, Scope
 from steelyard.run import assemble
+from steelyard.run.spec import RankFile
 
 GIB = 1 << 30
 TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank
+PEAK = {"name": "chip", "flops_per_s": {"bf16": 1e6}, "source": "datasheet"}
 
 
-def resolved(**changes: Any) -> case.Resolved:
+def resolved(**changes: Any) -> resolve.Resolved:
     """The MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16, vocabulary 32."""
     sets = ["layers=2", "hidden=8", "heads=2", "kv_heads=2", "ffn=16", "vocab=32", "nominal_parameters=1000"]
     settings = [f"question.model.{one}" for one in sets] + list(changes.pop("settings", []))
-    return replace(case.resolve("llama2-7b-mmlu", settings=settings, **changes), origins={})  # as if a file said so
+    return replace(resolve.resolve("llama2-7b-mmlu", settings=settings, **changes), origins={})  # as if a file said so
 
 
 def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden_s: float = 0.0, **over: Any) -> dict[str, Any]:
@@ -50,15 +54,16 @@ def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden
         "identity": {"name": "chip"},
         "versions": {"cuda": "13.0"},
         "matmul_flops_per_s": 5e5,
-        "details": {"attention": "flash", "weights": {"source": "random"}},
-        "data": {"fingerprint": "f" * 64, "tokens": 600, "published": False, "rows": 12},
+        "details": {"attention": "flash"},
+        "weights": {"source": "random"},
+        "data": {"source": "made", "fingerprint": "f" * 64, "tokens": 600, "published": False, "rows": 12},
         "common": {"gold": "ABCD" * 3, "subjects": ["a", "b"], "subject_of": [0] * 8 + [1] * 4, "index": items}
         | {"letters": [4, 5, 6, 7], "passes": {}},
     }
     return out | over
 
 
-def series(device: str = "cuda:0", **columns: Any) -> dict[str, Any]:
+def series(device: str = "cuda:0", **columns: Any) -> Series:
     base = {
         "t_s": [0.0, 31.0, 33.0, 35.0, 50.0],
         "memory_bytes": [1 * GIB, 5 * GIB, 7 * GIB, 6 * GIB, 90 * GIB],
@@ -66,30 +71,31 @@ def series(device: str = "cuda:0", **columns: Any) -> dict[str, Any]:
         "processes": [0, 1, 1, 1, 0],
         "reasons": [[], ["sw_power_cap"], ["sw_power_cap"], [], []],
     }
-    return {"device": device, "period_s": 2.0, "baseline_processes": 0, "columns": base | columns}
+    table = {"device": device, "period_s": 2.0, "baseline_processes": 0, "columns": base | columns}
+    return Series.model_validate(table)
 
 
-def facts(devices: int = 1, **over: Any) -> assemble.Facts:
+def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> assemble.RunFacts:
     hardware = {
         "devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}],
-        "peak": {"name": "chip", "flops_per_s": {"bf16": 1e6}, "source": "datasheet"},
+        "peak": peak,
     }
     base: dict[str, Any] = {
         "origin_s": 1000.0,
         "spawned_s": 1000.25,
         "ended_s": 1025.0,
         "created": "2026-01-01T00:00:00.000+00:00",
-        "environment": {"hardware": hardware, "software": {"cuda": None}, "source": {}},
+        "environment": Environment.model_validate({"hardware": hardware, "software": {"cuda": None}, "source": {}}),
         "site": {},
         "telemetry": [series(f"cuda:{i}") for i in range(devices)],
         "plan": Plan(nodes=1, devices=devices, tp=1, pp=1, dp=devices, launcher="local"),
         "scope": Scope(kind="full"),
     }
-    return assemble.Facts(**(base | over))
+    return assemble.RunFacts(**(base | over))
 
 
 def outcome(*ranks: dict[str, Any], code: str | None = None) -> assemble.Outcome:
-    return assemble.Outcome(code, "text", 0 if code is None else 1, "tail", list(ranks))
+    return assemble.Outcome(code, "text", 0 if code is None else 1, "tail", [RankFile.model_validate(rank) for rank in ranks])
 
 
 def made(*ranks: dict[str, Any], **options: Any) -> Record:
@@ -173,9 +179,7 @@ def test_mfu_in_three_conventions():
 
 
 def test_without_a_datasheet_row_there_is_no_mfu():
-    known = facts()
-    known.environment["hardware"]["peak"] = None
-    found = made(facts=known)
+    found = made(facts=facts(peak=None))
     assert value(found, "mfu") is None
     assert found.metrics["mfu"].note == "this accelerator has no datasheet row"
     assert value(found, "mfu_achievable") is not None
@@ -222,7 +226,7 @@ def test_quality_is_worked_out_from_the_answers():
 def real(**answers: Any) -> Record:
     """A run that the gate applies to: full scope, weights that are not random, the published data."""
     rank = rank_file()
-    rank["details"]["weights"] = {"source": "huggingface"}
+    rank["weights"] = {"source": "huggingface"}
     rank["data"]["published"] = True
     for name, table in answers.items():
         rank["outputs"] = rank["outputs"] | {name: rank["outputs"][name] | table}
@@ -231,9 +235,9 @@ def real(**answers: Any) -> Record:
 
 
 def test_a_changed_question_is_not_judged_and_says_so():
-    one = case.resolve("llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"])
+    one = resolve.resolve("llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"])
     rank = rank_file()
-    rank["details"]["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
+    rank["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
     found = made(rank, resolved=one)
     assert found.quality.note == "the question was changed on the command line"
     assert found.notes[-2:] == [

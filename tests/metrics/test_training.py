@@ -1,16 +1,19 @@
 """Metrics and validity of training from hand-made samples: every number worked out by hand."""
 
-import contextlib
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fixtures.report import COUNTS, GIB, nouns, question, rank_samples, training
-from steelyard.metrics import spans, stats, verify
+from fixtures.report import COUNTS, GIB, question, rank_samples, training
+from steelyard import tasks
+from steelyard.errors import RequestError
+from steelyard.metrics import rates, spans, stats, verify
 from steelyard.metrics import table as metrics
-from steelyard.record.record import Record, Scope
+from steelyard.record.record import Record, Scope, canonical_bytes
 
+OTHER_DATA = {"source": "made", "rows": 1, "fingerprint": "f", "published": False}
 STEADY = "steady window: steps 1 to 3 (fewer than 10 steps: the first is taken for warm-up)"
 SCORING = ("p_val_whole", "p_infer_core", "acc", "acc_val", "agreement", "harness_overhead", "loss_val", "perplexity")
 PP2 = {"plan": (1, 2, 1)}
@@ -120,7 +123,7 @@ def test_memory_is_that_of_the_train_pass():
     found = training(TWO, **PP2)
     assert value(found, "mem") == 40.0
     assert (value(found, "mem_allocated"), value(found, "mem_reserved")) == (3.0, 4.0)
-    assert (metrics.rank_mem(found, 0), metrics.rank_mem(found, 1)) == (40.0, 39.0)
+    assert (rates.rank_mem(found, 0), rates.rank_mem(found, 1)) == (40.0, 39.0)
 
 
 def test_mem_predicted_says_what_it_holds():
@@ -172,8 +175,9 @@ def test_kinds_have_their_own_metrics():
     found = set(training(ONE).metrics)
     assert found.isdisjoint(SCORING)
     assert {"p_whole", "p_train", "p_core", "loss", "loss_first", "grad_norm", "mem_predicted", "padded_share"} <= found
-    rows = [(metric.name, kind) for metric in metrics.METRICS for kind in (metric.kinds or ("score", "train"))]
-    assert len(rows) == len(set(rows))
+    for task in tasks.table().values():
+        rows = [metric.name for metric in metrics.of_task(task)]
+        assert len(rows) == len(set(rows))
 
 
 def test_a_null_loss_is_named_by_its_step():
@@ -275,15 +279,15 @@ def test_a_loss_that_rises_misses_the_gate():
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"case__size": "smoke", "data": {"fingerprint": "f"}}, None),
-        ({"data": {"fingerprint": "f"}}, "the data are not the published set"),
+        ({"case__size": "smoke", "data": OTHER_DATA}, None),
+        ({"data": OTHER_DATA}, "the data are not the published set"),
         ({"case__question": question("alpaca")}, "the weights are random"),
         ({"case__question": question("alpaca"), "case__size": "smoke"}, None),
         ({"case__question": question("alpaca"), "weights": {"source": "huggingface"}}, None),
         ({"case__gate": None}, "the case has no gate"),
         ({"case__origins": {"question.train.lr": "command line"}}, "the question was changed on the command line"),
         ({"scope": {"kind": "window", "steps": 4}}, "the scope is a window"),
-        ({"outputs": {"passes": {"after": {"nll": 1.0, "targets": 1}}}}, "loss_before is unknown"),
+        ({"outputs": {"held_out": 4, "passes": {"after": {"nll": 1.0, "targets": 1}}}}, "loss_before is unknown"),
     ],
 )
 def test_when_quality_is_evaluated(changes, note):
@@ -324,12 +328,15 @@ ODD: list[tuple[tuple[str, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("place", "odd"), ODD, ids=lambda x: str(x)[:40])
-def test_odd_tables_raise_nothing_but_misfits(place, odd):
-    """What a stranger's record may hold: judging it ends, and in an error that verify names."""
+def test_odd_tables_are_refused_in_one_line(place, odd, tmp_path: Path):
+    """What a stranger's record may hold: no formula sees it."""
     table = copy.deepcopy(training(ONE).model_dump(mode="json", by_alias=True))
     node = table
     for part in place[:-1]:
         node = node[part]
     node[place[-1]] = odd
-    with nouns(), contextlib.suppress(*verify.MISFITS):
-        verify._judge(Record.model_validate(table))
+    path = tmp_path / "record.json"
+    path.write_bytes(canonical_bytes(table))
+    with pytest.raises(RequestError, match="not a record: ") as caught:
+        verify.verify(path)
+    assert "\n" not in str(caught.value)

@@ -159,7 +159,7 @@ def test_fresh_records_verify(smoke: dict[str, Path], run: Run) -> None:
     assert (code, err) == (0, "")
     assert out == "".join(f"ok  {path}\n" for path in smoke.values())
     code, out, _ = run("verify", smoke["open"].parent, "--json")
-    assert json.loads(out) == {"records": [{"path": str(smoke["open"]), "ok": True, "wrong": []}]}
+    assert json.loads(out) == {"records": [{"path": str(smoke["open"]), "ok": True, "wrong": [], "remarks": []}]}
 
 
 def test_every_changed_byte_shows(smoke: dict[str, Path], tmp_path: Path, run: Run) -> None:

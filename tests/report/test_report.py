@@ -6,14 +6,15 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from fixtures.report import ENVIRONMENT, METRICS, everything, failed, make, samples, training
+from fixtures.report import ENVIRONMENT, METRICS, everything, failed, make, question, samples, training
 from steelyard import report
 from steelyard.errors import RequestError
+from steelyard.metrics import table as metrics
 from steelyard.record.record import Record
 from steelyard.report.as_md import escape
-from steelyard.report.document import Cell, Column, Lines, Page, Row, Series, Stack, Table
-from steelyard.report.names import MEANINGS
+from steelyard.report.document import Cell, Column, Curve, Lines, Page, Stack, Table, TableRow
 from steelyard.report.numbers import counted, formed, spelled
 from steelyard.report.plain import clean, lines, width, wrap
 from steelyard.report.plot import plot
@@ -137,7 +138,9 @@ def hostile() -> Record:
 
     table = failed().model_dump(mode="json", by_alias=True)
     kept = {key: table[key] for key in ("schema", "kind", "status", "scope", "samples")}
-    question = {**poison(table["case"]["question"]), "kind": "score"}
+    asked = table["case"]["question"]
+    question = {**asked, "precision": {**asked["precision"], "name": HOSTILE}}
+    question["data"] = {**asked["data"], "fingerprint": HOSTILE}
     made = make().model_dump(mode="json")
     out = {**poison(table), **kept, "telemetry": made["telemetry"], "samples": make().model_dump(by_alias=True)["samples"]}
     out["case"] = {**out["case"], "question": question}
@@ -147,8 +150,9 @@ def hostile() -> Record:
     }
     out |= {"checks": [{"name": HOSTILE, "ok": False, "detail": HOSTILE}], "budget": {HOSTILE: 2.0}, "site": {HOSTILE: HOSTILE}}
     out |= {
-        "data": {HOSTILE: HOSTILE},
-        "weights": {HOSTILE: {HOSTILE: HOSTILE}},
+        "data": {"source": HOSTILE, "rows": 1, "fingerprint": HOSTILE, "published": None, HOSTILE: HOSTILE},
+        "weights": {"source": HOSTILE, HOSTILE: {HOSTILE: HOSTILE}},
+        "tune": {**table["tune"], "parallel": HOSTILE, "attention": HOSTILE},
         "notes": [HOSTILE],
         "hashes": {"record": HOSTILE},
     }
@@ -188,7 +192,7 @@ def test_wide_characters_align() -> None:
     assert width("e\u0301") == 1
     assert wrap("推理计算，吞吐", 8) == ["推理计", "算，吞吐"]
     assert wrap("abcdefghij kl", 4) == ["abcd", "efgh", "ij", "kl"]
-    rows = (Row((Cell("推理"), Cell("1"), Cell("x"))), Row((Cell("ab"), Cell("22,000"), Cell("y"))))
+    rows = (TableRow((Cell("推理"), Cell("1"), Cell("x"))), TableRow((Cell("ab"), Cell("22,000"), Cell("y"))))
     columns = (Column("名"), Column("n", align="right"), Column("z"))
     assert report.text(Page("", "zh", (Table(columns, rows),))) == (
         "名         n  z\n----  ------  -\n推理       1  x\nab    22,000  y\n"
@@ -261,7 +265,7 @@ def test_training_has_its_own_columns() -> None:
     metrics = {name: {"value": value, "unit": "samples/s" if name[0] == "p" else ""} for name, value in values.items()}
     origins = {"tune.compile": "case", "tune.env.NCCL_ALGO": "command line", "tune.warmup": "default"}
     tune = {"compile": True, "env": {"NCCL_ALGO": "ring"}, "warmup": 2}
-    record = make(case__question__kind="train", metrics=metrics, case__reference=[], case__origins=origins, tune=tune)
+    record = make(case__question=question(), metrics=metrics, case__reference=[], case__origins=origins, tune=tune)
     rows = html_text(report.render([record], "html", "en")).rows
     tuned = "compile=true, env={NCCL_ALGO=ring}"
     measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
@@ -333,8 +337,9 @@ def test_charts_of_training(lang: Any, titles: list[str]) -> None:
 
 def test_every_metric_of_training_has_a_name_in_both_languages() -> None:
     for name in training().metrics:
-        assert name in MEANINGS
-        assert all(MEANINGS[name].title[lang] and MEANINGS[name].text[lang] for lang in report.LANGS)
+        row = metrics.row(name)
+        assert row.formula is not None
+        assert all(all(row.words(lang)) for lang in report.LANGS)
 
 
 def test_a_training_run_that_left_nothing_is_shown() -> None:
@@ -344,17 +349,45 @@ def test_a_training_run_that_left_nothing_is_shown() -> None:
 
 
 def test_a_bare_record_is_shown() -> None:
-    bare = make(environment={}, site={}, weights={}, data={}, budget={}, metrics={}, samples=[], telemetry=[{}], tune={})
-    bare = bare.model_copy(update={"case": bare.case.model_copy(update={"question": {}, "reference": [{}]})})
+    nothing: dict[str, Any] = {"site": {}, "data": {}, "budget": {}, "metrics": {}, "samples": [], "telemetry": [], "tune": {}}
+    published = {"source": "", "config": "", "published_as": "", "ran_as": "", "values": {}}
+    environment = {"hardware": {"devices": []}, "software": {}, "source": {}}
+    bare = make(environment=environment, weights={"source": None}, case__reference=[published], **nothing)
     for name in report.FORMATS:
         assert "/" in report.render([bare], name, "en")
 
 
 def test_absurd_numbers_do_not_stop_a_page() -> None:
-    telemetry = [{"columns": {"t_s": [0, 10**400, 1, "x"], "power_w": [math.inf, 1, 5e300, 2], "sm_clock_mhz": 3}}]
-    metrics = {"mfu": {"value": math.inf, "unit": ""}, "p_infer_core": {"value": 5e300, "unit": "tokens/s"}}
-    record = make(telemetry=telemetry, metrics=metrics, budget={"a": math.nan}, environment__hardware={"memory_bytes": 10**400})
+    telemetry = [
+        {"device": "GPU-0", "period_s": 0.0, "columns": {"t_s": [0, 1e30, -1e30, 1], "power_w": [1e30, 1, None, -2]}},
+        {"device": "GPU-1", "period_s": -1.0, "columns": {"t_s": []}},
+    ]
+    metrics = {
+        "mfu": {"value": 1.7e308, "unit": "", "interval": [-1.7e308, 1.7e308]},
+        "p_infer_core": {"value": 5e300, "unit": "tokens/s"},
+    }
+    budget = {"a": 1e9, "b": -1e9, "c": 1e-300}
+    record = make(telemetry=telemetry, metrics=metrics, budget=budget, environment__hardware__memory_bytes=10**18)
     assert "5.000e300" in report.render([record], "html", "en")
+
+
+ABSURD: list[tuple[str, Any]] = [
+    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [10**400]}}]),
+    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": ["x"]}}]),
+    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [math.inf]}}]),
+    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [5e300]}}]),
+    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "sm_clock_mhz": 3}}]),
+    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [1.0, 2.0]}}]),
+    ("metrics", {"mfu": {"value": math.inf, "unit": ""}}),
+    ("budget", {"a": math.nan}),
+    ("environment__hardware__memory_bytes", 10**400),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), ABSURD, ids=lambda x: str(x)[:60])
+def test_what_no_machine_says_is_no_record(place: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        make(**{place: value})
 
 
 def test_charts() -> None:
@@ -367,7 +400,7 @@ def test_charts() -> None:
     assert charts[1].series[0].points[50] == (25.0, None)
     [stack] = [block for block in blocks if isinstance(block, Stack)]
     assert [part.name for part in stack.parts] == ["val", "infer", "compile", "load", "import", "harness"]
-    drawn = plot(Lines("t", "x", "y", (Series("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),)))
+    drawn = plot(Lines("t", "x", "y", (Curve("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),)))
     assert drawn.paths[0].d == "M64.0 200.0h0L504.0 107.0M944.0 17.7h0"
     assert [tick.text for tick in drawn.y_ticks] == ["0", "20", "40", "60", "80", "100"]
 

@@ -4,8 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from steelyard.accelerators.events import HostEvent
 from steelyard.engines.work import Phase, Work
-from steelyard.run.measure import Budget, HostEvent, bare, mean_time_s, measure
+from steelyard.run.measure import Budget, bare, mean_time_s, measure
+
+COUNTS = {"tokens": 0, "samples": 1, "logits": 1, "pairs": 1, "square": 1}
 
 
 class Clock:
@@ -51,7 +54,7 @@ def engine(clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0) 
         device.launch(0.5)
         yield Phase("compute")
         device.launch(2.0)
-        yield Work({"tokens": 10 + step}, {"loss": 1.5})
+        yield Work(COUNTS | {"tokens": 10 + step}, {"loss": 1.5})
     device.launch(hidden_s)
 
 
@@ -100,7 +103,7 @@ def test_an_engine_that_marks_no_phases_has_none():
 
     def plain() -> Iterator[Phase | Work]:
         device.launch(1.0)
-        yield Work({"tokens": 1})
+        yield Work(COUNTS | {"tokens": 1})
 
     trace = measure("val", plain(), device, rank=3, clock=clock)
     (sample,) = trace.samples
@@ -117,7 +120,7 @@ def test_a_phase_that_comes_twice_in_a_step_adds_up():
             device.launch(0.5)
             yield Phase("compute")
             device.launch(time_s)
-        yield Work({"tokens": 1})
+        yield Work(COUNTS | {"tokens": 1})
 
     (sample,) = measure("infer", twice(), device, clock=clock).samples
     assert sample.phases == {"data": 1.0, "compute": 3.0}
@@ -197,3 +200,12 @@ def test_host_events_know_only_each_other():
     assert first.elapsed_s(HostEvent(clock)) == 2.0
     with pytest.raises(TypeError):
         first.elapsed_s(Event(3.0))
+
+
+def test_work_that_counts_too_little_is_refused():
+    """A step without work counts nothing; one that counts, counts all that a formula reads."""
+    clock = Clock()
+    device = Device(clock)
+    assert measure("infer", iter([Work({})]), device, clock=clock).samples[0].counts == {}
+    with pytest.raises(ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"):
+        measure("infer", iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock)

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Done, Shell, finish, kill_hard, wait_for
-from steelyard.record.record import Plan
-from steelyard.run.parent import _verdict
+from steelyard.plan.degrees import Plan
+from steelyard.run.parent import ILLEGAL_HINT, _verdict
+from steelyard.run.spec import RankFile, RankStatus
 
 FAULTY = (*SMOKE, "--engine", "faulty")
 
@@ -300,9 +301,9 @@ from steelyard import cli
 from steelyard.record import record
 from steelyard.run import parent as run
 found = record.read(Path(sys.argv[1]))
-def run_case(request, watch=None):
+def run_case(ready, watch=None):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    return found, record.write(found, request.out)
+    return found, record.write(found, ready.request.out)
 run.run_case = run_case
 sys.argv = ["steelyard", *sys.argv[2:]]
 cli.main()
@@ -334,7 +335,7 @@ def test_without_torch(tmp_path: Path, smoke: dict[str, Path]) -> None:
     done = shell(*SMOKE, "--out", shell.out)
     assert (done.code, done.out) == (2, "")
     assert done.lines == [
-        "error: torch is not installed, and runs need it; pip install 'steelyard[torch]', then run again",
+        "error: torch is not installed, and engine torch needs it; pip install 'steelyard[torch]', then run again",
     ]
     assert not shell.out.exists()
 
@@ -367,9 +368,9 @@ PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
-def rank(number: int, status: str, ended_s: float, error: str | None = None) -> dict[str, Any]:
+def rank(number: int, status: RankStatus, ended_s: float, error: str | None = None) -> RankFile:
     told = None if status == "done" else error or f"error {number}"
-    return {"rank": number, "status": status, "error": told, "ended_s": ended_s}
+    return RankFile(rank=number, device=f"cpu:{number}", status=status, error=told, ended_s=ended_s, budget={})
 
 
 @pytest.mark.parametrize(
@@ -387,10 +388,36 @@ def rank(number: int, status: str, ended_s: float, error: str | None = None) -> 
         ([rank(0, "raised", 1.0, GLOO), rank(1, "ended", 1.5)], 1, ("raised", f"rank 0: {GLOO}")),
     ],
 )
-def test_verdict(ranks: list[dict[str, Any]], exit_code: int, verdict: tuple[str | None, str]) -> None:
-    code, text = _verdict(ranks, PLAN, exit_code)
+def test_verdict(ranks: list[RankFile], exit_code: int, verdict: tuple[str | None, str]) -> None:
+    code, text = _verdict(ranks, PLAN, exit_code, "")
     assert code == verdict[0]
     assert text.startswith(verdict[1])
+
+
+TORCHRUN = "  exitcode  : -4 (pid: 17)\n  traceback : Signal 4 (SIGILL) received by PID 17\n"
+
+
+@pytest.mark.parametrize(
+    "ranks,exit_code,tail,code",
+    [
+        ([], -4, "", "illegal_instruction"),
+        ([rank(0, "done", 1.0)], 1, TORCHRUN, "illegal_instruction"),
+        ([rank(0, "done", 1.0)], 1, "Signal 40 of something", "killed"),
+        ([rank(0, "done", 1.0), rank(1, "raised", 2.0)], 1, TORCHRUN, "raised"),
+    ],
+)
+def test_verdict_on_an_illegal_instruction(ranks: list[RankFile], exit_code: int, tail: str, code: str) -> None:
+    found, text = _verdict(ranks, PLAN, exit_code, tail)
+    assert found == code
+    who = f"rank {len(ranks)}"
+    assert code != "illegal_instruction" or text == f"{who} was ended by SIGILL: {ILLEGAL_HINT}"
+
+
+@pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.full)])
+def test_a_worker_that_dies_of_an_illegal_instruction(faulty: Shell, devices: str) -> None:
+    record = run_faulty(faulty, "illegal@work", "--devices", devices, FAULTY_RANK="0")
+    assert reason(record) == ("failed", "illegal_instruction", f"rank 0 was ended by SIGILL: {ILLEGAL_HINT}")
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in ILLEGAL_HINT
 
 
 def test_no_process_of_ours_before_we_start(faulty: Shell) -> None:

@@ -140,7 +140,7 @@ def test_full_size_without_data(tmp_path):
 
 def test_weights_larger_than_the_device(data_dir, tmp_path):
     done = steelyard(tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--set", "question.model.layers=9000")
-    refused(done, tmp_path, "GiB a device and one has")
+    refused(done, tmp_path, "GiB a device by its shapes", "and one has")
 
 
 def test_all_requests_are_checked_before_the_first_is_run(tmp_path):

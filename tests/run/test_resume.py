@@ -14,7 +14,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from fixtures.commands import SMOKE, Done, Shell, finish, wait_for
-from steelyard.case.case import resolve
+from steelyard.case.resolve import resolve
 from steelyard.engines.transformers.score import config
 from steelyard.training import checkpoints
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from steelyard.accelerators import cpu
+from steelyard.accelerators.row import Reading, Source
+from steelyard.metrics import readings
+from steelyard.record.facts import Columns, Series
 from steelyard.run import telemetry
 from steelyard.run.measure import now
-from steelyard.run.telemetry import Reading, Sampler, Series, Source
+from steelyard.run.telemetry import Sampler
 
 NEVER_S = 3600.0
 
@@ -23,7 +26,12 @@ def ticking(step_s: float = 1.0) -> Callable[[], float]:
 
 
 def series(**columns: list[Any]) -> Series:
-    return {"device": "cuda:0", "period_s": 0.2, "baseline_processes": 0, "columns": columns}
+    return Series(device="cuda:0", period_s=0.2, baseline_processes=0, columns=Columns(**columns))
+
+
+def plain(one: Series) -> dict[str, Any]:
+    """As a record has it."""
+    return one.model_dump(mode="json")
 
 
 def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
@@ -31,7 +39,7 @@ def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
     seen = iter(rows)
     sampler = Sampler([Source("cuda:0", lambda _: next(seen))], 1, origin_s=90.0, clock=ticking(), period_s=NEVER_S)
     sampler.start()
-    got = sampler.stop()
+    got = [plain(one) for one in sampler.stop()]
     assert got == [
         {
             "device": "cuda:0",
@@ -57,7 +65,7 @@ def test_the_thread_samples_until_stop() -> None:
     sampler = Sampler([Source("cpu", read)], 1, origin_s=100.0, clock=ticking(), period_s=0.001)
     sampler.start()
     assert enough.wait(60)
-    columns = sampler.stop()[0]["columns"]
+    columns = plain(sampler.stop()[0])["columns"]
     rows = len(columns["t_s"])
     assert rows >= 6
     assert columns == {"t_s": [float(i) for i in range(rows)], "memory_bytes": list(range(1, rows + 1))}
@@ -70,7 +78,7 @@ def test_watch_changes_the_process() -> None:
     sampler = Sampler([Source("cpu", read)], 7, origin_s=0.0, period_s=NEVER_S)
     sampler.start()
     sampler.watch(8)
-    got = sampler.stop()[0]
+    got = plain(sampler.stop()[0])
     assert got["columns"]["memory_bytes"] == [7, 8]
     assert got["baseline_processes"] is None
 
@@ -105,7 +113,7 @@ def test_long_runs_are_thinned() -> None:
     sampler = Sampler([Source("a", read)], 1, origin_s=100.0, clock=ticking(), period_s=0.001, max_rows=4)
     sampler.start()
     assert enough.wait(60)
-    got = sampler.stop()[0]
+    got = plain(sampler.stop()[0])
     assert len(got["columns"]["t_s"]) <= 4
     assert got["columns"]["t_s"] == got["columns"]["power_w"]
     assert got["columns"]["t_s"][0] == 0.0
@@ -138,22 +146,22 @@ def test_the_limit_is_4096_rows_at_five_a_second() -> None:
 def test_memory_of_this_process() -> None:
     sampler = Sampler([cpu.source()], os.getpid(), now(), period_s=NEVER_S)
     sampler.start()
-    most = telemetry.peak_memory(sampler.stop()[0])
+    most = readings.peak_memory(sampler.stop()[0])
     assert most is not None
     assert most > 1 << 20
 
 
 def test_window_includes_its_borders() -> None:
     whole = series(t_s=[0.0, 1.0, 2.0, 3.0], power_w=[5.0, 6.0, None, 8.0])
-    assert telemetry.window(whole, 1.0, 2.0) == series(t_s=[1.0, 2.0], power_w=[6.0, None])
-    assert telemetry.window(whole, 1.1, 1.9) == series(t_s=[], power_w=[])
-    assert whole["columns"]["t_s"] == [0.0, 1.0, 2.0, 3.0]
+    assert readings.window(whole, 1.0, 2.0) == series(t_s=[1.0, 2.0], power_w=[6.0, None])
+    assert readings.window(whole, 1.1, 1.9) == series(t_s=[], power_w=[])
+    assert whole.columns.t_s == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_peak_memory() -> None:
-    assert telemetry.peak_memory(series(t_s=[0.0, 1.0, 2.0], memory_bytes=[3, 7, None])) == 7
-    assert telemetry.peak_memory(series(t_s=[0.0], memory_bytes=[None])) is None
-    assert telemetry.peak_memory(series(t_s=[0.0])) is None
+    assert readings.peak_memory(series(t_s=[0.0, 1.0, 2.0], memory_bytes=[3, 7, None])) == 7
+    assert readings.peak_memory(series(t_s=[0.0], memory_bytes=[None])) is None
+    assert readings.peak_memory(series(t_s=[0.0])) is None
 
 
 COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 160.0, 180.0])
@@ -173,31 +181,31 @@ COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 1
     ],
 )
 def test_energy(start_s: float, end_s: float, expected: float | None) -> None:
-    assert telemetry.energy_j(COUNTER, start_s, end_s) == expected
+    assert readings.energy_j(COUNTER, start_s, end_s) == expected
 
 
 def test_energy_without_a_counter() -> None:
-    assert telemetry.energy_j(series(t_s=[0.0, 1.0, 2.0]), 0.0, 2.0) is None
-    assert telemetry.energy_j(series(t_s=[0.0, 1.0, 2.0], energy_j=[None] * 3), 0.0, 2.0) is None
+    assert readings.energy_j(series(t_s=[0.0, 1.0, 2.0]), 0.0, 2.0) is None
+    assert readings.energy_j(series(t_s=[0.0, 1.0, 2.0], energy_j=[None] * 3), 0.0, 2.0) is None
 
 
 def test_energy_over_a_missed_reading() -> None:
-    assert telemetry.energy_j(series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0) == 40.0
+    assert readings.energy_j(series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0) == 40.0
 
 
 def test_slowdowns() -> None:
     seen = series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], reasons=[["x"], ["a"], ["a", "b"], [], ["a"], None])
-    assert telemetry.slowdowns(seen, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
-    assert telemetry.slowdowns(seen, 3.0, 3.0) == {}
-    assert telemetry.slowdowns(seen, 5.0, 6.0) == {}
-    assert telemetry.slowdowns(series(t_s=[0.0]), 0.0, 1.0) == {}
+    assert readings.slowdowns(seen, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
+    assert readings.slowdowns(seen, 3.0, 3.0) == {}
+    assert readings.slowdowns(seen, 5.0, 6.0) == {}
+    assert readings.slowdowns(series(t_s=[0.0]), 0.0, 1.0) == {}
 
 
 def test_foreign() -> None:
     seen = series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0], processes=[2, 1, 1, 2, None])
-    assert telemetry.foreign(seen, 0.5, 2.5) is False
-    assert telemetry.foreign(seen, 0.5, 3.0) is True
-    assert telemetry.foreign(seen, 0.5, 3.0, workers=2) is False
-    assert telemetry.foreign(seen, 3.5, 4.5) is None
-    assert telemetry.foreign(series(t_s=[0.0, 1.0], processes=[0, 0]), 0.0, 1.0) is None
-    assert telemetry.foreign(series(t_s=[0.0, 1.0]), 0.0, 1.0) is None
+    assert readings.foreign(seen, 0.5, 2.5) is False
+    assert readings.foreign(seen, 0.5, 3.0) is True
+    assert readings.foreign(seen, 0.5, 3.0, workers=2) is False
+    assert readings.foreign(seen, 3.5, 4.5) is None
+    assert readings.foreign(series(t_s=[0.0, 1.0], processes=[0, 0]), 0.0, 1.0) is None
+    assert readings.foreign(series(t_s=[0.0, 1.0]), 0.0, 1.0) is None

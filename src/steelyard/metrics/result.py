@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from steelyard.record.record import Record
 
 GIB = 1 << 30
-IN_SAMPLES = ("record",)  # tasks whose rates are samples a second in every division
 
 
 @dataclass(frozen=True)
-class Known:
+class Result:
     """A value with what belongs beside it; a value of None has its reason in `note`."""
 
     value: float | None
@@ -17,11 +16,11 @@ class Known:
     interval: tuple[float, float] | None = None
 
 
-def absent(name: str) -> Known:
-    return Known(None, f"the {name} pass was not run or did not finish")
+def absent(name: str) -> Result:
+    return Result(None, f"the {name} pass was not run or did not finish")
 
 
 def work_name(record: Record) -> str:
     """What is counted as work: tokens where all are computed, samples where sharing them is allowed, or where that is how
     the published rows count."""
-    return "tokens" if record.case.division == "closed" and record.case.question["task"] not in IN_SAMPLES else "samples"
+    return "tokens" if record.case.division == "closed" and not record.task.rates_in_samples else "samples"

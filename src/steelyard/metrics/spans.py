@@ -6,9 +6,7 @@ from math import fsum  # sum() adds floats differently from Python 3.12 on, and 
 from steelyard.metrics import stats
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Sample, Window
-
-# Passes that rates and quality are taken from, by kind of case, best first.
-HEADLINES = {"score": ("infer", "val"), "train": ("train",)}
+from steelyard.tasks.task import PASSES
 
 
 @dataclass(frozen=True)
@@ -24,20 +22,14 @@ class Span:
     note: str | None = None
 
 
-def kind(record: Record) -> str:
-    """What a case does. A kind that this version does not know is taken for scoring."""
-    found = str(record.case.question.get("kind", "score"))
-    return found if found in HEADLINES else "score"
-
-
 def headline(record: Record) -> str | None:
     """The pass that a record's rates and quality are taken from: train, or infer, else val."""
     ran = {window.pass_name for window in record.passes}
-    return next((name for name in HEADLINES[kind(record)] if name in ran), None)
+    return next((name for name in PASSES[record.task.kind].headline if name in ran), None)
 
 
 def devices(record: Record) -> int:
-    return record.plan.nodes * record.plan.devices
+    return record.plan.world
 
 
 def windows(record: Record, name: str) -> list[Window]:
@@ -63,7 +55,7 @@ def total(record: Record, name: str) -> dict[str, int]:
 
 
 def _counts(record: Record, chosen: list[Sample]) -> dict[str, int]:
-    """Ranks that hold one model together, in a team or as stages, count the same work: one of them counts."""
+    """Ranks that hold one model together, in a tensor-parallel group or as stages, count the same work: one of them counts."""
     out: dict[str, int] = {}
     for sample in chosen:
         at = degrees.place(record.plan, sample.rank)
@@ -93,7 +85,7 @@ def span(record: Record) -> Span | None:
     name = headline(record)
     if name is None:
         return None
-    return _steady(record, name) if kind(record) == "train" else _whole(record, name)
+    return _steady(record, name) if record.task.kind == "train" else _whole(record, name)
 
 
 def _whole(record: Record, name: str) -> Span:

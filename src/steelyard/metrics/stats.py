@@ -38,6 +38,8 @@ def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float
     variance = fsum((cost - mean) ** 2 for cost in costs) / (count - 1)
     half = t_95(count - 1) * (variance / count) ** 0.5
     center = total_time / total_work
+    if center == 0:  # times too short for a number
+        return None
     return 1 / (center + half), (1 / (center - half) if half < center else float("inf"))
 
 

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from math import fsum
-from typing import Any
 
 from steelyard.accelerators import nvml
-from steelyard.case.case import changed_question
+from steelyard.case.resolve import changed_question
+from steelyard.metrics import readings, stats, training
 from steelyard.metrics import spans as passes
-from steelyard.metrics import stats, training
-from steelyard.record.record import Check, Quality, Reason, Record, Value, Window
-from steelyard.run import telemetry
-from steelyard.tasks.table import TASKS, Tally
+from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
+from steelyard.tasks.task import Stopped, Tally
 
 ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
 LEAST_S = 0.01  # less than this is not worth hiding work in, and a rank without any work has nothing else
@@ -39,16 +37,16 @@ Rule = Callable[[Record, dict[str, Value]], list[Finding]]
 def quality(record: Record, values: dict[str, Value]) -> Quality:
     """The case's quality, and whether the gate may be applied to it."""
     gate = record.case.gate
-    metric = gate["metric"] if gate else _UNGATED[passes.kind(record)]
+    metric = gate.metric if gate else record.task.quality
     needs = [
         (gate is not None, "the case has no gate"),
         (not changed_question(record.case.origins), "the question was changed on the command line"),
         (record.scope.kind == "full", "the scope is a window"),
-        *_NEEDS[passes.kind(record)](record),
+        *_NEEDS[record.task.kind](record),
     ]
-    if gate and "below" in gate:
-        below = values.get(gate["below"])
-        needs.append((below is not None and below.value is not None, f"{gate['below']} is unknown"))
+    if gate is not None and gate.below is not None:
+        below = values.get(gate.below)
+        needs.append((below is not None and below.value is not None, f"{gate.below} is unknown"))
     unmet = [text for holds, text in needs if not holds]
     value = values[metric].value if metric in values else None
     evaluated = not unmet and value is not None
@@ -64,28 +62,26 @@ def _needs_of_training(record: Record) -> list[tuple[bool, str]]:
     """That a loss falls can be asked of any size. What the full size asks is about its own data, and its own start."""
     if record.case.size != "full":
         return []
-    fresh = record.case.question["task"] not in FROM_TRAINED
+    fresh = not record.task.starts_trained
     return [(fresh or _trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
 
 
 def _trained(record: Record) -> bool:
-    return record.weights.get("source") not in (None, "random")
+    return record.weights.trained
 
 
 def _published(record: Record) -> bool:
     """Unless they are known to be others."""
-    return record.data.get("published", False) is not False
+    return getattr(record.data, "published", False) is not False
 
 
 UNKNOWN = "the value is unknown"
-FROM_TRAINED = ("alpaca", "record")  # tasks of training that begin with a trained model
 _RANDOM, _OTHER_DATA = "the weights are random", "the data are not the published set"
-_UNGATED = {"score": "acc", "train": "loss_after"}
 _NEEDS: dict[str, Callable[[Record], list[tuple[bool, str]]]] = {"score": _needs_of_scoring, "train": _needs_of_training}
 
 
 def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
-    if passes.kind(record) != "train":
+    if record.task.kind != "train":
         return [*_finite_answers(record), *_finite_values(record)]
     return [*_finite_losses(record), *_finite_answers(record)]
 
@@ -108,37 +104,42 @@ def _finite_values(record: Record) -> list[Finding]:
     return out
 
 
+def _stopped(record: Record) -> Stopped | None:
+    answers = record.answers
+    return None if answers is None else record.task.stopped(answers)
+
+
 def _finite_losses(record: Record) -> list[Finding]:
     """A norm may overflow: scaled losses in fp16 look for the limit. A loss may not."""
-    found = record.outputs.get("passes", {})
-    losses = training.values(record, "loss")
-    stopped: dict[str, Any] = found.get("train", {}).get("stopped") or {}
-    why = stopped.get("why")
-    bad = losses.index(None) if None in losses else stopped["step"] if why == "nan" else None
+    losses, stopped = training.values(record, "loss"), _stopped(record)
+    why = stopped.why if stopped else None
+    bad = losses.index(None) if None in losses else stopped.step if stopped and why == "nan" else None
     text = "every loss is finite" if bad is None else f"step {bad}: the loss is not finite"
     out: list[Finding] = [(Check(name="finite_loss", ok=bad is None, detail=text), "nan", None)] if losses or stopped else []
-    if why == "bound":
-        bound = record.case.question["train"].get("bound")
-        text = f"step {stopped['step']}: the loss is {stopped['value']}, beyond the bound {bound}; the run was ended"
+    train = record.question.train
+    if stopped and why == "bound" and train is not None:
+        text = f"step {stopped.step}: the loss is {stopped.value}, beyond the bound {train.bound}; the run was ended"
         out.append((Check(name="loss_bound", ok=False, detail=text), "loss_bound", None))
+    answers = record.answers
     for name in ("before", "after"):
-        if "nll" in found.get(name, {}):
-            finite = found[name]["nll"] is not None
+        finite = None if answers is None else record.task.held_out_finite(answers, name)
+        if finite is not None:
             text = f"{name}: the loss of the held-out rows is {'' if finite else 'not '}finite"
             out.append((Check(name=f"finite_{name}", ok=finite, detail=text), "nan", None))
     return out
 
 
 def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
-    """Of every pass that answered: its name, what its items are called, and how many there are of which kind. In training,
-    one that was evaluated."""
-    task, found = TASKS[record.case.question["task"]], record.outputs.get("passes", {})
-    names = [name for name in found if passes.kind(record) == "score" or found[name].get("evaluations")]
-    return [(name, task.noun, Tally(*task.tally(record.outputs, name))) for name in names]
+    """Of every pass that has items to cover: its name, what its items are called, and how many there are of which kind."""
+    task, answers = record.task, record.answers
+    if answers is None:
+        return []
+    found = [(name, task.noun, task.tally(answers, name)) for name in record.outputs.get("passes", {})]
+    return [(name, noun, tally) for name, noun, tally in found if tally is not None]
 
 
 def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:
-    if passes.kind(record) != "train":
+    if record.task.kind != "train":
         return _covered_items(record, record.scope.steps is not None)
     return [*_covered_steps(record), *_covered_items(record, partly=False)]
 
@@ -164,10 +165,10 @@ def _covered_steps(record: Record) -> list[Finding]:
     ranks = {window.rank for window in passes.windows(record, "train")}
     if not ranks and record.failure is not None:
         return []
-    wanted = record.case.question["train"]["steps"] if record.scope.steps is None else record.scope.steps
-    stopped = record.outputs.get("passes", {}).get("train", {}).get("stopped") or {}
-    wanted = stopped["step"] if stopped.get("why") == "target" else wanted
-    wanted -= record.restarts[-1]["step"] if record.restarts else 0
+    train, stopped = record.question.train, _stopped(record)
+    wanted = record.scope.steps if record.scope.steps is not None else train.steps if train else 0
+    wanted = stopped.step if stopped and stopped.why == "target" else wanted
+    wanted -= record.restarts[-1].step if record.restarts else 0
     taken = passes.working(record, "train")
     counts = {rank: len(taken.get(rank, [])) for rank in sorted(ranks | {0})}
     worst = max(counts, key=lambda rank: abs(counts[rank] - wanted))
@@ -176,12 +177,12 @@ def _covered_steps(record: Record) -> list[Finding]:
 
 
 def _counted(record: Record, values: dict[str, Value]) -> list[Finding]:
-    return _counted_any(record) if passes.kind(record) == "train" else _counted_all(record)
+    return _counted_any(record) if record.task.kind == "train" else _counted_all(record)
 
 
 def _counted_all(record: Record) -> list[Finding]:
     """In division closed, the tokens that samples count are those of the data, no more and no fewer."""
-    wanted = record.data.get("tokens")
+    wanted = getattr(record.data, "tokens", None)
     if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
         return []
     out: list[Finding] = []
@@ -203,7 +204,7 @@ def _counted_any(record: Record) -> list[Finding]:
 
 def _judged(record: Record) -> list[Window]:
     """The passes in which time and device are judged: all of scoring, of training the training alone."""
-    return passes.windows(record, "train") if passes.kind(record) == "train" else record.passes
+    return passes.windows(record, "train") if record.task.kind == "train" else record.passes
 
 
 def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -247,47 +248,52 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
         spans = [(w.start_s, w.start_s + w.wall_s) for w in _judged(record)]
         seen: dict[str, float] = {}
         for start, end in spans:
-            for name, share in telemetry.slowdowns(series, start, end).items():
+            for name, share in readings.slowdowns(series, start, end).items():
                 seen[name] = max(seen.get(name, 0.0), share)
         for name, share in sorted(seen.items()):
-            text = f"device {series['device']}: {name} in {share:.0%} of the readings of a pass"
-            severity = series.get("severity", nvml.SEVERITY).get(name, "note")
+            text = f"device {series.device}: {name} in {share:.0%} of the readings of a pass"
+            severity = (nvml.SEVERITY if series.severity is None else series.severity).get(name, "note")
             if severity == "invalidates":
                 out.append((Check(name=f"clocks_{name}", ok=False, detail=text), "slowdown", None))
             elif severity == "note":
                 out.append((None, None, f"{text} (a note: large matmuls run at the power limit)"))
-        foreign = [telemetry.foreign(series, start, end) for start, end in spans]
+        foreign = [readings.foreign(series, start, end) for start, end in spans]
         if any(one is not None for one in foreign):
             who = "another process used it" if any(foreign) else "no other process"
-            text = f"device {series['device']}: {who} during the passes"
+            text = f"device {series.device}: {who} during the passes"
             out.append((Check(name="alone", ok=not any(foreign), detail=text), "shared", None))
     return out
 
 
 def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
     found, gate = quality(record, values), record.case.gate
-    if gate and "reach" in gate and found.note == UNKNOWN and record.failure is None:  # it ended, and nobody looked
-        return [(Check(name="gate", ok=False, detail=f"{found.metric} is unknown"), "quality", None)]
+    if gate is not None and gate.reach is not None and found.note == UNKNOWN and record.failure is None:
+        return [(Check(name="gate", ok=False, detail=f"{found.metric} is unknown"), "quality", None)]  # nobody looked
     if not found.evaluated or gate is None or found.value is None:
         return []
-    if "reach" in gate:
-        return _reaches(found.metric, found.value, gate["reach"])
-    if "below" in gate:
-        return _falls(found.metric, found.value, gate, values[gate["below"]].value)
-    off = abs(found.value - gate["target"])
-    text = f"{found.metric} is {found.value:.4f}; the gate is {gate['target']} within {gate['within']}"
-    out: list[Finding] = [(Check(name="gate", ok=off <= gate["within"], detail=text), "quality", None)]
-    val = values.get(f"{found.metric}_val")
-    if val is not None and val.value is not None:
-        apart = abs(found.value - val.value)
-        text = f"infer and val are {apart:.4f} apart; allowed: {gate['agree_within']}"
-        out.append((Check(name="gate_agree", ok=apart <= gate["agree_within"], detail=text), "quality", None))
+    if gate.reach is not None:
+        return _reaches(found.metric, found.value, gate.reach)
+    if gate.below is not None:
+        return _falls(found.metric, found.value, gate, values[gate.below].value)
+    return _near(found.metric, found.value, gate, values.get(f"{found.metric}_val"))
+
+
+def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> list[Finding]:
+    """A value near its target, and the reference pass near it."""
+    if gate.target is None or gate.within is None:
+        return []
+    text = f"{metric} is {value:.4f}; the gate is {gate.target} within {gate.within}"
+    out: list[Finding] = [(Check(name="gate", ok=abs(value - gate.target) <= gate.within, detail=text), "quality", None)]
+    if val is not None and val.value is not None and gate.agree_within is not None:
+        apart = abs(value - val.value)
+        text = f"infer and val are {apart:.4f} apart; allowed: {gate.agree_within}"
+        out.append((Check(name="gate_agree", ok=apart <= gate.agree_within, detail=text), "quality", None))
     return out
 
 
-def _falls(metric: str, value: float, gate: dict[str, Any], start: float | None) -> list[Finding]:
+def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
     """A loss below another, and below a bound where one is stated."""
-    limits = [(gate["below"], start), ("the target", gate.get("target"))]
+    limits = [(str(gate.below), start), ("the target", gate.target)]
     known = [(name, limit) for name, limit in limits if limit is not None]
     asked = " and ".join(f"below {name}, {limit:.4f}" for name, limit in known)
     text = f"{metric} is {value:.4f}; the gate is {asked}"
@@ -312,12 +318,12 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     if limits:
         out.append((None, None, f"other limits than the case's: {', '.join(limits)} changed on the command line"))
     for one in record.restarts:
-        of = f"record {one['record'][:8]}" if one["record"] else "a folder of checkpoints"
-        text = f"goes on from {of}, after step {one['step']} of {one['plan']}: times and rates are those of the steps since"
-        if one["passed_over"]:
-            text += f"; passed over, because it is damaged: {', '.join(one['passed_over'])}"
+        of = f"record {one.record[:8]}" if one.record else "a folder of checkpoints"
+        text = f"goes on from {of}, after step {one.step} of {one.plan}: times and rates are those of the steps since"
+        if one.passed_over:
+            text += f"; passed over, because it is damaged: {', '.join(one.passed_over)}"
         out.append((None, None, text))
-    if record.case.division == "open" and record.scope.sample is not None and passes.kind(record) == "score":
+    if record.case.division == "open" and record.scope.sample is not None and record.task.kind == "score":
         out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))
     return out
 

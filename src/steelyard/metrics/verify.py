@@ -1,20 +1,14 @@
 """Verification: a record says what its raw samples say, byte for byte and number for number."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import isclose
 from pathlib import Path
 
-from steelyard.case.case import key_of
+from steelyard.case import resolve
+from steelyard.case.key import key_of
 from steelyard.errors import RequestError
 from steelyard.metrics import table, validity
 from steelyard.record import record
-from steelyard.record.record import Check, Quality, Reason, Record, Value
-
-# What comes of formulas over a file whose free tables hold anything but what a run writes there.
-MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-Judged = tuple[dict[str, Value], list[Check], list[Reason], list[str], Quality]
+from steelyard.record.record import Reason, Record, Value
 
 
 def read(path: Path) -> Record:
@@ -31,10 +25,25 @@ def verify(path: Path) -> list[str]:
     return _wrong(path, record.read(path))
 
 
+def remarks(path: Path) -> list[str]:
+    """What is not wrong with a record, and worth knowing: its question is not that of the shipped case of its name."""
+    found = record.read(path)
+    case = found.case
+    if case.name not in resolve.names():
+        return [f"no case {case.name!r} comes with this version"]
+    try:
+        shipped = resolve.resolve(case.name, case.size, case.precision, case.division).case.key(found.fingerprint)
+    except RequestError as error:
+        return [f"the shipped case {case.name} has no such question: {error}"]
+    if shipped == case.key:
+        return []
+    return [f"the key is {case.key}; that of the shipped case {case.name} with these data is {shipped}"]
+
+
 def _wrong(path: Path, found: Record) -> list[str]:
-    with _fitting(path):
-        values, checks, reasons, notes, quality = _judge(found)
-        wrong = record.integrity(path, found) + _question(found) + _metrics(found, values)
+    values = table.derive(found)
+    checks, reasons, notes, quality = validity.judge(found, values)
+    wrong = record.integrity(path) + _question(found) + _metrics(found, values)
     again = {check.name: check.ok for check in checks}
     wrong += [f"check {one.name!r} does not follow from the samples" for one in found.checks if again.get(one.name) != one.ok]
     if not set(found.notes) <= set(notes):
@@ -42,20 +51,6 @@ def _wrong(path: Path, found: Record) -> list[str]:
     if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
         wrong.append(f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}")
     return wrong + _status(found, reasons)
-
-
-def _judge(found: Record) -> Judged:
-    """All that follows from the raw parts."""
-    values = table.derive(found)
-    return values, *validity.judge(found, values)
-
-
-@contextmanager
-def _fitting(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except MISFITS as error:
-        raise RequestError(f"{path}: not a record: its parts do not fit together: {type(error).__name__}: {error}") from error
 
 
 def _metrics(found: Record, values: dict[str, Value]) -> list[str]:
@@ -90,10 +85,10 @@ def _status(found: Record, reasons: list[Reason]) -> list[str]:
 
 def _question(found: Record) -> list[str]:
     """The key stands for the question, and so do the names beside it."""
-    case, asked = found.case, found.case.question
+    case = found.case
     wrong = []
-    if key_of(asked, found.data.get("fingerprint", "unknown")) != case.key:
+    if key_of(case.question, found.fingerprint) != case.key:
         wrong.append("the key is not that of the question")
-    if (asked["division"], asked["precision"]["name"]) != (case.division, case.precision):
+    if (found.question.division, found.question.precision.name) != (case.division, case.precision):
         wrong.append("the division or the precision is not that of the question")
     return wrong

@@ -4,113 +4,140 @@ The bytes of a record are canonical: keys in their order, fixed separators. One 
 value, which the hash shows, or a different spelling of the same, which `integrity` shows.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
+from steelyard import files, tasks
+from steelyard.case.case import Tune
+from steelyard.case.question import Question
 from steelyard.errors import LostError, RequestError
+from steelyard.plan.degrees import Plan
+from steelyard.record.facts import Environment, RankFacts, Restart, Series, Weights
+from steelyard.schema import Frozen, OpenTable, first_problem
+from steelyard.tasks.task import DataFacts, Task
 
 SCHEMA = 1
 MAX_RECORD_BYTES = 256 << 20
 MAX_DEPTH = 64  # of nested tables and lists; a record has about ten
 
 Status = Literal["valid", "invalid", "failed"]
-Number = int | float
+Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes near: a formula never overflows
+Number = Annotated[float, Field(ge=-1e300, le=1e300)]
+Count = Annotated[int, Field(ge=0, le=10**18)]
+COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-
-class Reason(Part):
+class Reason(Frozen):
     """Why a run is not valid. Codes are listed in docs/metrics.md."""
 
     code: str
     text: str
 
 
-class Sample(Part):
+class Sample(Frozen):
     """One measured unit of work on one rank. Seconds count from the start of the pass; `start_s`, `end_s` and `phases` on
     the device's own timeline, `host_*` on the host's, which runs ahead of the device."""
 
     pass_name: str = Field(alias="pass")
     rank: int
     step: int
-    start_s: float
-    end_s: float
-    host_start_s: float
-    host_end_s: float
-    phases: dict[str, float]
-    counts: dict[str, int]
-    values: dict[str, float | None] = {}
+    start_s: Seconds
+    end_s: Seconds
+    host_start_s: Seconds
+    host_end_s: Seconds
+    phases: dict[str, Seconds]
+    counts: dict[str, Count]
+    values: dict[str, Number | None] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _counted(self) -> Self:
+        missing = [name for name in COUNTED if self.counts and name not in self.counts]
+        if missing:
+            raise ValueError(f"the Work of step {self.step} does not count {', '.join(missing)}")
+        return self
 
 
-class Window(Part):
+class Window(Frozen):
     """One pass on one rank: from its first mark until the device was idle again. `start_s` counts from the start of the run."""
 
     pass_name: str = Field(alias="pass")
     rank: int
-    start_s: float
-    wall_s: float
-    allocated_bytes: int | None
-    reserved_bytes: int | None
+    start_s: Seconds
+    wall_s: Seconds
+    allocated_bytes: Count | None
+    reserved_bytes: Count | None
 
 
-class Case(Part):
+class GateFacts(OpenTable):
+    """The quality that the case asks for: `target` and `within`, `below` another metric, or `reach`."""
+
+    metric: str
+    target: float | None = None
+    within: float | None = None
+    agree_within: float | None = None
+    below: str | None = None
+    reach: float | None = None
+
+
+class Published(OpenTable):
+    """A published row of the case."""
+
+    source: str
+    config: str
+    published_as: str
+    ran_as: str
+    values: dict[str, float | str]
+    note: str | None = None
+
+
+class CaseFacts(Frozen):
+    """`question` is kept as it was hashed; `Record.question` is the same with its types."""
+
     name: str
     key: str
     size: str
     division: str
     precision: str
     question: dict[str, Any]
-    gate: dict[str, Any] | None
+    gate: GateFacts | None
     max_interval: float | None
-    reference: list[dict[str, Any]]
+    reference: list[Published]
     origins: dict[str, str]
 
 
-class Engine(Part):
+class EngineFacts(Frozen):
     name: str
     details: dict[str, Any]
 
 
-class Plan(Part):
-    nodes: int
-    devices: int
-    tp: int
-    pp: int
-    dp: int
-    launcher: str
-
-
-class Scope(Part):
+class Scope(Frozen):
     kind: Literal["full", "window"]
     sample: int | None = None
     steps: int | None = None
 
 
-class Check(Part):
+class Check(Frozen):
     name: str
     ok: bool
     detail: str
 
 
-class Quality(Part):
+class Quality(Frozen):
     metric: str
     value: float | None
-    gate: dict[str, Any] | None
+    gate: GateFacts | None
     evaluated: bool
     note: str | None
 
 
-class Value(Part):
+class Value(Frozen):
     """A derived number. Null has its reason in `note`."""
 
     value: float | None
@@ -119,14 +146,18 @@ class Value(Part):
     note: str | None = None
 
 
-class Failure(Part):
+class Failure(Frozen):
     rank: int | None
     exit_code: int | None
     error: str | None
     stderr_tail: str
 
 
-class Record(Part):
+class Nothing(Frozen):
+    """Facts on data that a run did not come to read."""
+
+
+class Record(Frozen):
     schema_version: int = Field(SCHEMA, alias="schema")
     kind: Literal["run"] = "run"
     id: str
@@ -134,28 +165,47 @@ class Record(Part):
     status: Status
     reasons: list[Reason]
     notes: list[str]
-    case: Case
+    case: CaseFacts
     scope: Scope
-    tune: dict[str, Any]
+    tune: Tune
     plan: Plan
-    engine: Engine
-    environment: dict[str, Any]
+    engine: EngineFacts
+    environment: Environment
     site: dict[str, str]
-    weights: dict[str, Any]
-    data: dict[str, Any]
+    weights: Weights
+    data: SerializeAsAny[DataFacts | Nothing]
     passes: list[Window]
-    budget: dict[str, float]
-    ranks: list[dict[str, Any]]
+    budget: dict[str, Seconds]
+    ranks: list[RankFacts]
     samples: list[Sample]
-    telemetry: list[dict[str, Any]]
-    outputs: dict[str, Any]
+    telemetry: list[Series]
+    outputs: dict[str, Any] = Field(description="what the task keeps of the answers; its own schema says what")
     checks: list[Check]
     quality: Quality
     metrics: dict[str, Value]
-    restarts: list[dict[str, Any]] = []
+    restarts: list[Restart] = Field(default_factory=list)
     failure: Failure | None = None
     checkpoints: str | None = Field(None, description="folder, from where the record lies; left out where there is none")
-    hashes: dict[str, str] = {}
+    hashes: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def question(self) -> Question:
+        """The question with its types."""
+        return Question.model_validate(self.case.question)
+
+    @property
+    def task(self) -> Task:
+        return tasks.row(str(self.case.question.get("task")))
+
+    @property
+    def answers(self) -> Frozen | None:
+        """The outputs with the types of their task; None where the run did not come to any."""
+        return self.task.outputs.model_validate(self.outputs) if self.outputs else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data that were read."""
+        return self.data.fingerprint if isinstance(self.data, DataFacts) else "unknown"
 
 
 def canonical_bytes(table: dict[str, Any]) -> bytes:
@@ -178,8 +228,9 @@ def seal(record: Record) -> Record:
 
 
 def to_table(record: Record) -> dict[str, Any]:
+    """A record as JSON."""
     table = record.model_dump(mode="json", by_alias=True)
-    if record.checkpoints is None:  # records are older than this field, and their bytes stay as they are
+    if record.checkpoints is None:
         del table["checkpoints"]
     return table
 
@@ -212,36 +263,31 @@ def writable(folder: Path) -> None:
 
 
 def write(record: Record, folder: Path) -> Path:
-    """The whole file or none: written beside its place, synced, then linked to a name that must not exist yet."""
+    """The whole file or none, under a name that must not exist yet."""
     path = folder / file_name(record)
     try:
-        _write(path, record)
+        files.write(path, canonical_bytes(to_table(record)), new=True)
     except OSError as error:
         raise LostError(f"the record cannot be written to {str(folder)!r}: {error.strerror}; the run is lost") from error
     return path
 
 
-def _write(path: Path, record: Record) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as out:
-            out.write(canonical_bytes(to_table(record)))
-            out.flush()
-            os.fsync(out.fileno())
-        os.link(temporary, path)
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-
-
 def read(path: Path) -> Record:
-    """A record from a file, or one line on why not."""
-    raw = _bytes(path)
+    """A record from a file, or one line on why not: all that a formula reads has its type."""
+    table = _table(path, _bytes(path))
+    try:
+        record = Record.model_validate(table)
+    except ValidationError as error:
+        raise RequestError(f"{path}: not a record: {first_problem(error)}") from error
+    for what in ("question", "answers"):
+        try:
+            getattr(record, what)
+        except ValidationError as error:
+            raise RequestError(f"{path}: not a record: its {what}: {first_problem(error)}") from error
+    return record
+
+
+def _table(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         table = json.loads(raw)
         canonical_bytes(table)  # what has no such bytes was never written by us: NaN, infinities, half characters
@@ -252,12 +298,8 @@ def read(path: Path) -> Record:
     version = table.get("schema") if isinstance(table, dict) else None
     if type(version) is not int or version != SCHEMA:
         raise RequestError(f"{path}: schema is {version!r}; this version reads {SCHEMA}")
-    try:
-        return Record.model_validate(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RequestError(f"{path}: not a record: {where}: {first['msg']}") from error
+    found: dict[str, Any] = table
+    return found
 
 
 def _depth(table: Any) -> int:
@@ -281,14 +323,17 @@ def _bytes(path: Path) -> bytes:
         raise RequestError(f"{path}: cannot be read: {error.strerror}; give the path of a record") from error
 
 
-def integrity(path: Path, record: Record) -> list[str]:
+def integrity(path: Path) -> list[str]:
     """What is wrong with the bytes of a record: nothing, where it is as it was written."""
-    table = to_table(record)
-    wrong = []
-    if canonical_bytes(table) != _bytes(path):
+    raw = _bytes(path)
+    table = _table(path, raw)
+    wrong: list[str] = []
+    order = [info.alias or name for name, info in Record.model_fields.items()]
+    if canonical_bytes(table) != raw or list(table) != [name for name in order if name in table]:
         wrong.append("the bytes are not those that were written")
+    told = table.get("hashes", {})
     for name, digest in _hashes(table).items():
-        if record.hashes.get(name) != digest:
+        if told.get(name) != digest:
             wrong.append(f"the hash of {name} does not match")
     return wrong
 

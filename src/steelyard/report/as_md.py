@@ -13,9 +13,9 @@ from steelyard.report.document import (
     Lines,
     Page,
     Paragraph,
-    Row,
     Stack,
     Table,
+    TableRow,
 )
 from steelyard.report.plain import clean, lines
 
@@ -89,7 +89,7 @@ def _head(column: Column) -> str:
     return f"{title}<br>{escape(column.sub)}" if column.sub else title
 
 
-def _cell(cell: Cell, row: Row) -> str:
+def _cell(cell: Cell, row: TableRow) -> str:
     said = escape(cell.text)
     if cell.tone in ("strong", "bad") and said:
         said = _strong(said)

@@ -1,15 +1,25 @@
 """Records to pages: the whole page in the seeds' order, and the short table after a run."""
 
-from steelyard.case.case import changed_question
+from steelyard.case.resolve import changed_question
 from steelyard.metrics.spans import devices
+from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report.columns import layout
 from steelyard.report.details import details
-from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Row, Table
-from steelyard.report.names import meaning
+from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Table, TableRow
 from steelyard.report.results import conventions, metric_list, values
-from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, kind, scope, shown, unit, with_unit
-from steelyard.report.setting import Environment, Place, data, environment, environments, model, parallel, places, setup
+from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, scope, shown, unit, with_unit
+from steelyard.report.setting import (
+    EnvironmentFacts,
+    NamedEnvironment,
+    data,
+    environment,
+    environments,
+    model,
+    parallel,
+    places,
+    setup,
+)
 from steelyard.report.words import Words
 
 
@@ -29,9 +39,11 @@ def page(records: list[Record], lang: Lang) -> Page:
     return Page(title, lang, tuple(blocks), say("footer", ids))
 
 
-def _case(case: CaseName, runs: list[Run], known: dict[Environment, Place], level: int, say: Words) -> list[Block]:
+def _case(
+    case: CaseName, runs: list[Run], known: dict[EnvironmentFacts, NamedEnvironment], level: int, say: Words
+) -> list[Block]:
     names = {run.number: known[environment(run.record, say)].name for run in runs}
-    shown_kind = "train" if kind(runs[0].record) == "train" else "score"
+    shown_kind = runs[0].record.task.kind
     mfu = conventions(runs, say)
     out: list[Block] = [
         *(_figures(run, say) for run in runs),
@@ -58,13 +70,13 @@ def _case(case: CaseName, runs: list[Run], known: dict[Environment, Place], leve
 
 def _figures(run: Run, say: Words) -> Figures:
     record = run.record
-    plan = layout(kind(record))
+    plan = layout(record.task.kind)
     items = []
     for name in (plan.core, plan.whole, "mfu", record.quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
         known = value is not None and value.value is not None
         beside = say("not_evaluated") if known and _unevaluated(record, name) else unit(name, value) if known else ""
-        items.append(Figure(meaning(name).index, shown(name, value), beside))
+        items.append(Figure(metric_row(name).index, shown(name, value), beside))
     codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
     status = f"{say(record.status)}: {codes}" if codes else say(record.status)
     return Figures(f"{run.title} · {scope(record, say)}", status, STATUS_TONE[record.status], tuple(items))
@@ -78,15 +90,15 @@ def _unevaluated(record: Record, name: str) -> bool:
 def table(records: list[Record], lang: Lang = "en") -> Page:
     """One row a record: what the command line prints after a run."""
     say = Words(lang)
-    plans = [layout(kind(record)) for record in records]
+    plans = [layout(record.task.kind) for record in records]
     named = ([p.whole for p in plans], [p.core for p in plans], ["MFU"], [record.quality.metric for record in records])
     columns = [Column(say(name)) for name in ("case", "size", "engine", "division", "precision", "status")]
     columns += [Column("/".join(dict.fromkeys(names)), align="right") for names in (*named, ["mem"], ["e2e_time"])]
     return Page("", lang, (Table(tuple(columns), tuple(_summary(record, say) for record in records)),))
 
 
-def _summary(record: Record, say: Words) -> Row:
-    case, plan = record.case, layout(kind(record))
+def _summary(record: Record, say: Words) -> TableRow:
+    case, plan = record.case, layout(record.task.kind)
     status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
     status += [say("changed")] if changed_question(case.origins) else []
     many = f" {parallel(record)}" if devices(record) > 1 else ""
@@ -95,4 +107,4 @@ def _summary(record: Record, say: Words) -> Row:
     for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):
         said = with_unit(name, record.metrics.get(name))
         cells.append(Cell(f"{said} ({say('not_evaluated')})" if _unevaluated(record, name) else said))
-    return Row(tuple(cells))
+    return TableRow(tuple(cells))

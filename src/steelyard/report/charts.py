@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from steelyard.metrics import spans, training
+from steelyard.metrics import training
+from steelyard.record.facts import Series as Readings
 from steelyard.record.record import Record, Sample
 from steelyard.report.columns import layout
-from steelyard.report.document import Block, Lines, Point, Series, Share, Stack
+from steelyard.report.document import Block, Curve, Lines, Point, Share, Stack
 from steelyard.report.numbers import formed, real
-from steelyard.report.runs import kind, table_of
 from steelyard.report.words import Words
 
 MAX_POINTS = 400  # more than a page has pixels for
@@ -35,16 +35,16 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
 
 def _losses(record: Record, say: Words) -> list[Block]:
     """The loss of every step of training; it is the same on every rank."""
-    if spans.kind(record) != "train":
+    if record.task.kind != "train":
         return []
     points = _points(enumerate(training.values(record, "loss")))
     if not any(y is not None for _, y in points):
         return []
-    return [Lines(say("chart.loss"), say("chart.loss_x"), "nats", (Series("loss", _thinned(points)),))]
+    return [Lines(say("chart.loss"), say("chart.loss_x"), "nats", (Curve("loss", _thinned(points)),))]
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
-    plan = layout(kind(record))
+    plan = layout(record.task.kind)
     ran = {sample.pass_name for sample in record.samples}
     name = next((name for name in plan.charted if name in ran), None)
     samples = [sample for sample in record.samples if sample.pass_name == name]
@@ -55,7 +55,7 @@ def _rate(record: Record, say: Words) -> list[Block]:
     working = [sample for sample in samples if sample.counts.get(work)]
     ranks = sorted({sample.rank for sample in working})[:MAX_SERIES]
     series = tuple(
-        Series(f"rank {rank}" if len(ranks) > 1 else work, _rates([s for s in working if s.rank == rank], work))
+        Curve(f"rank {rank}" if len(ranks) > 1 else work, _rates([s for s in working if s.rank == rank], work))
         for rank in ranks
     )
     if not any(y is not None for line in series for _, y in line.points):
@@ -100,15 +100,11 @@ def _telemetry(record: Record, say: Words) -> list[Block]:
     return out
 
 
-def _device_series(telemetry: list[dict[str, Any]], column: str) -> Iterable[Series]:
+def _device_series(telemetry: list[Readings], column: str) -> Iterable[Curve]:
     for index, device in enumerate(telemetry):
-        columns = table_of(device.get("columns"))
-        times, readings = columns.get("t_s"), columns.get(column)
-        if not isinstance(times, list) or not isinstance(readings, list):
-            continue
-        points = _points(zip(times, readings, strict=False))
+        points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
         if any(y is not None for _, y in points):
-            yield Series(f"device {index}", _thinned(points))
+            yield Curve(f"device {index}", _thinned(points))
 
 
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:

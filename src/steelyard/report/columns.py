@@ -65,7 +65,7 @@ _TRAIN = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """`whole` and `core` are the headline rates; `charted` are the passes one of whose samples are drawn, best first."""
 
     fields: tuple[Field, ...]
@@ -75,11 +75,11 @@ class Layout:
 
 
 _LAYOUTS = {
-    "score": Layout(_SCORE, "p_infer_whole", "p_infer_core", ("infer", "val")),
-    "train": Layout(_TRAIN, "p_whole", "p_core", ("train",)),
+    "score": TableLayout(_SCORE, "p_infer_whole", "p_infer_core", ("infer", "val")),
+    "train": TableLayout(_TRAIN, "p_whole", "p_core", ("train",)),
 }
 
 
-def layout(kind: str) -> Layout:
+def layout(kind: str) -> TableLayout:
     """A kind that this version does not know is shown like scoring."""
     return _LAYOUTS.get(kind, _LAYOUTS["score"])

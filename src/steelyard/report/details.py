@@ -1,20 +1,20 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
 from math import fsum
+from typing import Any
 
+from steelyard.metrics import rates
 from steelyard.metrics import spans as passes
-from steelyard.metrics import table
 from steelyard.metrics.result import GIB
+from steelyard.metrics.table import in_order
+from steelyard.metrics.table import row as metric_row
 from steelyard.plan import degrees as plan
-from steelyard.record.record import Record
+from steelyard.record.record import Quality, Record
 from steelyard.report import charts
-from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Row, Table, Tone
-from steelyard.report.names import in_order, meaning
-from steelyard.report.numbers import UNKNOWN, counted, formed, real, spelled
+from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
+from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
-from steelyard.report.words import Words
-from steelyard.tasks.superglue_record import score
-from steelyard.tasks.table import TASKS
+from steelyard.report.words import LANGS, Words
 
 
 def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
@@ -27,24 +27,22 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("budget", _budget(record, say)),
         ("ranks", _ranks(record, say)),
         ("checks", _checks(record, say)),
-        ("subjects", _subjects(record, say)),
-        ("evaluations", _evaluations(record, say)),
     )
     for key, blocks in sections:
         if blocks:
             out += [Heading(level + 1, say(key)), *blocks]
-    return out + charts.all_of(record, say)
+    return [*out, *_breakdowns(record, level + 1, say), *charts.all_of(record, say)]
 
 
 def _facts(record: Record, environment: str, say: Words) -> Facts:
     quality = record.quality
-    value = formed(meaning(quality.metric).form, quality.value)
+    value = formed(metric_row(quality.metric).form, quality.value)
     judged = say("quality.yes" if quality.evaluated else "quality.no", quality.metric, value)
     items = [
         Fact(say("run.status"), say(record.status), STATUS_TONE[record.status]),
         Fact(say("run.scope"), scope(record, say)),
         Fact(say("run.quality"), f"{judged}: {quality.note}" if quality.note else judged),
-        Fact(say("run.gate"), spelled(quality.gate)),
+        Fact(say("run.gate"), spelled(_gate(quality))),
         Fact(say("run.environment"), environment),
         Fact(say("run.id"), record.id),
         Fact(say("run.created"), record.created),
@@ -56,10 +54,14 @@ def _facts(record: Record, environment: str, say: Words) -> Facts:
     return Facts((*items, *(Fact(say("run.note"), note) for note in record.notes)))
 
 
+def _gate(quality: Quality) -> dict[str, Any]:
+    return {} if quality.gate is None else quality.gate.model_dump(mode="json")
+
+
 def _reasons(record: Record, say: Words) -> list[Block]:
     if not record.reasons:
         return []
-    rows = tuple(Row((Cell(reason.code, tone="bad"), Cell(reason.text))) for reason in record.reasons)
+    rows = tuple(TableRow((Cell(reason.code, tone="bad"), Cell(reason.text))) for reason in record.reasons)
     return [Table((Column(say("reasons.code")), Column(say("reasons.text"))), rows)]
 
 
@@ -79,10 +81,10 @@ def _metrics(record: Record, say: Words) -> Block:
         return Paragraph(say("all.absent"), "muted")
     rows = []
     for name in in_order(set(record.metrics)):
-        value, row = record.metrics[name], meaning(name, record.metrics[name].unit)
+        value, row = record.metrics[name], metric_row(name, record.metrics[name].unit, record.task)
         interval = UNKNOWN if value.interval is None else " – ".join(formed(row.form, end) for end in value.interval)
-        texts = (row.title[say.lang], name, shown(name, value), unit(name, value), interval, value.note or "")
-        rows.append(Row(tuple(Cell(text, tone="strong" if place == 2 else "plain") for place, text in enumerate(texts))))
+        texts = (row.words(say.lang)[0], name, shown(name, value), unit(name, value), interval, value.note or "")
+        rows.append(TableRow(tuple(Cell(text, tone="strong" if place == 2 else "plain") for place, text in enumerate(texts))))
     heads = (
         Column(say("metrics.name")),
         Column(say("metrics.index")),
@@ -113,9 +115,9 @@ def _budget(record: Record, say: Words) -> list[Block]:
     return [charts.budget(parts, total, say), Table(heads, tuple(rows))]
 
 
-def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> Row:
+def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> TableRow:
     texts = (name, formed("seconds", time_s), formed("percent", share))
-    return Row(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
+    return TableRow(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
 
 
 def _ranks(record: Record, say: Words) -> list[Block]:
@@ -127,14 +129,14 @@ def _ranks(record: Record, say: Words) -> list[Block]:
     steps = _step_times(record)
     rows = []
     for span in sorted(spans, key=lambda span: span.rank):
-        told = next((one for one in record.ranks if one.get("rank") == span.rank), {})
+        told = next((one for one in record.ranks if one.rank == span.rank), None)
         at = plan.place(record.plan, span.rank)
-        sizes = (table.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
-        cells = (counted(span.rank), spelled(told.get("device")), _standing(record, at))
-        rate = real(told.get("matmul_flops_per_s"))
+        sizes = (rates.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
+        cells = (counted(span.rank), spelled(told.device if told else None), _standing(record, at))
+        rate = told.matmul_flops_per_s if told else None
         times = (span.wall_s, *steps.get(span.rank, (None, None))) if steps else (span.wall_s,)
         numbers = (*(formed("gib", size) for size in sizes), *(formed("seconds", time_s) for time_s in times))
-        rows.append(Row(tuple(map(Cell, (*cells, *numbers, formed("number", rate / 1e12 if rate else None))))))
+        rows.append(TableRow(tuple(map(Cell, (*cells, *numbers, formed("number", rate / 1e12 if rate else None))))))
     timed = ("wall", "step", "slowest") if steps else ("wall",)
     units = {"mem": "GiB", "allocated": "GiB", "reserved": "GiB", **dict.fromkeys(timed, "s"), "matmul": "TFLOP/s"}
     names = ("rank", "device", "place", *units)
@@ -144,7 +146,7 @@ def _ranks(record: Record, say: Words) -> list[Block]:
 
 def _step_times(record: Record) -> dict[int, tuple[float, float]]:
     """Mean and slowest step of every rank in the steady window of training; batches of scoring differ by design."""
-    found = passes.span(record) if passes.kind(record) == "train" else None
+    found = passes.span(record) if record.task.kind == "train" else None
     times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
     return {rank: (fsum(each) / len(each), max(each)) for rank, each in times.items()}
 
@@ -159,28 +161,24 @@ def _gib(size: int | None) -> float | None:
     return None if size is None else size / GIB
 
 
-def _subjects(record: Record, say: Words) -> list[Block]:
-    """Accuracy by subject, in every pass that has answers, for cases that ask in subjects."""
-    passes = [name for name in ("val", "infer") if name in record.outputs.get("passes", {})]
-    found = {name: TASKS[record.case.question["task"]].breakdown(record.outputs, name) for name in passes}
-    if not any(found.values()):
-        return []
-    heads = (Column(say("subjects.name")), *(Column(name, align="right") for name in passes))
-    names = [name for name in record.outputs["subjects"] if any(name in one for one in found.values())]
-    rows = tuple(Row((Cell(name), *(Cell(formed("percent", found[one].get(name))) for one in passes))) for name in names)
-    return [Table(heads, rows)]
+def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
+    """The task's own tables of its outputs."""
+    answers, place = record.answers, LANGS.index(say.lang)
+    out: list[Block] = []
+    for one in record.task.breakdowns(answers) if answers is not None else []:
+        names = [words[place] for words in one.columns]
+        numeric = [all(not isinstance(row[i], str) for row in one.rows) for i in range(len(names))]
+        heads = tuple(Column(name, align="right" if right else "left") for name, right in zip(names, numeric, strict=True))
+        rows = tuple(TableRow(tuple(Cell(_spelled(value)) for value in row)) for row in one.rows)
+        out += [Heading(level, one.title[place]), Table(heads, rows)]
+    return out
 
 
-def _evaluations(record: Record, say: Words) -> list[Block]:
-    """Accuracy on the way to a target, before the first step and after every so many samples."""
-    if record.case.question.get("task") != "record":
-        return []
-    found = [one for name in ("before", "train", "after") for one in score.history(record.outputs, name)]
-    rows = [
-        Row((Cell(counted(one["step"])), Cell(counted(one["samples"])), Cell(formed("percent", one["acc"])))) for one in found
-    ]
-    heads = tuple(Column(say(f"evaluations.{key}"), align="right") for key in ("step", "samples", "acc"))
-    return [Table(heads, tuple(rows))] if rows else []
+def _spelled(value: str | int | float | None) -> str:
+    """Text as it is, a count, or a share."""
+    if isinstance(value, str):
+        return value
+    return counted(value) if isinstance(value, int) else formed("percent", value)
 
 
 def _checks(record: Record, say: Words) -> list[Block]:
@@ -189,5 +187,5 @@ def _checks(record: Record, say: Words) -> list[Block]:
     rows = []
     for check in record.checks:
         verdict = Cell(say("ok"), tone="good") if check.ok else Cell(say("not_ok"), tone="bad")
-        rows.append(Row((Cell(check.name), verdict, Cell(check.detail))))
+        rows.append(TableRow((Cell(check.name), verdict, Cell(check.detail))))
     return [Table(tuple(Column(say(f"checks.{key}")) for key in ("name", "ok", "detail")), tuple(rows))]

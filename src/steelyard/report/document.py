@@ -64,7 +64,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     cells: tuple[Cell, ...]
     kind: RowKind = "measured"
 
@@ -72,7 +72,7 @@ class Row:
 @dataclass(frozen=True)
 class Table:
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     footnotes: tuple[str, ...] = ()
 
 
@@ -94,7 +94,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Series:
+class Curve:
     """Points of one line; a y of None is a gap."""
 
     name: str
@@ -108,7 +108,7 @@ class Lines:
     title: str
     x_label: str
     y_label: str
-    series: tuple[Series, ...]
+    series: tuple[Curve, ...]
     level: float | None = None
     level_label: str = ""
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from steelyard.report.document import Lines, Series
+from steelyard.report.document import Curve, Lines
 
 WIDTH, HEIGHT = 960, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
@@ -84,7 +84,7 @@ def _label(value: float, step: float) -> str:
     return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
 
 
-def _path(series: Series, x: _Axis, y: _Axis) -> str:
+def _path(series: Curve, x: _Axis, y: _Axis) -> str:
     """Move after a gap, draw otherwise."""
     out, pen_down = [], False
     for at, value in series.points:

@@ -1,21 +1,23 @@
 """Section 4 of a case: metric list, one row a run, published rows, MFU by convention."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.case.case import changed_question
+from steelyard.case.resolve import changed_question
 from steelyard.metrics.spans import devices
-from steelyard.record.record import Record
+from steelyard.metrics.table import in_order
+from steelyard.metrics.table import row as metric_row
+from steelyard.record.record import Published, Record
 from steelyard.report.columns import Field, layout
-from steelyard.report.document import Cell, Column, Row, Table, Tone
-from steelyard.report.names import in_order, meaning
+from steelyard.report.document import Cell, Column, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, formed, real, spelled
-from steelyard.report.runs import Run, kind, scope, shown, table_of, unit
+from steelyard.report.runs import Run, scope, shown, unit
 from steelyard.report.setting import changed, parallel
+from steelyard.report.settings import SETTINGS
 from steelyard.report.stages import stages
 from steelyard.report.words import Words
+from steelyard.tasks.task import Task
 
 _SETTINGS: dict[str, Callable[[Record], str]] = {
     "precision": lambda record: record.case.precision,
@@ -28,27 +30,27 @@ _CONVENTIONS = ("mfu", "mfu_core", "mfu_achievable", "mfu_palm", "mfu_nominal")
 
 
 @dataclass(frozen=True)
-class Published:
-    """A reference row of the case, with its footnote's number."""
+class PublishedRow:
+    """A published row of the case, with its footnote's number."""
 
     number: int
-    table: dict[str, Any]
+    row: Published
 
     @property
-    def values(self) -> dict[str, Any]:
-        return table_of(self.table.get("values"))
+    def values(self) -> dict[str, float | str]:
+        return self.row.values
 
 
-def published(runs: list[Run]) -> list[Published]:
+def published(runs: list[Run]) -> list[PublishedRow]:
     """The reference rows of all runs of a case, each once."""
     same = [
         run.record.case for run in runs if not changed_question(run.record.case.origins)
     ]  # rows answer the case's own question
-    rows = {json.dumps(row, sort_keys=True, default=str): row for case in same for row in case.reference}
-    return [Published(number, row) for number, row in enumerate(rows.values(), 1)]
+    rows = {row.model_dump_json(): row for case in same for row in case.reference}
+    return [PublishedRow(number, row) for number, row in enumerate(rows.values(), 1)]
 
 
-def fields(runs: list[Run], references: list[Published]) -> list[Field]:
+def fields(runs: list[Run], references: list[PublishedRow]) -> list[Field]:
     """The columns of this case; optional ones only where a row has something in them."""
     known = {name for run in runs for name, value in run.record.metrics.items() if value.value is not None}
     present = known | {name for row in references for name in row.values}
@@ -56,7 +58,7 @@ def fields(runs: list[Run], references: list[Published]) -> list[Field]:
         present.add("division")
     if any(devices(run.record) > 1 for run in runs):
         present |= {"parallel", "mem_stages"}
-    return [f for f in layout(kind(runs[0].record)).fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]
+    return [f for f in layout(runs[0].record.task.kind).fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]
 
 
 def metric_list(runs: list[Run], say: Words) -> Table:
@@ -66,12 +68,21 @@ def metric_list(runs: list[Run], say: Words) -> Table:
     strong = {field.name for field in chosen if field.strong}
     rows = []
     for name in [*first, *rest]:
-        row = meaning(name)
+        title, text, index = _words(name, runs[0].record.task, say)
         tone: Tone = "strong" if name in strong else "plain"
-        index = f"*{row.index}" if name in strong else row.index
-        rows.append(Row((Cell(row.title[say.lang], tone=tone), Cell(index, tone=tone), Cell(row.text[say.lang] or UNKNOWN))))
+        index = f"*{index}" if name in strong else index
+        rows.append(TableRow((Cell(title, tone=tone), Cell(index, tone=tone), Cell(text or UNKNOWN))))
     heads = ("metrics.name", "metrics.index", "metrics.meaning")
     return Table(tuple(Column(say(head)) for head in heads), tuple(rows))
+
+
+def _words(name: str, task: Task, say: Words) -> tuple[str, str, str]:
+    """Title, meaning and index of a column, be it a setting or a metric."""
+    setting = next((one for one in SETTINGS if one.name == name), None)
+    if setting is not None:
+        return *setting.words(say.lang), name
+    metric = metric_row(name, task=task)
+    return *metric.words(say.lang), metric.index
 
 
 def values(runs: list[Run], environments: dict[int, str], say: Words) -> Table:
@@ -79,8 +90,8 @@ def values(runs: list[Run], environments: dict[int, str], say: Words) -> Table:
     references = published(runs)
     chosen = fields(runs, references)
     units = {field.name: _common_unit(field, runs) for field in chosen}
-    rows = [Row(tuple(_cell(field, run, units[field.name], environments, say) for field in chosen)) for run in runs]
-    rows += [Row(tuple(_published_cell(f, row, units[f.name], say) for f in chosen), "published") for row in references]
+    rows = [TableRow(tuple(_cell(field, run, units[field.name], environments, say) for field in chosen)) for run in runs]
+    rows += [TableRow(tuple(_published_cell(f, row, units[f.name], say) for f in chosen), "published") for row in references]
     notes = [say("stars"), *(_footnote(row, say) for row in references)]
     size = runs[0].record.case.size
     if references and size != "full":
@@ -89,7 +100,7 @@ def values(runs: list[Run], environments: dict[int, str], say: Words) -> Table:
 
 
 def _column(field: Field, common: str | None, say: Words) -> Column:
-    title = say(field.title) if field.title else meaning(field.name).index
+    title = say(field.title) if field.title else metric_row(field.name).index
     star = "*" if field.strong else ""
     return Column(star + title, common or "", "right" if field.metrics else "left", field.strong)
 
@@ -99,7 +110,7 @@ def _common_unit(field: Field, runs: list[Run]) -> str | None:
     name = field.metrics[0] if field.metrics else ""
     units = {unit(name, run.record.metrics[name]) for run in runs if name in run.record.metrics}
     if not units:
-        return meaning(name).unit
+        return metric_row(name).base_unit or None
     return units.pop() if len(units) == 1 else None
 
 
@@ -118,15 +129,15 @@ def _cell(field: Field, run: Run, common: str | None, environments: dict[int, st
     return Cell(text, say("not_evaluated") if unevaluated else own, "strong" if field.strong else "plain")
 
 
-def _published_cell(field: Field, row: Published, common: str | None, say: Words) -> Cell:
+def _published_cell(field: Field, row: PublishedRow, common: str | None, say: Words) -> Cell:
     if field.name == "tool":
         return Cell(say("published", str(row.number)))
     if field.name == "precision":
-        label, ran = spelled(row.table.get("published_as")), spelled(row.table.get("ran_as"))
+        label, ran = spelled(row.row.published_as), spelled(row.row.ran_as)
         return Cell(label, "" if label == ran else say("published.ran", ran))
     found = [_published_number(name, row.values.get(name)) for name in field.metrics]
     if found and found[0] != UNKNOWN:
-        base = meaning(field.metrics[0]).unit or ""
+        base = metric_row(field.metrics[0]).base_unit
         return Cell("/".join("-" if text == UNKNOWN else text for text in found), "" if base == (common or "") else base)
     for name in field.instead:
         if name in row.values:
@@ -135,16 +146,16 @@ def _published_cell(field: Field, row: Published, common: str | None, say: Words
 
 
 def _published_number(name: str, value: Any) -> str:
-    return spelled(value) if real(value) is None else formed(meaning(name).form, value)
+    return spelled(value) if real(value) is None else formed(metric_row(name).form, value)
 
 
-def _footnote(row: Published, say: Words) -> str:
-    table = row.table
+def _footnote(row: PublishedRow, say: Words) -> str:
+    published = row.row
     parts = [
-        say("published.note", spelled(table.get("config"))),
-        say("published.source", spelled(table.get("source"))),
-        say("published.as", spelled(table.get("published_as")), spelled(table.get("ran_as"))),
-        str(table.get("note") or ""),
+        say("published.note", spelled(published.config)),
+        say("published.source", spelled(published.source)),
+        say("published.as", spelled(published.published_as), spelled(published.ran_as)),
+        published.note or "",
     ]
     return f"[{row.number}] " + say("gap").join(part for part in parts if part)
 
@@ -158,10 +169,10 @@ def conventions(runs: list[Run], say: Words) -> Table | None:
     rows = []
     for run in runs:
         cells = [shown(name, run.record.metrics.get(name)) for name in _CONVENTIONS]
-        rows.append(Row((Cell(run.title), Cell(cells[0], tone="strong"), *(Cell(text) for text in cells[1:]))))
+        rows.append(TableRow((Cell(run.title), Cell(cells[0], tone="strong"), *(Cell(text) for text in cells[1:]))))
     for row in references:
         found = (Cell(_published_number(name, row.values.get(name))) for name in _CONVENTIONS)
-        rows.append(Row((Cell(say("published", str(row.number))), *found), "published"))
+        rows.append(TableRow((Cell(say("published", str(row.number))), *found), "published"))
     heads = (
         Column(f"{'*' if name == 'mfu' else ''}{name}", say(f"mfu.{name}"), "right", name == "mfu") for name in _CONVENTIONS
     )

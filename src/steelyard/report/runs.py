@@ -4,10 +4,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from steelyard.case.case import changed_question
+from steelyard.case.resolve import changed_question
+from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record, Value
 from steelyard.report.document import Tone
-from steelyard.report.names import meaning
 from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.words import Words
 
@@ -30,12 +30,8 @@ class Run:
     def title(self) -> str:
         case = self.record.case
         plan = self.record.plan
-        many = f" · TP{plan.tp}PP{plan.pp}DP{plan.dp}" if plan.nodes * plan.devices > 1 else ""
+        many = f" · {plan}" if plan.world > 1 else ""
         return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}{many}"
-
-
-def kind(record: Record) -> str:
-    return str(record.case.question.get("kind", "score"))
 
 
 def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
@@ -78,17 +74,17 @@ def scope(record: Record, say: Words) -> str:
     sizes = (("window.sample", record.scope.sample), ("window.steps", record.scope.steps))
     named = say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN
     said = say("full") if record.scope.kind == "full" else say("window", named)
-    begun = [say("resumed", str(one.get("step"))) for one in record.restarts]
+    begun = [say("resumed", str(one.step)) for one in record.restarts]
     return say("comma").join([said, *begun])
 
 
 def shown(name: str, value: Value | None) -> str:
     """A metric's number alone."""
-    return UNKNOWN if value is None else formed(meaning(name, value.unit).form, value.value)
+    return UNKNOWN if value is None else formed(metric_row(name, value.unit).form, value.value)
 
 
 def unit(name: str, value: Value | None) -> str:
-    if value is None or meaning(name, value.unit).form == "percent":
+    if value is None or metric_row(name, value.unit).form == "percent":
         return ""
     return value.unit
 
@@ -96,8 +92,3 @@ def unit(name: str, value: Value | None) -> str:
 def with_unit(name: str, value: Value | None) -> str:
     text = shown(name, value)
     return text if text == UNKNOWN else f"{text} {unit(name, value)}".rstrip()
-
-
-def table_of(value: Any) -> dict[str, Any]:
-    """A table of a record that may be missing."""
-    return value if isinstance(value, dict) else {}

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.metrics import spans
+from steelyard.record.facts import Hardware, PeakFacts, SourceFacts
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Fact, Facts, Heading, Paragraph
-from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, real, spelled
-from steelyard.report.runs import CaseName, Run, distinct, kind, labels, table_of
+from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
+from steelyard.report.runs import CaseName, Run, distinct, labels
 from steelyard.report.words import Words
 
 _DATA = {
@@ -29,8 +29,8 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
 
 def data(runs: list[Run], say: Words) -> list[Block]:
     def facts(run: Run) -> Facts:
-        asked = Fact(say("data.asked"), spelled(table_of(run.record.case.question.get("data"))))
-        return Facts((asked, *_rows(run.record.data, _DATA[spans.kind(run.record)], "data", say)))
+        asked = Fact(say("data.asked"), spelled(run.record.case.question["data"]))
+        return Facts((asked, *_rows(run.record.data.model_dump(), _DATA[run.record.task.kind], "data", say)))
 
     return _grouped(runs, facts, say)
 
@@ -38,10 +38,10 @@ def data(runs: list[Run], say: Words) -> list[Block]:
 def model(runs: list[Run], say: Words) -> list[Block]:
     def facts(run: Run) -> Facts:
         question = run.record.case.question
-        model = Fact(say("model.model"), spelled(table_of(question.get("model"))))
-        precision = Fact(say("model.precision"), spelled(question.get("precision") or run.record.case.precision))
-        train = [Fact(say("model.train"), spelled(table_of(question["train"])))] if question.get("train") else []
-        return Facts((model, precision, *train, *_rows(run.record.weights, _WEIGHTS, "model", say)))
+        model = Fact(say("model.model"), spelled(question["model"]))
+        precision = Fact(say("model.precision"), spelled(question["precision"]))
+        train = [Fact(say("model.train"), spelled(question["train"]))] if question.get("train") else []
+        return Facts((model, precision, *train, *_rows(run.record.weights.model_dump(), _WEIGHTS, "model", say)))
 
     return _grouped(runs, facts, say)
 
@@ -56,81 +56,81 @@ def _grouped(runs: list[Run], facts: Callable[[Run], Facts], say: Words) -> list
     return out
 
 
-Environment = tuple[str, Facts, Facts]
+EnvironmentFacts = tuple[str, Facts, Facts]
 
 
-def environment(record: Record, say: Words) -> Environment:
+def environment(record: Record, say: Words) -> EnvironmentFacts:
     """A name, hardware and software. Equal values are one environment."""
-    hardware = table_of(record.environment.get("hardware"))
-    devices = [table_of(device) for device in hardware.get("devices") or []]
-    kinds = Counter(spelled(device.get("name")) for device in devices)
-    name = ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.get("cpu"))
-    return name, _hardware(hardware, devices, record.site, say), _software(record, say)
+    hardware = record.environment.hardware
+    kinds = Counter(spelled(device.name) for device in hardware.devices)
+    name = ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.cpu)
+    return name, _hardware(hardware, record.site, say), _software(record, say)
 
 
-def _hardware(hardware: dict[str, Any], devices: list[dict[str, Any]], site: dict[str, str], say: Words) -> Facts:
-    kinds = dict.fromkeys(f"{spelled(d.get('name'))} ({gib_of_bytes(d.get('memory_bytes'))})" for d in devices)
-    cpu = spelled(hardware.get("cpu"))
-    cores = hardware.get("cpu_cores")
+def _hardware(hardware: Hardware, site: dict[str, str], say: Words) -> Facts:
+    kinds = dict.fromkeys(f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices)
+    cpu = spelled(hardware.cpu)
     known = (
-        ("machine", site.get("machine") or spelled(hardware.get("machine"))),
-        ("accelerator", ", ".join(kinds) or spelled(hardware.get("accelerator"))),
-        ("count", counted(len(devices)) if devices else UNKNOWN),
-        ("peak", _peak(table_of(hardware.get("peak")))),
-        ("cpu", cpu if cores is None else say("hardware.cores", cpu, counted(cores))),
-        ("memory", gib_of_bytes(hardware.get("memory_bytes"))),
+        ("machine", site.get("machine") or spelled(hardware.machine)),
+        ("accelerator", ", ".join(kinds) or spelled(hardware.accelerator)),
+        ("count", counted(len(hardware.devices)) if hardware.devices else UNKNOWN),
+        ("peak", _peak(hardware.peak)),
+        ("cpu", cpu if hardware.cpu_cores is None else say("hardware.cores", cpu, counted(hardware.cpu_cores))),
+        ("memory", gib_of_bytes(hardware.memory_bytes)),
         ("network", spelled(site.get("network"))),
     )
     stated = [Fact(key, site[key]) for key in sorted(site) if key not in ("machine", "network")]
     return Facts((*(Fact(say(f"hardware.{key}"), text) for key, text in known), *stated))
 
 
-def _peak(peak: dict[str, Any]) -> str:
-    rates = table_of(peak.get("flops_per_s")).items()
-    listed = ", ".join(f"{name} {spelled(known / 1e12)}" for name, rate in rates if (known := real(rate)) is not None)
-    if not listed:
+def _peak(peak: PeakFacts | None) -> str:
+    if peak is None:
         return UNKNOWN
-    return f"{spelled(peak.get('name'))}: {listed} TFLOP/s ({spelled(peak.get('source'))})"
+    listed = ", ".join(f"{name} {spelled(rate / 1e12)}" for name, rate in peak.flops_per_s.items())
+    return f"{spelled(peak.name)}: {listed} TFLOP/s ({spelled(peak.source)})" if listed else UNKNOWN
 
 
 def _software(record: Record, say: Words) -> Facts:
-    software = table_of(record.environment.get("software"))
-    packages = table_of(software.get("packages"))
+    software = record.environment.software
+    packages = software.packages
     framework = next((name for name in _FRAMEWORKS if name in packages), None)
-    dependent = {key: software[key] for key in ("cuda", "cudnn", "python") if software.get(key)}
+    versions = {"cuda": software.cuda, "cudnn": software.cudnn, "python": software.python}
+    dependent = {name: version for name, version in versions.items() if version}
     dependent |= {name: version for name, version in sorted(packages.items()) if name != framework}
     listed = ", ".join(f"{name} {spelled(version)}" for name, version in dependent.items())
     known = (
-        *((key, spelled(software.get(key))) for key in ("os", "kernel", "driver", "container")),
+        *((key, spelled(getattr(software, key))) for key in ("os", "kernel", "driver", "container")),
         ("framework", f"{framework} {spelled(packages[framework])}" if framework else UNKNOWN),
         ("packages", listed or UNKNOWN),
-        ("source", _source(table_of(record.environment.get("source")), say)),
+        ("source", _source(record.environment.source, say)),
     )
     return Facts(tuple(Fact(say(f"software.{key}"), text) for key, text in known))
 
 
-def _source(source: dict[str, Any], say: Words) -> str:
-    key = "source.dirty" if source.get("dirty") else "source.clean"
-    return say(key, spelled(source.get("version")), spelled(source.get("revision")))
+def _source(source: SourceFacts, say: Words) -> str:
+    key = "source.dirty" if source.dirty else "source.clean"
+    return say(key, spelled(source.version), spelled(source.revision))
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedEnvironment:
     """Where on the page an environment is described, and what it is called there."""
 
     name: str
     case: CaseName
 
 
-def places(cases: dict[CaseName, list[Run]], say: Words) -> dict[Environment, Place]:
-    out: dict[Environment, Place] = {}
+def places(cases: dict[CaseName, list[Run]], say: Words) -> dict[EnvironmentFacts, NamedEnvironment]:
+    out: dict[EnvironmentFacts, NamedEnvironment] = {}
     for case, runs in cases.items():
         for run in runs:
-            out.setdefault(environment(run.record, say), Place(f"E{len(out) + 1}", case))
+            out.setdefault(environment(run.record, say), NamedEnvironment(f"E{len(out) + 1}", case))
     return out
 
 
-def environments(case: CaseName, runs: list[Run], known: dict[Environment, Place], level: int, say: Words) -> list[Block]:
+def environments(
+    case: CaseName, runs: list[Run], known: dict[EnvironmentFacts, NamedEnvironment], level: int, say: Words
+) -> list[Block]:
     """The environments of a case. One that an earlier case described is only named."""
     out: list[Block] = []
     for found in distinct(runs, lambda run: environment(run.record, say)):
@@ -152,9 +152,9 @@ def setup(runs: list[Run], say: Words) -> list[Block]:
         details = f" ({spelled(record.engine.details)})" if record.engine.details else ""
         return Facts(
             (
-                Fact(say(f"tool.{'train' if kind(record) == 'train' else 'score'}"), record.engine.name + details),
+                Fact(say(f"tool.{record.task.kind}"), record.engine.name + details),
                 Fact(say("tune.set"), changed(record, with_origin=True)),
-                Fact(say("tune.all"), spelled(record.tune)),
+                Fact(say("tune.all"), spelled(_told(record))),
                 Fact(say("plan"), say("plan.text", parallel(record), *_plan_numbers(record))),
             )
         )
@@ -165,11 +165,16 @@ def setup(runs: list[Run], say: Words) -> list[Block]:
 def changed(record: Record, with_origin: bool = False) -> str:
     """Tuned values that are not the defaults, as the record's own origins tell."""
     out = []
-    for key, value in record.tune.items():
+    for key, value in _told(record).items():
         origin = _origin(key, record.case.origins)
         if origin not in (None, "default"):
             out.append(f"{key}={spelled(value, depth=1)}" + (f" ({origin})" if with_origin else ""))
     return ", ".join(out) or UNKNOWN
+
+
+def _told(record: Record) -> dict[str, Any]:
+    """The tune as the record tells it: an older one has fewer settings."""
+    return record.tune.model_dump(mode="json", exclude_unset=True)
 
 
 def _origin(key: str, origins: dict[str, str]) -> str | None:
@@ -180,9 +185,9 @@ def _origin(key: str, origins: dict[str, str]) -> str | None:
 
 def parallel(record: Record) -> str:
     """Degrees, and the stage of sharding where replicas divide anything."""
-    plan, sharding = record.plan, record.tune.get("sharding")
-    divided = f" SH{sharding}" if spans.kind(record) == "train" and sharding else ""
-    return f"TP{plan.tp}PP{plan.pp}DP{plan.dp}{divided}"
+    sharding = record.tune.sharding
+    divided = f" SH{sharding}" if record.task.kind == "train" and sharding else ""
+    return f"{record.plan}{divided}"
 
 
 def _plan_numbers(record: Record) -> tuple[str, str, str]:

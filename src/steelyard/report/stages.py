@@ -1,7 +1,7 @@
 """Memory by pipeline stage, as the seeds write it."""
 
+from steelyard.metrics.rates import rank_mem
 from steelyard.metrics.spans import headline, windows
-from steelyard.metrics.table import rank_mem
 from steelyard.plan import degrees
 from steelyard.record.record import Record
 from steelyard.report.numbers import UNKNOWN

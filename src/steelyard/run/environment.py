@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import psutil
 
 from steelyard import __version__
-from steelyard.accelerators import Accelerator, Found
+from steelyard.accelerators import peak, table
 from steelyard.accelerators.cpu import model_name
-from steelyard.accelerators.peaks import peak
+from steelyard.accelerators.row import Accelerator, Found
+from steelyard.record.facts import DeviceFacts, Environment, Hardware, PeakFacts, Software, SourceFacts
 
 PACKAGES = (
     "accelerate",
@@ -40,17 +42,18 @@ CONTAINER_FILES = {
 # What it leaves in the names of control groups.
 CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
 
-# Variables that workers inherit and that can change a result.
-VARIABLES = ("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH")
+# Beginnings of the names of variables that workers inherit and that can change a result, beside those of accelerators.
+VARIABLES = ("PYTORCH_", "TORCH")
 
 GIT_TIMEOUT_S = 10.0
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = (".", ":(exclude,glob)**/__pycache__/**")  # what runs: results and notes elsewhere in the tree change nothing
 
 
-def parent_side(accelerator: Accelerator, found: list[Found]) -> dict[str, Any]:
-    """All that is known without a worker. `cuda` and `cudnn` are for a worker to fill in."""
-    return {"hardware": _hardware(accelerator, found), "software": _software(found), "source": source()}
+def parent_side(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]) -> Environment:
+    """All that is known without a worker, which gets these variables. `cuda` and `cudnn` are for it to fill in."""
+    hardware, software = _hardware(accelerator, found), _software(found, variables)
+    return Environment(hardware=hardware, software=software, source=SourceFacts(**source()))
 
 
 def packages() -> dict[str, str]:
@@ -92,43 +95,45 @@ def source(package: Path = PACKAGE) -> dict[str, Any]:
     return {"version": __version__, "revision": revision, "dirty": dirty}
 
 
-def _hardware(accelerator: Accelerator, found: list[Found]) -> dict[str, Any]:
-    return {
-        "machine": machine(),
-        "cpu": model_name(),
-        "cpu_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "accelerator": accelerator.name,
-        "devices": [{"name": d.name, "uuid": d.uuid, "memory_bytes": d.memory_bytes} for d in found],
-        "peak": _peak(found),
-    }
+def _hardware(accelerator: Accelerator, found: list[Found]) -> Hardware:
+    return Hardware(
+        machine=machine(),
+        cpu=model_name(),
+        cpu_cores=psutil.cpu_count(logical=False) or os.cpu_count(),
+        memory_bytes=psutil.virtual_memory().total,
+        accelerator=accelerator.name,
+        devices=[DeviceFacts(name=d.name, uuid=d.uuid, memory_bytes=d.memory_bytes) for d in found],
+        peak=_peak(accelerator, found),
+    )
 
 
-def _peak(found: list[Found]) -> dict[str, Any] | None:
+def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
     """The datasheet row, where all devices share it."""
-    rows = [peak(device.name, device.memory_bytes) for device in found]
+    rows = [peak(accelerator, device) for device in found]
     if not rows or rows[0] is None or any(row != rows[0] for row in rows):
         return None
-    return rows[0].model_dump(mode="json", include={"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"})
+    kept = {"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"}
+    return PeakFacts(**rows[0].model_dump(mode="json", include=kept))
 
 
-def _software(found: list[Found]) -> dict[str, Any]:
-    return {
-        "os": _os_name(),
-        "kernel": platform.release(),
-        "driver": found[0].driver if found else None,
-        "container": container(),
-        "python": platform.python_version(),
-        "packages": packages(),
-        "cuda": None,
-        "cudnn": None,
-        "variables": {name: value for name, value in sorted(os.environ.items()) if _tells(name)},
-    }
+def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
+    known = (*VARIABLES, *(name for row in table().values() for name in row.variables))
+    return Software(
+        os=_os_name(),
+        kernel=platform.release(),
+        driver=found[0].driver if found else None,
+        container=container(),
+        python=platform.python_version(),
+        packages=packages(),
+        cuda=None,
+        cudnn=None,
+        variables={name: value for name, value in sorted(variables.items()) if _tells(name, known)},
+    )
 
 
-def _tells(name: str) -> bool:
+def _tells(name: str, known: tuple[str, ...]) -> bool:
     """Whether a variable can change a result. Places of files cannot, and are nobody's business."""
-    return name.startswith(VARIABLES) and not name.endswith(("_DIR", "_HOME", "_PATH", "_FILE"))
+    return name.startswith(known) and not name.endswith(("_DIR", "_HOME", "_PATH", "_FILE"))
 
 
 def _os_name() -> str:

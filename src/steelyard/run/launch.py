@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from steelyard.errors import RequestError
-from steelyard.record.record import Plan
+from steelyard.plan.degrees import Plan
 
 
 def local(spec: str, plan: Plan) -> list[str]:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
+from steelyard.accelerators.events import Clock, Event, Timeline
 from steelyard.engines.work import Phase, Work
 from steelyard.record.record import Sample
-
-Clock = Callable[[], float]
 
 
 def now() -> float:
@@ -30,31 +29,6 @@ def today() -> str:
 
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
-
-
-class Event(Protocol):
-    def elapsed_s(self, later: "Event") -> float:
-        """Seconds between this event and a later one; both must have happened."""
-
-
-class Timeline(Protocol):
-    """What the loop needs of a device."""
-
-    def event(self) -> Event: ...
-
-    def synchronize(self) -> None: ...
-
-
-class HostEvent:
-    """An event of a device that works when it is told to, such as a CPU: a reading of the host's clock."""
-
-    def __init__(self, clock: Clock = now) -> None:
-        self.at_s = clock()
-
-    def elapsed_s(self, later: Event) -> float:
-        if not isinstance(later, HostEvent):
-            raise TypeError("events of two kinds of device have no distance")
-        return later.at_s - self.at_s
 
 
 @dataclass(frozen=True)

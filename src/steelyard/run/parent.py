@@ -1,6 +1,5 @@
-"""The parent's side of a run: start the workers, watch them, and make a record of whatever came of it. Never imports torch."""
+"""The parent's side of a run: start the workers, watch them, and make a record of whatever came of it. Imports no framework."""
 
-import json
 import os
 import re
 import secrets
@@ -12,19 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from steelyard import accelerators
-from steelyard.case.request import Request, check, going_on, passes_of, scope, site
 from steelyard.errors import RequestError
-from steelyard.plan import degrees
+from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.record import Plan, Record
+from steelyard.record.record import Record
 from steelyard.run import assemble, environment, launch
 from steelyard.run.assemble import Outcome
 from steelyard.run.measure import now, sleep, today
+from steelyard.run.ready import Ready
+from steelyard.run.spec import PROGRESS, SPEC, RankFile, WorkerSpec
+from steelyard.run.spec import Progress as ProgressFile
+from steelyard.run.telemetry import Sampler
 
 POLL_S = 0.05
 GRACE_S = 5.0
@@ -32,6 +32,11 @@ TAIL_BYTES = 4000
 MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
 PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
 MEMORY = "SIGKILL is also what the kernel sends when memory runs out"
+ILLEGAL = re.compile(r"SIGILL|Signal 4\b|Illegal instruction")
+ILLEGAL_HINT = (
+    "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
+)
 SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
@@ -42,7 +47,7 @@ WORKER_ENV = {
 
 
 @dataclass(frozen=True)
-class Progress:
+class PhaseProgress:
     """What the workers last said, and since when that phase goes on."""
 
     phase: str
@@ -51,46 +56,41 @@ class Progress:
     elapsed_s: float
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[PhaseProgress], None]
 
 
-def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path]:
-    """Run one case and write its record. A wrong request raises RequestError and leaves nothing."""
+def run_case(ready: Ready, watch: Watch | None = None) -> tuple[Record, Path]:
+    """Run one case and write its record. What only a worker finds wrong with a request raises RequestError."""
     origin_s, created = now(), today()
-    check(request)
-    accelerator, layout, found = _placed(request)
-    stated, earlier = site(request.site), going_on(request)
-    kept = _kept(request, created)
+    request = ready.request
+    kept = _checkpoints(ready, created)
+    variables = _variables(ready)
     with ExitStack() as undisturbed, _temporary() as name:
         folder = Path(name)
-        spec = folder / "spec.json"
-        command = launch.LAUNCHERS[layout.launcher](str(spec), layout)
+        command = launch.LAUNCHERS[ready.plan.launcher](str(folder / SPEC), ready.plan)
         record.writable(request.out)
-        surroundings = environment.parent_side(accelerator, found)
-        asked = _spec(request, accelerator.name, layout, folder, origin_s)
-        asked["resume"] = str(earlier.path) if earlier else None
-        asked["checkpoints"] = str(request.out.resolve() / kept) if kept else None
-        spec.write_text(json.dumps(asked))
-        sampler = accelerator.telemetry(found, os.getpid(), origin_s)
+        surroundings = environment.parent_side(ready.accelerator, ready.devices, variables)
+        (folder / SPEC).write_text(_spec(ready, folder, origin_s, kept).model_dump_json())
+        sampler = Sampler(ready.accelerator.sources(ready.devices), os.getpid(), origin_s)
         sampler.start()
         spawned_s = now()
         try:
-            outcome = _workers(command, request, folder, sampler, layout, watch, undisturbed)
+            outcome = _workers(command, ready, folder, variables, sampler, watch, undisturbed)
         finally:
             series = sampler.stop()
         ended_s = now()
         _raise_request(outcome)
-        facts = assemble.Facts(
+        facts = assemble.RunFacts(
             origin_s=origin_s,
             spawned_s=spawned_s,
             ended_s=ended_s,
             created=created,
             environment=surroundings,
-            site=stated,
+            site=ready.site,
             telemetry=series,
-            plan=layout,
-            scope=scope(request),
-            resume=earlier,
+            plan=ready.plan,
+            scope=ready.scope,
+            resume=ready.resume,
             out=request.out,
             checkpoints=kept if kept and (request.out / kept).is_dir() else None,
         )
@@ -98,30 +98,22 @@ def run_case(request: Request, watch: Watch | None = None) -> tuple[Record, Path
         return made, record.write(made, request.out)
 
 
-def _kept(request: Request, created: str) -> str | None:
+def _checkpoints(ready: Ready, created: str) -> str | None:
     """Where this run's checkpoints go, beside its record."""
-    case = request.resolved.case
+    case = ready.case
     if case.question.kind != "train" or case.tune.checkpoint_every is None:
         return None
     stamp = re.sub(r"[^0-9T]", "", created.partition(".")[0])
     return f"checkpoints/{stamp}-{case.name}-{secrets.token_hex(4)}"
 
 
-def _placed(request: Request) -> tuple[accelerators.Accelerator, Plan, list[accelerators.Found]]:
-    """Where the work goes: the accelerator, the plan, and the devices in use."""
-    case = request.resolved.case
-    accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
-    found = accelerator.find()
-    layout = degrees.make(case, request.nodes, request.devices, request.sample)
-    if not found:
-        raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
-    most = accelerator.most(found)
-    if layout.devices > most:
-        raise RequestError(f"--devices {layout.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
-    sharing = -(-layout.devices // len(found))  # ranks that have one device's memory between them
-    memory = found[0].memory_bytes
-    degrees.check_fits(case, layout, memory // sharing if memory is not None else None)
-    return accelerator, layout, found[: layout.devices]
+def _variables(ready: Ready) -> dict[str, str]:
+    """The environment of the workers: inherited, then what the accelerator needs, then what the tune says."""
+    inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+    tune = ready.case.tune
+    same = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if tune.deterministic else {}  # what cuBLAS asks for it
+    needed = ready.accelerator.environment(ready.case.question.precision.matmul)
+    return {**inherited, **WORKER_ENV, **same, **needed, **tune.env}
 
 
 def _temporary() -> "tempfile.TemporaryDirectory[str]":
@@ -146,61 +138,63 @@ def _ignoring_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _spec(request: Request, accelerator: str, layout: Plan, folder: Path, origin_s: float) -> dict[str, Any]:
-    def absolute(path: Path | None) -> str | None:
-        return None if path is None else str(path.resolve())
+def _spec(ready: Ready, folder: Path, origin_s: float, kept: str | None) -> WorkerSpec:
+    request = ready.request
 
-    return {
-        "case": request.resolved.case.model_dump(mode="json"),
-        "scope": scope(request).model_dump(mode="json"),
-        "passes": list(passes_of(request)),
-        "engine": request.engine,
-        "plan": layout.model_dump(mode="json"),
-        "accelerator": accelerator,
-        "weights": absolute(request.weights),
-        "data": absolute(request.data),
-        "tokenizer": absolute(request.tokenizer),
-        "folder": str(folder),
-        "origin_s": origin_s,
-        "parent_pid": os.getpid(),
-    }
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else path.resolve()
+
+    return WorkerSpec(
+        case=ready.case,
+        scope=ready.scope,
+        passes=ready.passes,
+        engine=ready.engine.name,
+        plan=ready.plan,
+        accelerator=ready.accelerator.name,
+        weights=absolute(request.weights),
+        data=absolute(request.data),
+        tokenizer=absolute(request.tokenizer),
+        folder=folder,
+        origin_s=origin_s,
+        parent_pid=os.getpid(),
+        resume=ready.resume.path if ready.resume else None,
+        checkpoints=request.out.resolve() / kept if kept else None,
+    )
 
 
 def _workers(
     command: list[str],
-    request: Request,
+    ready: Ready,
     folder: Path,
-    sampler: Any,
-    layout: Plan,
+    variables: dict[str, str],
+    sampler: Sampler,
     watch: Watch | None,
     undisturbed: ExitStack,
 ) -> Outcome:
     """Start the processes and stay with them until none is left."""
-    inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
-    tune = request.resolved.case.tune
-    same = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if tune.deterministic else {}  # what cuBLAS asks for it
-    env = {**inherited, **WORKER_ENV, **same, **tune.env, MARK: str(folder)}
+    env = {**variables, MARK: str(folder)}
     log = folder / "stderr.log"
     with log.open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=env, start_new_session=True)
         try:
             sampler.watch(process.pid)
-            code, text = _wait(process, request, folder, watch)
+            code, text = _wait(process, ready, folder, watch)
         except KeyboardInterrupt:
             code, text = "interrupted", f"interrupted by the user{_where(folder)}"
         finally:
             undisturbed.enter_context(_ignoring_interrupts())
             _end(process, str(folder))
-    ranks = [_read(folder / f"rank-{i}.json") for i in range(layout.devices)]
-    known = [rank for rank in ranks if rank is not None]
+    found = [_rank_file(folder / RankFile.name(rank)) for rank in range(ready.plan.devices)]
+    ranks = [rank for rank in found if rank is not None]
+    tail = _tail(log)
     if code is None:
-        code, text = _verdict(known, layout, process.returncode)
-    return Outcome(code, text, process.returncode, _tail(log), known)
+        code, text = _verdict(ranks, ready.plan, process.returncode, tail)
+    return Outcome(code, text, process.returncode, tail, ranks)
 
 
 def _where(folder: Path) -> str:
-    said = _read(folder / "progress.json")
-    return f", in phase {said['phase']!r}" if said else ""
+    said = _progress(folder)
+    return f", in phase {said.phase!r}" if said else ""
 
 
 def _tail(log: Path) -> str:
@@ -209,44 +203,47 @@ def _tail(log: Path) -> str:
         return file.read(TAIL_BYTES).decode("utf-8", "replace")
 
 
-def _wait(process: subprocess.Popen[bytes], request: Request, folder: Path, watch: Watch | None) -> tuple[str | None, str]:
+def _wait(process: subprocess.Popen[bytes], ready: Ready, folder: Path, watch: Watch | None) -> tuple[str | None, str]:
     started = heard = phase_since = now()
-    last: dict[str, Any] = {}
+    hang_s, limit_s = ready.request.hang_s, ready.request.limit_s
+    last: ProgressFile | None = None
     while process.poll() is None:
-        said = _read(folder / "progress.json")
+        said = _progress(folder)
         if said is not None and said != last:
             heard = now()
-            if said["phase"] != last.get("phase"):
+            if last is None or said.phase != last.phase:
                 phase_since = heard
             last = said
-        if watch is not None and last:
-            watch(Progress(last["phase"], last["done"], last["total"], now() - phase_since))
-        if now() - heard > request.hang_s:
-            where = last.get("phase", "start")
-            return "hang", f"nothing was heard of the workers for {request.hang_s:.0f} s, in phase {where!r}"
-        if request.limit_s is not None and now() - started > request.limit_s:
-            return "time_limit", f"the run took longer than its limit of {request.limit_s:.0f} s{_where(folder)}"
+        if watch is not None and last is not None:
+            watch(PhaseProgress(last.phase, last.done, last.total, now() - phase_since))
+        if now() - heard > hang_s:
+            where = last.phase if last is not None else "start"
+            return "hang", f"nothing was heard of the workers for {hang_s:.0f} s, in phase {where!r}"
+        if limit_s is not None and now() - started > limit_s:
+            return "time_limit", f"the run took longer than its limit of {limit_s:.0f} s{_where(folder)}"
         sleep(POLL_S)
     return None, ""
 
 
-def _verdict(ranks: list[dict[str, Any]], layout: Plan, exit_code: int | None) -> tuple[str | None, str]:
+def _verdict(ranks: list[RankFile], plan: Plan, exit_code: int | None, tail: str) -> tuple[str | None, str]:
     """What the rank files and the exit code say. The first rank to fail is the cause: others fail for want of a peer. A rank
     that was told to end says so; one that says nothing was killed."""
-    broken = [rank for rank in ranks if rank["status"] not in ("done", "running", "ended")]
-    silent = sorted(set(range(layout.devices)) - {rank["rank"] for rank in ranks if rank["status"] != "running"})
-    first = min(broken, key=lambda rank: float(rank["ended_s"]), default=None)
-    if first is not None and not (silent and PEER_LOST.search(str(first["error"]))):
-        return first["status"], f"rank {first['rank']}: {first['error']}"
-    done = {rank["rank"] for rank in ranks if rank["status"] == "done"}
-    if len(done) < layout.devices or exit_code != 0:
-        missing = silent or sorted(set(range(layout.devices)) - done)
-        who = f"rank {missing[0]}" if missing else "a worker"
-        if exit_code is not None and exit_code < 0:
-            return "killed", f"{who} was ended by {_signal_name(-exit_code)} ({MEMORY})"
-        killed = f" (a rank that is killed leaves none; {MEMORY})" if exit_code else ""
-        return "killed", f"{who} left no result; exit code {exit_code}{killed}"
-    return None, ""
+    broken = [rank for rank in ranks if rank.status not in ("done", "running", "ended")]
+    silent = sorted(set(range(plan.devices)) - {rank.rank for rank in ranks if rank.status != "running"})
+    first = min(broken, key=lambda rank: rank.ended_s, default=None)
+    if first is not None and not (silent and PEER_LOST.search(str(first.error))):
+        return first.status, f"rank {first.rank}: {first.error}"
+    done = {rank.rank for rank in ranks if rank.status == "done"}
+    if len(done) == plan.devices and exit_code == 0:
+        return None, ""
+    missing = silent or sorted(set(range(plan.devices)) - done)
+    who = f"rank {missing[0]}" if missing else "a worker"
+    if exit_code == -signal.SIGILL or (missing and ILLEGAL.search(tail)):
+        return "illegal_instruction", f"{who} was ended by SIGILL: {ILLEGAL_HINT}"
+    if exit_code is not None and exit_code < 0:
+        return "killed", f"{who} was ended by {_signal_name(-exit_code)} ({MEMORY})"
+    killed = f" (a rank that is killed leaves none; {MEMORY})" if exit_code else ""
+    return "killed", f"{who} left no result; exit code {exit_code}{killed}"
 
 
 def _signal_name(number: int) -> str:
@@ -293,9 +290,15 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _progress(folder: Path) -> ProgressFile | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        return ProgressFile.model_validate_json((folder / PROGRESS).read_bytes())
     except FileNotFoundError:
         return None
-    return found
+
+
+def _rank_file(path: Path) -> RankFile | None:
+    try:
+        return RankFile.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None

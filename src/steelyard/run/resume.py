@@ -5,33 +5,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.case.case import Resolved
+from steelyard.case.resolve import Resolved
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
+from steelyard.record.facts import Restart
 from steelyard.training import checkpoints
-from steelyard.training.checkpoints import Before, Run, State
+from steelyard.training.checkpoints import Before, CheckpointRun, State
 
 
 @dataclass(frozen=True)
 class Resume:
     path: Path  # of the checkpoint
-    run: Run
+    run: CheckpointRun
     state: State
     record: str | None  # the id of the record that named it
     before: list[dict[str, Any]]  # what each replica found on held-out data before the first step
     passed_over: list[str]  # later checkpoints, which are damaged
 
-    def restart(self, out: Path) -> dict[str, Any]:
+    def restart(self, out: Path) -> Restart:
         """For the record of the run that goes on, which lies in `out`."""
         plan = self.state.plan
-        return {
-            "record": self.record,
-            "checkpoints": os.path.relpath(self.path.parent, out.resolve()),
-            "step": self.state.step,
-            "plan": f"TP{plan.tp}PP{plan.pp}DP{plan.dp}",
-            "passed_over": self.passed_over,
-            "losses": self.state.losses,
-        }
+        return Restart(
+            record=self.record,
+            checkpoints=os.path.relpath(self.path.parent, out.resolve()),
+            step=self.state.step,
+            plan=str(plan),
+            passed_over=self.passed_over,
+            losses=self.state.losses,
+        )
 
 
 def find(source: Path, resolved: Resolved, sample: int | None, steps: int | None, engine: str) -> Resume:
@@ -41,7 +42,7 @@ def find(source: Path, resolved: Resolved, sample: int | None, steps: int | None
         raise RequestError(f"--resume: {resolved.case.name} scores, which begins anew every time; leave --resume out")
     folder, name = (source, None) if source.is_dir() else _named(source)
     path, state, passed_over = checkpoints.last(folder)
-    run = checkpoints.read(folder / checkpoints.RUN, Run)
+    run = checkpoints.read(folder / checkpoints.RUN, CheckpointRun)
     checkpoints.check_same(run, resolved.case.name, resolved.case.question.model_dump(mode="json"), sample, engine)
     wanted = train.steps if steps is None else steps
     if state.reached:
@@ -61,10 +62,10 @@ def _before(folder: Path) -> list[dict[str, Any]]:
 def _named(source: Path) -> tuple[Path, str]:
     """The folder of a record's checkpoints; where its run died before the first of its own, that which it went on from."""
     found = verify.read(source)
-    stopped = found.outputs.get("passes", {}).get("train", {}).get("stopped") or {}
-    if stopped.get("why") == "target":
+    stopped = None if found.answers is None else found.task.stopped(found.answers)
+    if stopped is not None and stopped.why == "target":
         raise RequestError(f"--resume: the run of {source} reached its target; nothing is left to do")
-    places = [found.checkpoints, *(one.get("checkpoints") for one in reversed(found.restarts))]
+    places = [found.checkpoints, *(one.checkpoints for one in reversed(found.restarts))]
     folders = [source.parent / place for place in places if isinstance(place, str)]
     if not folders:
         raise RequestError(f"--resume: the run of {source} kept no checkpoints; train with --checkpoint-every N to have some")

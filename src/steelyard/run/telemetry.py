@@ -1,32 +1,16 @@
-"""Telemetry: the parent samples the devices while workers run; pure functions read the series that a record keeps.
+"""Telemetry: the parent samples the devices while workers run."""
 
-A series is JSON as it lies in a record: `device`, `period_s`, `baseline_processes` (compute processes on the device
-before any worker started) and `columns`, equally long lists of which `t_s` counts from the start of the run. None is a
-reading that the device does not give.
-"""
-
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
-from steelyard.run.measure import Clock, now
+from steelyard.accelerators.events import Clock
+from steelyard.accelerators.row import Reading, Source
+from steelyard.record.facts import Columns, Series
+from steelyard.run.measure import now
 
 PERIOD_S = 0.2
 MAX_ROWS = 4096
-
-Reading = dict[str, float | int | list[str] | None]
-Series = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A device and its reading now, the same columns every time. `read` takes the root of the run's process tree."""
-
-    device: str
-    read: Callable[[int], Reading]
-    severity: dict[str, str] = field(default_factory=dict)  # what each reason means: nothing, note, invalidates
 
 
 class Sampler:
@@ -88,13 +72,13 @@ class Sampler:
             self._period_s *= 2
 
     def _series(self, source: Source, columns: dict[str, list[Any]]) -> Series:
-        return {
-            "device": source.device,
-            "period_s": self._period_s,
-            "baseline_processes": columns.get("processes", [None])[0],
-            "severity": source.severity,
-            "columns": columns,
-        }
+        return Series(
+            device=source.device,
+            period_s=self._period_s,
+            baseline_processes=columns.get("processes", [None])[0],
+            severity=dict(source.severity),
+            columns=Columns(**columns),
+        )
 
 
 def _largest(a: Any, b: Any) -> Any:
@@ -120,58 +104,3 @@ def _halved(values: list[Any], keep: Callable[[Any, Any], Any] | None) -> list[A
         return values[::2]
     pairs = zip(values[::2], [*values[1::2], None], strict=False)  # the last row may have no second one
     return [keep(first, second) for first, second in pairs]
-
-
-def window(series: Series, start_s: float, end_s: float) -> Series:
-    """The rows from `start_s` to `end_s`, both included."""
-    columns = series["columns"]
-    rows = [i for i, t_s in enumerate(columns["t_s"]) if start_s <= t_s <= end_s]
-    return {**series, "columns": {name: [values[i] for i in rows] for name, values in columns.items()}}
-
-
-def peak_memory(series: Series) -> int | None:
-    """The most bytes in use in any sample."""
-    return max(_known(series, "memory_bytes"), default=None)
-
-
-def energy_j(series: Series, start_s: float, end_s: float) -> float | None:
-    """What the energy counter rose by, taken linearly between the samples around each border of the window."""
-    columns = series["columns"]
-    counter = columns.get("energy_j", [])
-    points = [(t_s, energy) for t_s, energy in zip(columns["t_s"], counter, strict=False) if energy is not None]
-    if sum(start_s <= t_s <= end_s for t_s, _ in points) < 2:
-        return None
-    first, last = _at(points, start_s), _at(points, end_s)
-    return None if first is None or last is None else last - first
-
-
-def _at(points: list[tuple[float, float]], t_s: float) -> float | None:
-    """The counter at a moment; None before the first sample and after the last."""
-    right = bisect_left(points, t_s, key=lambda point: point[0])
-    if right == len(points):
-        return None
-    t1, value1 = points[right]
-    if t1 == t_s:
-        return value1
-    if right == 0:
-        return None
-    t0, value0 = points[right - 1]
-    return value0 + (value1 - value0) * (t_s - t0) / (t1 - t0)
-
-
-def slowdowns(series: Series, start_s: float, end_s: float) -> dict[str, float]:
-    """Each clock reason in the window and its share of the samples; empty, too, where the device gives no reasons."""
-    seen = _known(window(series, start_s, end_s), "reasons")
-    names = sorted({name for reasons in seen for name in reasons})
-    return {name: sum(name in reasons for reasons in seen) / len(seen) for name in names}
-
-
-def foreign(series: Series, start_s: float, end_s: float, workers: int = 1) -> bool | None:
-    """Whether more than this run's workers used the device. Only counts tell: a namespace may hide or rename processes.
-    None where the device does not count them, or does not even show the run's own."""
-    most = max(_known(window(series, start_s, end_s), "processes"), default=0)
-    return None if most < workers else most > workers
-
-
-def _known(series: Series, column: str) -> list[Any]:
-    return [value for value in series["columns"].get(column, []) if value is not None]

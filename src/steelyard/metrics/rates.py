@@ -1,0 +1,240 @@
+"""Formulas over a record: rates, FLOPs and their shares of a peak, memory, energy, quality."""
+
+from collections.abc import Callable
+from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+
+from steelyard.metrics import readings, stats
+from steelyard.metrics.result import GIB, Result, absent, work_name
+from steelyard.metrics.spans import Span, devices, headline, samples, span, total, wall_s, windows
+from steelyard.plan import flops
+from steelyard.record.facts import Series
+from steelyard.record.record import Record, Sample
+from steelyard.tasks.task import PASSES
+
+Formula = Callable[[Record], Result]
+TimeOf = Callable[[Record, str], float | None]
+
+
+def pass_rate(name: str, seconds: TimeOf) -> Formula:
+    """Work of a pass of scoring over its time."""
+
+    def formula(record: Record) -> Result:
+        done, time_s = total(record, name).get(work_name(record)), seconds(record, name)
+        if not done or not time_s:
+            return absent(name)
+        rate = done / time_s
+        if seconds is not wall_s:
+            return Result(rate)
+        slowest = max(windows(record, name), key=lambda window: window.wall_s).rank
+        return Result(rate, interval=_interval([s for s in samples(record, name) if s.rank == slowest], rate))
+
+    return formula
+
+
+def _interval(steps: list[Sample], rate: float) -> tuple[float, float] | None:
+    """The 95 % interval of a rate over wall time, from the token rate of the slowest rank's steps."""
+    working = [sample for sample in steps if sample.counts.get("tokens")]
+    tokens = [float(sample.counts["tokens"]) for sample in working]
+    times = [sample.end_s - sample.start_s for sample in working]
+    found = stats.rate_interval(tokens, times)
+    if found is None or found[1] == float("inf"):
+        return None
+    own = fsum(tokens) / fsum(times)
+    return rate * found[0] / own, rate * found[1] / own
+
+
+def _missing(record: Record) -> Result:
+    return absent(headline(record) or PASSES[record.task.kind].headline[0])
+
+
+def per_second(key: str, per_device: bool = False) -> Formula:
+    def formula(record: Record) -> Result:
+        found = span(record)
+        if found is None or not found.counts.get(key) or not found.wall_s:
+            return _missing(record)
+        rate = found.counts[key] / found.wall_s / (devices(record) if per_device else 1)
+        return Result(rate, found.note, _interval(found.steps.get(found.slowest, []), rate))
+
+    return formula
+
+
+def model_flops(convention: str) -> Formula:
+    def formula(record: Record) -> Result:
+        found = span(record)
+        if found is None or not found.counts.get("tokens"):
+            return _missing(record)
+        question = record.question
+        value = flops.work(question.model, found.counts, convention, question.kind)
+        return Result(None, "the case states no nominal size") if value is None else Result(float(value), found.note)
+
+    return formula
+
+
+def datasheet_peak(record: Record) -> Result:
+    """Dense datasheet rate of one device at the precision of the matmuls."""
+    row = record.environment.hardware.peak
+    if row is None:
+        return Result(None, "this accelerator has no datasheet row")
+    matmul = record.question.precision.matmul
+    rate = row.flops_per_s.get(matmul)
+    return Result(rate, None if rate else f"the datasheet row of {row.name} has no {matmul} rate")
+
+
+def achievable(record: Record) -> Result:
+    """Matmul rate of one device, measured in this run: the mean over ranks."""
+    rates = [rank.matmul_flops_per_s for rank in record.ranks if rank.matmul_flops_per_s]
+    return Result(fsum(rates) / len(rates)) if rates else Result(None, "the matmul rate was not measured")
+
+
+def mfu(convention: str, seconds: Callable[[Span], float | None], ceiling: Formula) -> Formula:
+    def formula(record: Record) -> Result:
+        done, peak, found = model_flops(convention)(record), ceiling(record), span(record)
+        if done.value is None or peak.value is None:
+            return Result(None, done.note if done.value is None else peak.note)
+        time_s = seconds(found) if found is not None else None
+        if not time_s:
+            return _missing(record)
+        return Result(done.value / time_s / (peak.value * devices(record)), f"convention {convention}")
+
+    return formula
+
+
+def wall(found: Span) -> float | None:
+    return found.wall_s
+
+
+def compute(found: Span) -> float | None:
+    return found.compute_s
+
+
+def mem(record: Record) -> Result:
+    """Highest memory in use over devices, inside the headline pass; around it, where a pass is over between two readings."""
+    name = headline(record)
+    return _missing(record) if name is None else _peak_memory(record, name, record.telemetry)
+
+
+def _peak_memory(record: Record, name: str, read: list[Series]) -> Result:
+    spans = windows(record, name)
+    start, end = min(w.start_s for w in spans), max(w.start_s + w.wall_s for w in spans)
+    for margin, note in ((0.0, None), (1.0, "read just before and after the pass, which was over between two readings")):
+        around = [readings.window(s, start - margin * s.period_s, end + margin * s.period_s) for s in read]
+        known = [peak for peak in map(readings.peak_memory, around) if peak is not None]
+        if known:
+            return Result(max(known) / GIB, note)
+    return Result(None, "no memory reading fell into the pass")
+
+
+def rank_mem(record: Record, rank: int) -> float | None:
+    """GiB in use on one rank in the headline pass: its device's peak, or of ranks that share a device its own at the end."""
+    name = headline(record)
+    if name is None:
+        return None
+    own = next((one.in_use_bytes or {} for one in record.ranks if one.rank == rank), {}).get(name)
+    series = _series_of(record, rank)
+    return own / GIB if own is not None else _peak_memory(record, name, [series]).value if series else None
+
+
+def framework(key: str) -> Formula:
+    def formula(record: Record) -> Result:
+        name = headline(record)
+        found = [getattr(window, key) for window in windows(record, name)] if name else []
+        known = [value for value in found if value is not None]
+        return Result(max(known) / GIB) if known else Result(None, "the framework keeps no count on this device")
+
+    return formula
+
+
+def mem_total(record: Record) -> Result:
+    sizes = [device.memory_bytes for device in record.environment.hardware.devices if device.memory_bytes]
+    return Result(min(sizes) / GIB) if sizes else Result(None, "the device does not tell its memory")
+
+
+def energy(record: Record) -> Result:
+    found = span(record)
+    if found is None or not found.borders:
+        return _missing(record)
+    used = 0.0
+    for rank, (begin, end) in found.borders.items():
+        series = _series_of(record, rank)
+        joules = readings.energy_j(series, begin, end) if series else None
+        if joules is None:
+            return Result(None, "the device has no energy counter, or the pass was too short to read it")
+        used += joules
+    return Result(used, found.note)
+
+
+def _series_of(record: Record, rank: int) -> Series | None:
+    """What was read off the device of a rank."""
+    device = next((one.device for one in record.ranks if one.rank == rank), None)
+    return next((series for series in record.telemetry if series.device == device), None)
+
+
+def energy_per(key: str) -> Formula:
+    def formula(record: Record) -> Result:
+        used, found = energy(record), span(record)
+        if used.value is None or found is None:
+            return used
+        done = found.counts.get(key)
+        return Result(used.value / done, found.note) if done else _missing(record)
+
+    return formula
+
+
+def e2e(record: Record) -> Result:
+    return Result(fsum(record.budget.values())) if record.budget else Result(None, "the run did not get that far")
+
+
+def overhead(record: Record) -> Result:
+    measured, bare = wall_s(record, "infer"), wall_s(record, "bare")
+    return (
+        Result(measured / bare - 1)
+        if measured and bare
+        else Result(None, "the bare pass was not asked for (--passes infer,bare)")
+    )
+
+
+def padded_share(record: Record) -> Result:
+    name = headline(record)
+    counts = total(record, name) if name else {}
+    computed = counts.get("tokens", 0) + counts.get("padded", 0)
+    return Result(counts.get("padded", 0) / computed) if computed else _missing(record)
+
+
+def quality(value: str, of: str | None) -> Formula:
+    """A value of the task's scores, of a pass or of the headline one."""
+
+    def formula(record: Record) -> Result:
+        name, answers = of or headline(record), record.answers
+        found = record.task.score(answers, name).get(value) if answers is not None and name else None
+        if found is None and name and record.task.kind == "train" and windows(record, name):
+            return Result(None, f"nothing was evaluated in the {name} pass")
+        return absent(name or "infer") if found is None else Result(found)
+
+    return formula
+
+
+def agreement(record: Record) -> Result:
+    task, answers = record.task, record.answers
+    found = task.agreement(answers, "infer", "val") if task.agreement is not None and answers is not None else None
+    return Result(None, "needs both passes, val and infer") if found is None else Result(found)
+
+
+def padded_rate(seconds: TimeOf) -> Formula:
+    """Every sample counted as long as the model has positions, as the published rows count; for comparison with them only."""
+
+    def formula(record: Record) -> Result:
+        done, time_s = total(record, "infer").get("samples"), seconds(record, "infer")
+        if not done or not time_s:
+            return absent("infer")
+        return Result(done * record.question.model.positions / time_s, "padding that was not computed is counted")
+
+    return formula
+
+
+def per_item(unit: str) -> Callable[[Record], str]:
+    """A unit with the name of the task's items in it."""
+    return lambda record: unit.format(record.task.noun)
+
+
+def work_unit(record: Record) -> str:
+    return "tokens/s" if work_name(record) == "tokens" else f"{record.task.noun}s/s"

@@ -1,0 +1,133 @@
+"""The tables of a record that say on what a run was made: machine, software, weights, ranks, readings.
+
+They are open: an accelerator, a framework or a later version may add columns. What a formula reads has its type here.
+"""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from steelyard.schema import OpenTable
+
+# Bounds that no machine comes near, so that no formula overflows on a stranger's record.
+Bytes = Annotated[int, Field(ge=0, le=10**18)]
+Rate = Annotated[float, Field(gt=0, le=1e30)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+class DeviceFacts(OpenTable):
+    name: str
+    uuid: str | None = None
+    memory_bytes: Bytes | None = None
+
+
+class PeakFacts(OpenTable):
+    """A datasheet row, as it was when the record was made."""
+
+    name: str
+    flops_per_s: dict[str, Rate]
+    bandwidth_bytes_per_s: float | None = None
+    source: str
+    note: str | None = None
+
+
+class Hardware(OpenTable):
+    machine: str | None = None
+    cpu: str | None = None
+    cpu_cores: int | None = None
+    memory_bytes: Bytes | None = None
+    accelerator: str | None = None
+    devices: list[DeviceFacts]
+    peak: PeakFacts | None = None
+
+
+class Software(OpenTable):
+    os: str | None = None
+    kernel: str | None = None
+    driver: str | None = None
+    container: str | None = None
+    python: str | None = None
+    packages: dict[str, str] = Field(default_factory=dict)
+    cuda: str | None = None
+    cudnn: str | None = None
+    variables: dict[str, str] = Field(default_factory=dict)
+    nccl: str | None = None
+
+
+class SourceFacts(OpenTable):
+    """This package's own revision."""
+
+    version: str | None = None
+    revision: str | None = None
+    dirty: bool | None = None
+
+
+class Environment(OpenTable):
+    hardware: Hardware
+    software: Software
+    source: SourceFacts
+
+
+class Weights(OpenTable):
+    """Where weights came from: `random` with its seed, or a checkpoint's files and the hash of their headers."""
+
+    source: str | None
+
+    @property
+    def trained(self) -> bool:
+        return self.source not in (None, "random")
+
+
+class RankFacts(OpenTable):
+    """What a record keeps of a rank beside its passes and samples."""
+
+    rank: int
+    device: str | None = None
+    status: str | None = None
+    identity: dict[str, Any] | None = None
+    threads: int | None = None
+    matmul_flops_per_s: Rate | None = None
+    in_use_bytes: dict[str, Bytes | None] | None = None
+    budget: dict[str, Number] | None = None
+
+
+class Restart(OpenTable):
+    """What a run goes on from."""
+
+    record: str | None
+    checkpoints: str | None = None
+    step: int
+    plan: str
+    passed_over: list[str] = Field(default_factory=list)
+    losses: list[Number | None]
+
+
+class Columns(OpenTable):
+    """Readings of a device, equally long lists; None is a reading that the device does not give."""
+
+    t_s: list[Number]
+    memory_bytes: list[Bytes | None] = Field(default_factory=list)
+    energy_j: list[Number | None] = Field(default_factory=list)
+    power_w: list[Number | None] = Field(default_factory=list)
+    sm_clock_mhz: list[Number | None] = Field(default_factory=list)
+    reasons: list[list[str] | None] = Field(default_factory=list)
+    processes: list[int | None] = Field(default_factory=list)
+
+
+class Series(OpenTable):
+    """What was read off a device. `t_s` counts from the start of the run; `baseline_processes` are compute processes on the
+    device before any worker started; `severity` says what each slowdown reason means, where the record says it."""
+
+    device: str
+    period_s: Number
+    baseline_processes: int | None = None
+    severity: dict[str, str] | None = None
+    columns: Columns
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        rows = len(self.columns.t_s)
+        for name, column in self.columns:
+            if name in self.columns.model_fields_set and not (isinstance(column, list) and len(column) == rows):
+                raise ValueError(f"column {name} is no list of as many readings as t_s, which has {rows}")
+        return self

@@ -1,0 +1,176 @@
+"""From a request to a run that can start: everything that can be known without starting anything, worked out once."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard import accelerators, engines
+from steelyard.accelerators.row import Accelerator, Found
+from steelyard.case.case import Case
+from steelyard.case.request import Request
+from steelyard.data.corpus import IDS
+from steelyard.engines import EngineRow
+from steelyard.errors import RequestError
+from steelyard.plan import degrees, memory
+from steelyard.plan.degrees import Plan
+from steelyard.record.record import Scope
+from steelyard.run import resume
+from steelyard.run.resume import Resume
+from steelyard.tasks.task import PASSES
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A request that can be carried out."""
+
+    request: Request
+    engine: EngineRow
+    accelerator: Accelerator
+    devices: list[Found]  # those in use
+    plan: Plan
+    passes: tuple[str, ...]
+    scope: Scope
+    site: dict[str, str]
+    resume: Resume | None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def case(self) -> Case:
+        return self.request.resolved.case
+
+
+def ready(request: Request) -> Ready:
+    """A wrong request raises RequestError: one line, and nothing was started."""
+    case, engine = request.resolved.case, engines.row(request.engine)
+    _check_engine(case, engine)
+    plan = degrees.make(case, request.nodes, request.devices, request.sample)
+    _check_degrees(engine, plan)
+    passes = _passes(request)
+    earlier = _resume(request)
+    _check_files(request)
+    _check_numbers(request)
+    accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
+    devices, warning = _place(case, plan, accelerator)
+    window = request.sample is not None or request.steps is not None
+    return Ready(
+        request=request,
+        engine=engine,
+        accelerator=accelerator,
+        devices=devices,
+        plan=plan,
+        passes=passes,
+        scope=Scope(kind="window" if window else "full", sample=request.sample, steps=request.steps),
+        site=site(request.site),
+        resume=earlier,
+        warnings=() if warning is None else (warning,),
+    )
+
+
+def _check_engine(case: Case, engine: EngineRow) -> None:
+    missing = engine.missing()
+    if missing is not None:
+        raise RequestError(
+            f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
+            "then run again"
+        )
+    question = case.question
+    refused = engine.refusal(case.name, question.row.work, question.model.family)
+    if refused is not None:
+        raise RequestError(refused)
+    allowed = [one for one in case.divisions if one in engine.divisions]
+    if question.division not in allowed:
+        raise RequestError(
+            f"{case.name} has no division {question.division!r} with engine {engine.name}; allowed: {', '.join(allowed)}"
+        )
+    if question.precision.matmul not in engine.precisions:
+        raise RequestError(
+            f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed: {', '.join(engine.precisions)}"
+        )
+
+
+def _check_degrees(engine: EngineRow, plan: Plan) -> None:
+    if not engine.divides(plan):
+        allowed = "".join(name.upper() for name in engines.DEGREES if name in engine.degrees)
+        raise RequestError(
+            f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed: --parallel {allowed}"
+        )
+
+
+def _passes(request: Request) -> tuple[str, ...]:
+    """The passes of a run: those that were named, or the task's."""
+    row = request.resolved.case.question.row
+    if request.passes is None:
+        return tuple(name for name in row.passes if name != "before") if request.resume else row.passes
+    passes, every = request.passes, PASSES[row.kind].every
+    for name in passes:
+        if name not in every:
+            raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(every)}")
+    if not passes or len(set(passes)) != len(passes):
+        raise RequestError(f"--passes: name each pass once, such as {','.join(row.passes)}")
+    if "bare" in passes and "infer" not in passes:
+        raise RequestError("--passes: bare is there to be compared with infer; name both, such as infer,bare")
+    if row.kind == "train" and ("train" not in passes or passes != tuple(one for one in every if one in passes)):
+        raise RequestError("--passes: training has before, train and after, in this order; train cannot be left out")
+    if request.resume is not None and "before" in passes:
+        raise RequestError("--passes: the loss before the first step is that of the run which began; leave before out")
+    return passes
+
+
+def _resume(request: Request) -> Resume | None:
+    if request.resume is None:
+        return None
+    return resume.find(request.resume.resolve(), request.resolved, request.sample, request.steps, request.engine)
+
+
+def _check_files(request: Request) -> None:
+    case = request.resolved.case
+    keeps = case.tune.checkpoint_every is not None
+    if keeps and case.question.train is None:
+        raise RequestError(f"tune.checkpoint_every: {case.name} scores, and keeps no checkpoints; leave it out")
+    if keeps and (request.out / "checkpoints").is_file():
+        raise RequestError(
+            f"{request.out / 'checkpoints'}: a file, where the folder of checkpoints would be; choose another --out"
+        )
+    for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
+        # Token files are also named by what they have in common.
+        if path is not None and not path.exists() and not path.with_name(f"{path.name}{IDS}").exists():
+            raise RequestError(f"{option} {str(path)!r} does not exist")
+    if case.size == "full" and request.data is None:
+        raise RequestError(f"{case.name} at size full needs its data: name their folder with --data, or try --size smoke")
+
+
+def _check_numbers(request: Request) -> None:
+    for option, number in (("--sample", request.sample), ("--steps", request.steps)):
+        if number is not None and number < 1:
+            raise RequestError(f"{option} {number}: must be at least 1")
+    for option, seconds in (("--hang-after", request.hang_s), ("--time-limit", request.limit_s)):
+        if seconds is not None and not seconds > 0:
+            raise RequestError(f"{option} {seconds:g}: must be more than 0 seconds")
+
+
+def _place(case: Case, plan: Plan, accelerator: Accelerator) -> tuple[list[Found], str | None]:
+    """The devices in use, and a warning where memory may be short."""
+    found = accelerator.find()
+    if not found:
+        raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
+    most = accelerator.most(found)
+    if plan.devices > most:
+        raise RequestError(f"--devices {plan.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
+    sharing = -(-plan.devices // len(found))  # ranks that have one device's memory between them
+    size = found[0].memory_bytes
+    return found[: plan.devices], memory.check_fits(case, plan, size // sharing if size is not None else None)
+
+
+def site(path: Path | None) -> dict[str, str]:
+    """What the operator states about the machine: a small TOML file of strings."""
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RequestError(f"--site {str(path)!r} cannot be read: {error}") from error
+    allowed = ("machine", "network", "note")
+    for key, value in table.items():
+        if key not in allowed or not isinstance(value, str):
+            raise RequestError(f"--site {str(path)!r}: {key!r} is not a known string; allowed: {', '.join(allowed)}")
+    return table
