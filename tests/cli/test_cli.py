@@ -18,12 +18,12 @@ import pytest
 from fixtures.commands import CASE, SMOKE, Shell
 from steelyard import accelerators, cli
 from steelyard.accelerators import Accelerator, Found
-from steelyard.case import case as cases
+from steelyard.case import resolve
 from steelyard.case.request import Request
 from steelyard.cli import app
 from steelyard.cli.progress import clock, line
 from steelyard.errors import RequestError
-from steelyard.run.parent import Progress
+from steelyard.run.parent import PhaseProgress
 
 VERBS = ("list", "show", "run", "report", "verify", "schema")
 
@@ -228,7 +228,7 @@ def test_show_says_where_values_come_from(shell: Shell) -> None:
 def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
     done = shell("run", "smoke", "--accelerator", "cpu", "--out", shell.out)
     records = shell.records()
-    wanted = {(name, one) for name in cases.names() for one in cases.resolve(name, "smoke").case.divisions}
+    wanted = {(name, one) for name in resolve.names() for one in resolve.resolve(name, "smoke").case.divisions}
     assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted
     assert {one["case"]["size"] for one in records} == {"smoke"}
     # Without a terminal, stderr holds one line a record and nothing else; the table is the answer.
@@ -257,19 +257,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
 
 def show_on(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Every case as if its file said on how many devices it is shown."""
-    real = cases.resolve
+    real = resolve.resolve
 
-    def resolve(*arguments: Any) -> cases.Resolved:
+    def shown(*arguments: Any) -> resolve.Resolved:
         found = real(*arguments)
         return replace(found, case=found.case.model_copy(update={"devices": list(numbers)}))
 
-    monkeypatch.setattr(cases, "resolve", resolve)
+    monkeypatch.setattr(resolve, "resolve", shown)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool = False) -> None:
     """A machine whose only accelerator has so many devices."""
     found = [Found("Abacus", None, None, i, None) for i in range(devices)]
-    row = Accelerator("abacus", lambda: found, accelerators.CPU.telemetry, "none:None", divisible)
+    row = Accelerator("abacus", lambda: found, accelerators.CPU.sources, {}, divisible)
     monkeypatch.setattr(accelerators, "table", lambda: {row.name: row})
 
 
@@ -283,7 +283,7 @@ def test_parallel_is_a_setting(asked: Asked) -> None:
     (late,) = asked(CASE, "--set", "tune.parallel=DP", "--parallel", "TP")
     assert late.resolved.case.tune.parallel == "TP"
     (plain,) = asked(CASE)
-    assert plain.resolved == cases.resolve(CASE)
+    assert plain.resolved == resolve.resolve(CASE)
     assert {one.resolved.case.tune.parallel for one in asked("smoke", "--parallel", "TP2", "--devices", "2")} == {"TP2"}
 
 
@@ -316,14 +316,14 @@ def test_smoke_runs_on_the_devices_that_a_case_names(
     machine(monkeypatch, here, divisible)
     wanted = [
         (name, division, number)
-        for name in cases.names()
-        for division in cases.resolve(name, "smoke").case.divisions
+        for name in resolve.names()
+        for division in resolve.resolve(name, "smoke").case.divisions
         for number in run
     ]
     requests = asked("smoke", "--accelerator", "abacus")
     assert [(one.resolved.case.name, one.resolved.case.question.division, one.devices) for one in requests] == wanted
     twice = asked("smoke", "--accelerator", "abacus", "--division", "closed", "--repeat", "2")
-    assert [one.devices for one in twice] == [number for _ in cases.names() for number in run for _ in range(2)]
+    assert [one.devices for one in twice] == [number for _ in resolve.names() for number in run for _ in range(2)]
 
 
 def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pyte
 
 
 def test_label_tells_the_devices() -> None:
-    one = Request(cases.resolve(CASE, "smoke"))
+    one = Request(resolve.resolve(CASE, "smoke"))
     assert cli.run._label(one) == f"{CASE} closed fp32 torch"
     assert cli.run._label(replace(one, devices=2)) == f"{CASE} closed fp32 torch x2"
 
@@ -341,15 +341,15 @@ def test_label_tells_the_devices() -> None:
 @pytest.mark.parametrize(
     "progress,text",
     [
-        (Progress("data", 0, 0, 3.9), "data  0:03"),
-        (Progress("val", 0, 48, 0.0), f"val  {'╌' * 24}  0/48  0:00"),
-        (Progress("val", 12, 48, 6.0), f"val  {'━' * 6}{'╌' * 18}  12/48  2.00/s  0:06, 0:18 left"),
-        (Progress("infer", 48, 48, 24.0), f"infer  {'━' * 24}  48/48  2.00/s  0:24, 0:00 left"),
-        (Progress("weights", 1, 1000, 10.0), f"weights  {'╌' * 24}  1/1000  0.10/s  0:10, 2:46:30 left"),
-        (Progress("val", 5, 4, 10.0), f"val  {'━' * 24}  5/4  0.50/s  0:10, 0:00 left"),
+        (PhaseProgress("data", 0, 0, 3.9), "data  0:03"),
+        (PhaseProgress("val", 0, 48, 0.0), f"val  {'╌' * 24}  0/48  0:00"),
+        (PhaseProgress("val", 12, 48, 6.0), f"val  {'━' * 6}{'╌' * 18}  12/48  2.00/s  0:06, 0:18 left"),
+        (PhaseProgress("infer", 48, 48, 24.0), f"infer  {'━' * 24}  48/48  2.00/s  0:24, 0:00 left"),
+        (PhaseProgress("weights", 1, 1000, 10.0), f"weights  {'╌' * 24}  1/1000  0.10/s  0:10, 2:46:30 left"),
+        (PhaseProgress("val", 5, 4, 10.0), f"val  {'━' * 24}  5/4  0.50/s  0:10, 0:00 left"),
     ],
 )
-def test_progress_line(progress: Progress, text: str) -> None:
+def test_progress_line(progress: PhaseProgress, text: str) -> None:
     assert line(progress) == text
 
 

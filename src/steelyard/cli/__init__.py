@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,8 @@ from steelyard.errors import LostError, RequestError
 
 # Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
 UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+DEFECT = 70  # EX_SOFTWARE of sysexits.h
 
 app = typer.Typer(
     name="steelyard",
@@ -44,7 +47,7 @@ app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong."""
+    """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong, 70 a defect of ours."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = app(standalone_mode=False)
@@ -62,6 +65,10 @@ def main() -> None:
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
+    except Exception:  # noqa: BLE001  our own bug, never blamed on a user's file
+        say(traceback.format_exc())
+        say(f"error: a defect of steelyard {__version__}, not of your request; please report it with the lines above")
+        sys.exit(DEFECT)
     sys.exit(code if isinstance(code, int) else 0)
 
 

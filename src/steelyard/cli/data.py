@@ -11,7 +11,7 @@ from steelyard.cli.options import Json
 from steelyard.cli.out import answer, dump, one_line, say
 
 if TYPE_CHECKING:
-    from steelyard.data.tokenize import Inspection, Packed
+    from steelyard.data.tokenize import CorpusInspection, TokenFiles
     from steelyard.data.tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
@@ -50,7 +50,7 @@ def pack(
     from steelyard.data.tokenizer import load
 
     try:
-        made = _pack(inputs, load([tokenizer]), out, key, append_end, force, as_json)
+        made = _tokenize(inputs, load([tokenizer]), out, key, append_end, force, as_json)
     except KeyboardInterrupt:
         say("interrupted")
         return 1
@@ -96,19 +96,19 @@ def inspect(
         answer(_table(_facts(found, known)))
 
 
-def _pack(
+def _tokenize(
     inputs: list[Path], tokenizer: "Tokenizer", out: Path, key: str, append_end: bool, force: bool, quiet: bool
-) -> "Packed":
+) -> "TokenFiles":
     from rich.console import Console
 
     from steelyard.cli.progress import Display
-    from steelyard.data.tokenize import pack as write
+    from steelyard.data.tokenize import tokenize
 
     with Display(Console(stderr=True, quiet=quiet), one_line(out.name)) as display:
-        return write(inputs, tokenizer, out, key, append_end, force, watching(display.show))
+        return tokenize(inputs, tokenizer, out, key, append_end, force, watching(display.show))
 
 
-def _written(made: "Packed", paths: list[tuple[str, int]]) -> list[tuple[str, str]]:
+def _written(made: "TokenFiles", paths: list[tuple[str, int]]) -> list[tuple[str, str]]:
     files = [f"{name}  {size}" for name, size in aligned(paths)]
     return [
         ("documents", str(made.documents)),
@@ -119,7 +119,7 @@ def _written(made: "Packed", paths: list[tuple[str, int]]) -> list[tuple[str, st
     ]
 
 
-def _facts(found: "Inspection", tokenizer: "Tokenizer | None") -> list[tuple[str, str]]:
+def _facts(found: "CorpusInspection", tokenizer: "Tokenizer | None") -> list[tuple[str, str]]:
     from steelyard.data.tokenize import ROW
 
     rows = [

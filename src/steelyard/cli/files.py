@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 from steelyard.cli.out import one_line
 
 if TYPE_CHECKING:
-    from steelyard.run.parent import Progress
+    from steelyard.run.parent import PhaseProgress
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
-def watching(show: "Callable[[Progress], None]") -> Callable[[int, int], None]:
+def watching(show: "Callable[[PhaseProgress], None]") -> Callable[[int, int], None]:
     """Bytes as the display's progress, in MiB."""
     from steelyard.run.measure import now
-    from steelyard.run.parent import Progress
+    from steelyard.run.parent import PhaseProgress
 
     begin_s = now()
 
     def watch(done: int, total: int) -> None:
-        show(Progress("MiB", done >> 20, -(-total >> 20), now() - begin_s))
+        show(PhaseProgress("MiB", done >> 20, -(-total >> 20), now() - begin_s))
 
     return watch
 

@@ -6,9 +6,15 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Size = Annotated[str | None, typer.Option(help="full (published model and data, the default) or smoke (tiny, made, seconds).")]
-Precision = Annotated[str | None, typer.Option(help="fp32, tf32, fp16 or bf16 (training also bf16-pure); default: the case's.")]
-Division = Annotated[str | None, typer.Option(help="closed (every token computed) or open (shared prefixes computed once).")]
+SizeOption = Annotated[
+    str | None, typer.Option(help="full (published model and data, the default) or smoke (tiny, made, seconds).")
+]
+PrecisionOption = Annotated[
+    str | None, typer.Option(help="fp32, tf32, fp16 or bf16 (training also bf16-pure); default: the case's.")
+]
+DivisionOption = Annotated[
+    str | None, typer.Option(help="closed (every token computed) or open (shared prefixes computed once).")
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override any value, such as tune.batch_tokens=16384.")
 ]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from steelyard.run.parent import Progress
+from steelyard.run.parent import PhaseProgress
 
 BAR = 24
 
@@ -28,12 +28,12 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: PhaseProgress) -> None:
         if self._live is not None:
             self._live.update(Text(f"{self._label}  {line(progress)}", no_wrap=True, overflow="ellipsis"))
 
 
-def line(progress: Progress) -> str:
+def line(progress: PhaseProgress) -> str:
     """A progress as text."""
     spent = clock(progress.elapsed_s)
     if progress.total <= 0:

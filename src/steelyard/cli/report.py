@@ -1,5 +1,7 @@
 """The verbs for records that are there: report, verify and schema."""
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,15 +42,8 @@ def report_(
 
 def _page(places: list[Path], format_: str, lang: str) -> str:
     from steelyard import report
-    from steelyard.metrics.verify import MISFITS
 
-    try:
-        return report.render(_read(places), format_, lang)
-    except MISFITS as error:
-        where = ", ".join(map(str, places))
-        raise RequestError(
-            f"{where}: no page can be made of it: {type(error).__name__}: {error}; try steelyard verify"
-        ) from error
+    return report.render(_read(places), format_, lang)
 
 
 def _write(path: Path, text: str) -> None:
@@ -61,10 +56,15 @@ def _write(path: Path, text: str) -> None:
 def _paths(places: list[Path]) -> list[Path]:
     out: list[Path] = []
     for place in places:
-        out += sorted(place.glob("*.json")) if place.is_dir() else [place]
+        out += _below(place) if place.is_dir() else [place]
     if not out:
         raise RequestError(f"no records in {', '.join(str(place) for place in places)}; give records or a folder of them")
     return out
+
+
+def _below(folder: Path) -> list[Path]:
+    """Records in a folder and the folders in it, but for those of checkpoints, whose tables are JSON too."""
+    return sorted(path for path in folder.rglob("*.json") if "checkpoints" not in path.relative_to(folder).parts)
 
 
 def _read(places: list[Path]) -> list[Any]:
@@ -76,38 +76,60 @@ def _read(places: list[Path]) -> list[Any]:
 def verify(records: Records, as_json: Json = False) -> int:
     """Recompute every metric of records from their raw samples, and check their hashes.
 
+    A record whose question is not that of the shipped case of its name is sound, and that is said beside it.
+
     Example: steelyard verify records/
     """
-    from steelyard.metrics.verify import verify as check
-
     paths = _paths(records)
-    found = {str(path): check(path) if len(paths) == 1 else _verdict(path) for path in paths}
-    wrong = {path: lines for path, lines in found.items() if lines}
+    found = [_verdict(path, alone=len(paths) == 1) for path in paths]
     if as_json:
-        dump({"records": [{"path": path, "ok": not lines, "wrong": lines} for path, lines in found.items()]})
+        dump({"records": [asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found]})
     else:
-        for path, lines in found.items():
-            answer(f"{'ok' if not lines else 'WRONG'}  {path}")
-            for line in lines:
+        for one in found:
+            answer(f"{'WRONG' if one.wrong else 'ok'}  {one.path}")
+            for line in (*one.wrong, *one.remarks):
                 answer(f"  {line}")
-    return 1 if wrong else 0
+    return 1 if any(one.wrong for one in found) else 0
 
 
-def _verdict(path: Path) -> list[str]:
-    """One of several: what is no record at all is wrong, and the others are still looked at."""
-    from steelyard.metrics.verify import verify as check
+@dataclass(frozen=True)
+class Verdict:
+    path: Path
+    wrong: list[str]
+    remarks: list[str]
+
+
+def _verdict(path: Path, alone: bool) -> Verdict:
+    """Of several records one that is none is wrong, and the others are still looked at; alone, it is a wrong request."""
+    from steelyard.metrics import verify
 
     try:
-        return check(path)
+        return Verdict(path, verify.verify(path), verify.remarks(path))
     except RequestError as error:
-        return [one_line(error)]
+        if alone:
+            raise
+        return Verdict(path, [one_line(error)], [])
 
 
-def schema(as_json: Json = False) -> None:
-    """The JSON Schema of a record.
+def schema(
+    of: Annotated[str, typer.Argument(metavar="[record|worker|rank]", help="What to print the schema of.")] = "record",
+    as_json: Json = False,
+) -> None:
+    """The JSON Schema of a record, of what a worker is told (worker), or of what it leaves (rank).
 
-    Example: steelyard schema > record.schema.json
+    \b
+    Examples:
+      steelyard schema > record.schema.json
+      steelyard schema worker
     """
     from steelyard.record import record
+    from steelyard.run import spec
 
-    dump(record.schema())
+    schemas: dict[str, Callable[[], dict[str, Any]]] = {
+        "record": record.schema,
+        "worker": spec.WorkerSpec.model_json_schema,
+        "rank": spec.RankFile.model_json_schema,
+    }
+    if of not in schemas:
+        raise RequestError(f"schema {of!r}: allowed: {', '.join(schemas)}")
+    dump(schemas[of]())

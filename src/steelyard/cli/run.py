@@ -5,26 +5,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import Division, Json, Precision, Settings, Size
+from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
 from steelyard.cli.out import answer, dump, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
-    from steelyard.case.case import Case, Resolved
+    from steelyard.case.case import Case
     from steelyard.case.request import Request
+    from steelyard.case.resolve import Resolved
 
 
 def run(
     cases: Annotated[
         list[str], typer.Argument(metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.")
     ],
-    size: Size = None,
+    size: SizeOption = None,
     engine: Annotated[
         str, typer.Option(help="torch (ours), transformers (what users run today), or reference (GLM as published).")
     ] = "torch",
     accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
-    precision: Precision = None,
-    division: Division = None,
+    precision: PrecisionOption = None,
+    division: DivisionOption = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     devices: Annotated[
         int | None, typer.Option(help="Devices per machine; default: 1, and for smoke the numbers that each case names.")
@@ -136,37 +137,38 @@ def _resolve(
     """What to run, and whether it was asked for as `smoke`: every case that the engine runs at that size, in every
     division that both have."""
     from steelyard import engines
-    from steelyard.case import case
+    from steelyard.case import resolve
 
     out: list[tuple[Resolved, bool]] = []
     for name in cases:
         if name != "smoke":
-            out.append((case.resolve(name, size, precision, division, settings), False))
+            out.append((resolve.resolve(name, size, precision, division, settings), False))
             continue
         if size not in (None, "smoke"):
             raise RequestError(f"run smoke --size {size}: smoke is a size; name a case to run it at size {size}")
-        for known in case.names():
-            found = case.resolve(known, "smoke", precision, division, settings).case
-            if engine in engines.ENGINES and engine not in found.engines:
+        row = engines.row(engine)
+        for known in resolve.names():
+            found = resolve.resolve(known, "smoke", precision, division, settings).case
+            if row.refusal(known, found.question.row.work, found.question.model.family) is not None:
                 continue
-            every = found.divisions
-            able = [one for one in every if one in engines.DIVISIONS.get(engine, every)]
+            able = [one for one in found.divisions if one in row.divisions]
             for one in [division] if division else able:
-                out.append((case.resolve(known, "smoke", precision, one, settings), True))
+                out.append((resolve.resolve(known, "smoke", precision, one, settings), True))
     return out
 
 
 def _numbers(case: "Case", smoke: bool, engine: str, devices: int | None, accelerator: str | None) -> list[int]:
     """The number of devices that was asked for, else 1; for `smoke` those of the case that can be had here, with this
     engine, and 1 in any case."""
-    from steelyard import accelerators
+    from steelyard import accelerators, engines
     from steelyard.plan import degrees
 
     if devices is not None or not smoke or max(case.devices) == 1:
         return [1 if devices is None else devices]
     row = accelerators.named(accelerator) if accelerator else accelerators.detect()
     most = row.most(row.find())
-    able = [n for n in case.devices if n <= most and degrees.able(engine, degrees.make(case, 1, n))]
+    divides = engines.row(engine)
+    able = [n for n in case.devices if n <= most and divides.divides(degrees.make(case, 1, n))]
     return able or [1]
 
 
@@ -180,18 +182,19 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
     from rich.console import Console
 
     from steelyard import report
-    from steelyard.case.request import check
     from steelyard.cli.progress import Display
     from steelyard.record import record
     from steelyard.run.parent import run_case
+    from steelyard.run.ready import ready
 
-    for request in requests:  # all of them before the first is run
-        check(request)
+    runs = [ready(request) for request in requests]  # all of them before the first is run
     console = Console(stderr=True, quiet=as_json)
     done = []
-    for request in requests:
-        with Display(console, _label(request)) as display:
-            made, path = run_case(request, display.show)
+    for one in runs:
+        for warning in one.warnings:
+            say(f"warning: {warning}")
+        with Display(console, _label(one.request)) as display:
+            made, path = run_case(one, display.show)
         done.append(made)
         if not as_json:
             say(f"{made.status}: {path}")
@@ -203,4 +206,4 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
         dump({"records": [record.to_table(made) for made in done]})
     else:
         answer(report.text(report.table(done)))
-    return 0 if len(done) == len(requests) and all(made.status == "valid" for made in done) else 1
+    return 0 if len(done) == len(runs) and all(made.status == "valid" for made in done) else 1

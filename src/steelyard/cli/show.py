@@ -1,44 +1,73 @@
 """The verbs that only look: list and show."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli.options import Division, Json, Precision, Settings, Size
+from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
 from steelyard.cli.out import answer, dump, plain
+
+if TYPE_CHECKING:
+    from steelyard.case.case import Case
+    from steelyard.engines import EngineRow
 
 
 def list_(as_json: Json = False) -> None:
-    """Cases, engines, and the accelerators found on this machine.
+    """Cases, what each engine can run of them, and the accelerators found on this machine.
 
     Example: steelyard list
     """
     from steelyard import accelerators, engines
-    from steelyard.case import case
+    from steelyard.case import resolve
 
     found: list[dict[str, Any]] = [
         {"accelerator": row.name, "index": i, "device": one.name, "memory_bytes": one.memory_bytes}
         for row in accelerators.table().values()
         for i, one in enumerate(row.find())
     ]
-    cases = [{"name": name, "title": case.read(name)[0]["title"]} for name in case.names()]
+    known = [resolve.resolve(name).case for name in resolve.names()]
+    cases = [{"name": case.name, "title": case.title} for case in known]
+    rows = [_engine(row, known) for _, row in sorted(engines.table().items())]
     if as_json:
-        dump({"cases": cases, "engines": engines.names(), "accelerators": found})
+        dump({"cases": cases, "engines": rows, "accelerators": found})
         return
     width = max(len(row["name"]) for row in cases)
-    lines = ["cases", *(f"  {row['name']:<{width}}  {row['title']}" for row in cases)]
-    lines += ["engines", f"  {', '.join(engines.names())}", "accelerators"]
-    for row in found:
-        memory = f"  {row['memory_bytes'] / (1 << 30):.0f} GiB" if row["memory_bytes"] else ""
-        lines.append(f"  {row['accelerator']}:{row['index']}  {row['device']}{memory}")
+    lines = ["cases", *(f"  {row['name']:<{width}}  {row['title']}" for row in cases), "engines"]
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        missing = f" ({row['missing']} is not installed)" if row["missing"] else ""
+        lines.append(f"  {row['name']:<{width}}  {', '.join(row['cases']) or 'none of these cases'}{missing}")
+        lines.append(
+            f"  {'':<{width}}  {', '.join(row['divisions'])}; {', '.join(row['precisions'])}; {' '.join(row['degrees'])}"
+        )
+    lines.append("accelerators")
+    for device in found:
+        memory = f"  {device['memory_bytes'] / (1 << 30):.0f} GiB" if device["memory_bytes"] else ""
+        lines.append(f"  {device['accelerator']}:{device['index']}  {device['device']}{memory}")
     answer("\n".join(lines))
+
+
+def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
+    """What an engine can do, from its row."""
+    able = [case.name for case in cases if row.refusal(case.name, case.question.row.work, case.question.model.family) is None]
+    return {
+        "name": row.name,
+        "framework": row.framework,
+        "cases": able,
+        "works": list(row.works),
+        "families": list(row.families),
+        "divisions": list(row.divisions),
+        "precisions": list(row.precisions),
+        "degrees": [degree.upper() for degree in row.degrees],
+        "missing": row.missing(),
+    }
 
 
 def show(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's name, or the path of your own TOML file.")],
-    size: Size = None,
-    precision: Precision = None,
-    division: Division = None,
+    size: SizeOption = None,
+    precision: PrecisionOption = None,
+    division: DivisionOption = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -47,8 +76,7 @@ def show(
     Example: steelyard show llama2-7b-mmlu --set tune.batch_tokens=16384
     """
     from steelyard import accelerators
-    from steelyard.accelerators import peaks
-    from steelyard.case.case import resolve
+    from steelyard.case.resolve import resolve
     from steelyard.plan import flops
 
     resolved = resolve(case, size, precision, division, settings)
@@ -61,8 +89,9 @@ def show(
             "origin": "derived from the shapes",
         }
     )
-    device = accelerators.detect().find()[0]
-    peak = peaks.peak(device.name, device.memory_bytes)
+    row = accelerators.detect()
+    device = row.find()[0]
+    peak = accelerators.peak(row, device)
     rate = peak.flops_per_s.get(resolved.case.question.precision.matmul) if peak else None
     origin = f"accelerator row {peak.name}" if peak else f"no accelerator row for {device.name}: no MFU"
     rows.append({"key": "peak FLOP/s", "value": rate, "origin": origin})
