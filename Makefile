@@ -1,12 +1,15 @@
 # make run    sets up, runs every case at size smoke on the CPU, prints the table, writes the page
 # make test   sets up, runs the fast tests
 # make check  lint, types and all tests, as CI runs it
+# make long   the tests that take longer than CI may
+# make gpu-test  the tests that need a device, on a machine that has one
 
 PYTHON ?= python3
 BIN := .venv/bin
 RECORDS := records/smoke
+PARALLEL := -n 2 --dist loadfile  # what a file makes once, such as a launch of eight ranks, is made once
 
-.PHONY: setup run test check lint types clean
+.PHONY: setup run test check long gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -22,7 +25,7 @@ run: setup
 	$(BIN)/steelyard report $(RECORDS) --format html --to $(RECORDS)/page.html
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -32,7 +35,13 @@ types: setup
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/python -m pytest -n 2 -m "full or not full"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not long"
+
+long: setup
+	$(BIN)/python -m pytest -m long
+
+gpu-test: setup
+	$(BIN)/python -m pytest -m gpu
 
 clean:
 	rm -rf .venv records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -16,7 +16,8 @@ CLOCKS = {
 }
 PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
-    *("case.case", "run.environment", "run.telemetry", "report"),
+    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
+    *("plan.memory", "tasks", "engines", "accelerators", "models.families", "training.checkpoints"),
 )
 UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 HEAVY = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
@@ -80,7 +81,141 @@ def test_only_the_command_line_prints(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 def test_files_can_be_read_in_a_sitting(path):
-    assert len(path.read_text().splitlines()) <= 450
+    assert len(path.read_text().splitlines()) <= 400
+
+
+# Room → rooms that it may import. A room is a folder; of engines each one's own, and what they have in common. What stands
+# beside the rooms any room may import.
+BESIDE = {"errors", "files", "schema", "plugins"}
+WORK = {"case", "data", "engines", "kernels", "models", "plan", "training", "weights"}
+ROOMS: dict[str, set[str]] = {
+    "cli": {"accelerators", "case", "data", "engines", "metrics", "models", "plan", "record", "report", "run", "weights"},
+    "run": {"accelerators", "case", "data", "engines", "metrics", "plan", "record", "tasks", "training"},
+    "report": {"case", "metrics", "plan", "record", "tasks"},
+    "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
+    "record": {"case", "plan", "tasks"},
+    "plan": {"case", "models"},
+    "case": {"data", "models", "tasks"},
+    "tasks": {"data"},
+    "engines": {"accelerators", "case", "plan"},
+    "engines.torch": {*WORK, "accelerators"},
+    "engines.transformers": WORK,
+    "engines.reference": WORK,
+    "training": {"case", "data", "engines", "kernels", "models", "plan", "weights"},
+    "weights": {"models"},
+    "models": {"data", "kernels"},
+    "kernels": set(),
+    "data": set(),
+    "accelerators": set(),
+}
+FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetensors"}
+# Where a framework may be imported; of models only what workers load, and of accelerators their device classes.
+FRAMEWORK_ROOMS = {"engines.torch", "engines.transformers", "engines.reference", "models", "kernels", "weights", "training"}
+TORCH_FREE = {
+    *("models/__init__.py", "models/families.py", "models/shapes.py"),
+    *("training/__init__.py", "training/checkpoints.py", "weights/__init__.py", "kernels/__init__.py"),
+}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("steelyard", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """The room of a module; empty for what stands at the top."""
+    parts = module.split(".")[1:]
+    named = ".".join(parts[:2])
+    return named if named in ROOMS else parts[0] if parts else ""
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Every module that a file imports, and whether inside a function. What only a type checker reads is left out."""
+    tree = ast.parse(path.read_text())
+    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)}
+    checked = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    unread = {id(inner) for one in checked for statement in one.body for inner in ast.walk(statement)}
+    out = []
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
+        if isinstance(node, ast.Import):
+            out += [(alias.name, id(node) in inside) for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            out += [(_submodule(node.module, alias.name), id(node) in inside) for alias in node.names]
+    return out
+
+
+def _submodule(module: str, name: str) -> str:
+    whole = f"{module}.{name}"
+    place = SRC.parent.joinpath(*whole.split("."))
+    return whole if place.is_dir() or place.with_suffix(".py").exists() else module
+
+
+def strangers(path: Path) -> list[str]:
+    """The rooms that a file imports and may not."""
+    room = room_of(module_of(path))
+    wanted = {room_of(module) for module, _ in imports(path) if module.startswith("steelyard.")}
+    return sorted(wanted - {room, "", "__main__"} - BESIDE - ROOMS[room]) if room in ROOMS else []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_a_room_imports_only_rooms_it_may(path):
+    assert strangers(path) == []
+
+
+def test_every_folder_is_a_room():
+    folders = {path.name for path in SRC.iterdir() if path.is_dir() and path.name not in ("__pycache__", "cases")}
+    assert folders == {room.partition(".")[0] for room in ROOMS}
+    engines = {f"engines.{path.name}" for path in (SRC / "engines").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert engines == {room for room in ROOMS if room.startswith("engines.")}
+
+
+def test_rooms_do_not_import_each_other_in_a_circle():
+    left = {room: set(others) for room, others in ROOMS.items()}
+    while left:
+        free = {room for room, others in left.items() if not others & left.keys()}
+        assert free, f"a circle among {sorted(left)}"
+        left = {room: others for room, others in left.items() if room not in free}
+
+
+def test_the_rules_on_rooms_can_fail(tmp_path, monkeypatch):
+    source = tmp_path / "steelyard"
+    (source / "tasks").mkdir(parents=True)
+    (source / "tasks" / "new.py").write_text("from steelyard.case import case\n\ndef f():\n    import torch\n")
+    monkeypatch.setitem(globals(), "SRC", source)
+    assert strangers(source / "tasks" / "new.py") == ["case"]
+    assert ("torch", True) in imports(source / "tasks" / "new.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_rooms_are_not_imported_inside_functions(path):
+    """But for the command line, whose verbs import what they need, so that `--help` answers at once."""
+    inside = [module for module, within in imports(path) if within and module.startswith("steelyard")]
+    assert inside == [] or path.is_relative_to(SRC / "cli")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_frameworks_are_imported_where_workers_load_them(path):
+    found = {module.partition(".")[0] for module, _ in imports(path)} & FRAMEWORKS
+    name = path.relative_to(SRC).as_posix()
+    device = name.startswith("accelerators/") and name.endswith("_torch.py")
+    allowed = device or (room_of(module_of(path)) in FRAMEWORK_ROOMS and name not in TORCH_FREE)
+    assert not found or allowed, (name, found)
+
+
+@pytest.mark.parametrize("name", sorted({"record", "mmlu", "lambada", "openwebtext", "alpaca", "superglue_record"}))
+def test_tasks_are_named_in_tasks_alone(name):
+    """No branch on a task elsewhere: what differs is in its row."""
+    for path in FILES:
+        if path.is_relative_to(SRC / "tasks"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare | ast.Dict | ast.Subscript):
+                said = {inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)}
+                told = {
+                    ast.dump(inner) for inner in ast.walk(node) if isinstance(inner, ast.Attribute) and inner.attr == "task"
+                }
+                assert not (name in said and told), (path, node.lineno)
 
 
 @pytest.mark.parametrize("name", PARENT)

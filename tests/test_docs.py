@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard import accelerators, engines
-from steelyard.case import case
+from steelyard import accelerators, engines, tasks
+from steelyard.case import resolve
 from steelyard.metrics import table, validity
 from steelyard.metrics.verify import verify
 from steelyard.record import record
@@ -23,29 +23,32 @@ GROUPS = ("weights", "data")
 
 
 def test_every_metric_is_documented():
-    missing = [metric.name for metric in table.METRICS if f"`{metric.name}`" not in DOCS["metrics.md"]]
+    names = {metric.name for task in tasks.table().values() for metric in table.of_task(task)}
+    missing = sorted(name for name in names if f"`{name}`" not in DOCS["metrics.md"])
     assert missing == []
 
 
 def test_every_reason_is_documented():
-    source = (ROOT / "src/steelyard/validity.py").read_text() + (ROOT / "src/steelyard/run.py").read_text()
-    for code in ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality", "killed", "hang"):
+    source = "".join((ROOT / "src/steelyard" / name).read_text() for name in ("metrics/validity.py", "run/parent.py"))
+    codes = ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality")
+    for code in (*codes, "killed", "hang", "illegal_instruction"):
         assert f'"{code}"' in source, code
         assert f"`{code}`" in DOCS["metrics.md"], code
     assert len(validity.RULES) == 8  # a new rule needs a new row in docs/metrics.md
 
 
-@pytest.mark.parametrize("name", case.names())
+@pytest.mark.parametrize("name", resolve.names())
 def test_every_case_is_documented(name):
     assert f"`{name}`" in DOCS["cases.md"]
     assert name in DOCS["README.md"]
 
 
 def test_every_engine_and_accelerator_is_documented():
-    for name in engines.names():
+    for name in engines.table():
         assert f"`{name}`" in DOCS["engines.md"]
     for name in accelerators.table():
-        assert f"{name}.py" in DOCS["accelerators.md"]
+        assert f"`{name}`" in DOCS["accelerators.md"]
+        assert f"{name}_torch.py" in DOCS["accelerators.md"]
 
 
 def test_every_field_of_a_record_is_documented():
@@ -54,7 +57,7 @@ def test_every_field_of_a_record_is_documented():
 
 
 def test_every_key_of_a_case_is_documented():
-    for key in case.settable():
+    for key in resolve.settable():
         leaf = key.rpartition(".")[2]
         if not key.startswith(("question.precision", "question.data.made")):
             assert leaf in DOCS["cases.md"], key
