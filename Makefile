@@ -7,7 +7,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RECORDS := records/smoke
-PARALLEL := -n 2 --dist loadfile  # what a file makes once, such as a launch of eight ranks, is made once
+# What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup run test check long gpu-test lint types clean
 

@@ -84,6 +84,7 @@ def commands(text: str) -> list[str]:
     return [line for line in lines if line.startswith("steelyard ")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", sorted({line for text in DOCS.values() for line in commands(text)}))
 def test_commands_in_the_docs_are_understood(line, tmp_path):
     """Each is run for real where it needs nothing that is not here; the others must be refused for that alone."""

@@ -123,7 +123,7 @@ def test_run_json(shell: Shell) -> None:
     ids=lambda value: "_".join(map(str, value))[-40:] if isinstance(value, tuple) else "",
 )
 def test_mistakes_get_one_line(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
-    done = shell(*arguments)
+    done = shell.ask(*arguments)
     assert (done.code, done.out) == (2, ""), done.err
     assert len(done.lines) == 1, done.err
     assert done.err.startswith("error: ")
@@ -225,6 +225,7 @@ def test_show_says_where_values_come_from(shell: Shell) -> None:
     assert rows["question.precision.matmul"] == ("fp16", "preset fp16 (command line)")
 
 
+@pytest.mark.full
 def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
     done = shell("run", "smoke", "--accelerator", "cpu", "--out", shell.out)
     records = shell.records()

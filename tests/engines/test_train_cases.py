@@ -59,6 +59,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
+@pytest.mark.full
 def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, saved: Path) -> None:
     """Into shards of two, and into one device and a pipeline."""
     assert shell("weights", "convert", saved, shell.folder / "shards", "--to", "megatron", "--tp", "2").code == 0
@@ -76,6 +77,7 @@ def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, sav
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", ["1", "3"])
 def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: str) -> None:
     losses = []
@@ -91,6 +93,7 @@ def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: 
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.full
 def test_transformers_over_two_devices_says_what_to_add(shell: Shell) -> None:
     done = shell(*RUN, "--devices", "2", "--engine", "transformers", "--out", shell.out)
     assert done.code == 2

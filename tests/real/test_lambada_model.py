@@ -13,7 +13,7 @@ from fixtures.real_runs import model_settings, run, sets
 
 pytestmark = pytest.mark.full
 
-PASSAGES = 200
+PASSAGES = 80
 
 
 def first_passages(data_dir: Path) -> list[str]:

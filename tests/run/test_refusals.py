@@ -84,6 +84,7 @@ def test_a_truncated_shard(copy, tmp_path):
     refused(steelyard(tmp_path, *SMOKE, "--weights", str(copy)), tmp_path, name.name, "is not a whole safetensors file")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
 def test_a_checkpoint_of_another_shape(copy, tmp_path, engine):
     done = steelyard(tmp_path, *SMOKE, "--weights", str(copy), "--engine", engine, "--set", "question.model.ffn=192")

@@ -66,8 +66,13 @@ def record_of(out: Path) -> Path:
     return next(out.glob("*.json"))
 
 
+def resumed(shell: Shell, out: Path, *more: str) -> tuple[str | Path, ...]:
+    """The command that goes on from what lies in a folder."""
+    return (*RUN, "--out", shell.folder / "again", "--resume", record_of(out), *more)
+
+
 def resume(shell: Shell, out: Path, *more: str) -> Done:
-    return shell(*RUN, "--out", shell.folder / "again", "--resume", record_of(out), *more)
+    return shell(*resumed(shell, out, *more))
 
 
 def killed(shell: Shell, when: Callable[[Path], bool]) -> Path:
@@ -188,6 +193,7 @@ def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str,
     assert f"passed over, because it is damaged: {checkpoints.name_of(9)}" in again["notes"][-1]
 
 
+@pytest.mark.full
 def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_from(
     shell: Shell, copy: Path, unbroken: dict[str, Any]
 ) -> None:
@@ -298,12 +304,13 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_bad_checkpoint_gets_one_line(shell: Shell, copy: Path, bad: str) -> None:
     spoil, said = BAD[bad]
     spoil(folder_of(copy))
-    done = resume(shell, copy)
+    done = shell.ask(*resumed(shell, copy))
     assert (done.code, done.out) == (2, "")
     assert said in done.lines[-1]
     assert not list((shell.folder / "again").glob("*.json"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -326,6 +333,7 @@ def test_another_question_is_refused(shell: Shell, kept: Path, more: tuple[str, 
     assert said in done.lines[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("small_disk", ["20m"], indirect=True)
 def test_a_full_disk_leaves_a_record(shell: Shell, small_disk: Path) -> None:
     """A checkpoint has 38 MB; what was written of it makes room for the record."""

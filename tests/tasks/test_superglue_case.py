@@ -97,6 +97,7 @@ def test_open_computes_less_of_the_same(reached: dict[str, dict[str, Any]]) -> N
     assert reached["closed"]["case"]["key"] != reached["open"]["case"]["key"]
 
 
+@pytest.mark.full
 def test_two_devices(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     """The first evaluation, before anything was dropped at random, is the same; every question is answered once."""
     record = ran(shell, *RUN, "--devices", "2")
@@ -127,6 +128,7 @@ def test_a_target_that_is_not_reached(shell: Shell, hard: Path) -> None:
     assert shell("verify", next(shell.out.glob("*.json"))).code == 0
 
 
+@pytest.mark.full
 def test_it_goes_on_with_the_same_losses_and_dropout(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     ran(shell, *RUN, "--division", "open", "--steps", "40", "--checkpoint-every", "30")
     path = next(shell.out.glob("*.json"))
@@ -156,6 +158,7 @@ def test_a_target_that_is_met_before_the_first_step_is_looked_at_where_it_is_due
     assert record["metrics"]["acc"]["value"] >= 0.2
 
 
+@pytest.mark.full
 def test_a_device_without_a_sample_waits_for_the_others(shell: Shell) -> None:
     record = ran(shell, *RUN, "--sample", "1", "--devices", "2", "--steps", "2", "--passes", "train")
     assert record["status"] == "valid"
@@ -164,6 +167,7 @@ def test_a_device_without_a_sample_waits_for_the_others(shell: Shell) -> None:
     assert record["metrics"]["acc"]["note"] == "nothing was evaluated in the train pass"
 
 
+@pytest.mark.full
 def test_the_published_way_gives_the_same_answers(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     record = ran(shell, *RUN, "--engine", "reference", "--steps", "2", "--set=question.model.dropout=0")
     beside = Shell(shell.folder / "beside")
@@ -201,6 +205,7 @@ def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -
     assert record["data"]["samples"] == 44
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "said"),
     [

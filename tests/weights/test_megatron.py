@@ -249,12 +249,19 @@ print(max(highest, anonymous()) - before)
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A checkpoint of two gigabytes, and the bytes of its largest tensor."""
+    folder = tmp_path_factory.mktemp("large")
+    return folder, write_large(folder, 2)
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 @pytest.mark.parametrize("share, way", [((0, 1), "streamed"), ((1, 2), "streamed"), ((1, 4), "streamed"), ((1, 4), "copied")])
-def test_host_memory(share: tuple[int, int], way: str, tmp_path: Path) -> None:
-    largest = write_large(tmp_path, 2)
-    command = [sys.executable, "-c", MEMORY, str(tmp_path), json.dumps(asdict(LARGE)), json.dumps(share), way]
+def test_host_memory(share: tuple[int, int], way: str, large: tuple[Path, int]) -> None:
+    folder, largest = large
+    command = [sys.executable, "-c", MEMORY, str(folder), json.dumps(asdict(LARGE)), json.dumps(share), way]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     # The last way keeps a copy of everything: it shows that the limit can be passed.
     assert (grown < 1.3 * largest) == (way == "streamed"), f"{grown}, largest {largest}"
