@@ -99,8 +99,8 @@ def _no_constant(name: str) -> Any:
 DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)  # for a part of a text
 
 
-def write(path: Path, content: Content, new: bool = False) -> None:
-    """A whole file or none, on disk when this returns. A `new` one must not exist yet."""
+def write(path: Path, content: Content, new: bool = False, durable: bool = True) -> None:
+    """A whole file or none, on disk when this returns unless it need not be `durable`. A `new` one must not exist yet."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
         with temporary.open("xb") as file:
@@ -108,8 +108,12 @@ def write(path: Path, content: Content, new: bool = False) -> None:
                 content(file)
             else:
                 file.write(content)
-            synced(file)
-        place(temporary, path, new)
+            if durable:
+                synced(file)
+        if durable:
+            place(temporary, path, new)
+        else:
+            os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()

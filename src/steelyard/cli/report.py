@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from steelyard import files
 from steelyard.cli.options import Json, Records
 from steelyard.cli.out import answer, dump, one_line, say
 from steelyard.errors import RequestError
@@ -48,7 +49,7 @@ def _page(places: list[Path], format_: str, lang: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        files.write(path, text.encode("utf-8"))
     except OSError as error:
         raise RequestError(f"--to {str(path)!r} cannot be written: {error.strerror}") from error
 

@@ -214,8 +214,7 @@ def _pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         with made[0].open("x+b") as tokens, made[1].open("xb") as index:
             yield tokens, index
             for file in (tokens, index):
-                file.flush()
-                os.fsync(file.fileno())
+                files.synced(file)
         _place(made, places)
     except OSError as error:
         raise LostError(

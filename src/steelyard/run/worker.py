@@ -239,10 +239,8 @@ class Worker:
         self._replace(RankFile.name(self.rank), self.file)
 
     def _replace(self, name: str, table: Frozen) -> None:
-        """Readers see the old file or the new one, never half of one."""
-        temporary = self.spec.folder / f"{name}{files.PART}"
-        temporary.write_text(table.model_dump_json(by_alias=True))
-        os.replace(temporary, self.spec.folder / name)
+        """Readers see the old file or the new one, never half of one; none outlives the machine."""
+        files.write(self.spec.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False)
 
     def ended(self, number: int, frame: Any) -> None:
         """Told to end: leave what there is, then go the way the signal says."""

@@ -9,8 +9,6 @@ A checkpoint is written under its second name, brought to disk, and renamed: wha
 is in JSON and every tensor is plain bytes. Nothing here needs torch.
 """
 
-import json
-import os
 import re
 import shutil
 from itertools import combinations
@@ -20,9 +18,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
+from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
-from steelyard.schema import Frozen, canonical
+from steelyard.schema import Frozen, canonical, first_problem
 
 KEPT = 2  # whole checkpoints of a run: should the last one turn out to be damaged, there is one before
 MAX_JSON_BYTES = 256 << 20
@@ -163,27 +162,20 @@ def read(path: Path, kind: type[Read]) -> Read:
     try:
         if path.exists() and not path.is_file():
             raise RequestError(f"{path}: not a file; not one of a checkpoint's tables")
-        with path.open("rb") as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
-        if len(raw) > MAX_JSON_BYTES:
-            raise RequestError(f"{path}: larger than {MAX_JSON_BYTES} bytes; not one of a checkpoint's tables")
-        return kind.model_validate(json.loads(raw))
+        return kind.model_validate(files.parse(files.read(path, MAX_JSON_BYTES)))
+    except files.TooLargeError as error:
+        raise RequestError(f"{path}: {error}; not one of a checkpoint's tables") from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RequestError(f"{path}: not a checkpoint's table: {where}: {first['msg']}") from error
+        raise RequestError(f"{path}: not a checkpoint's table: {first_problem(error)}") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not a checkpoint's table: {error}") from error
 
 
 def write(path: Path, table: Frozen) -> None:
     """On disk when this returns."""
-    with path.open("wb") as file:
-        file.write(table.model_dump_json().encode())
-        file.flush()
-        os.fsync(file.fileno())
+    files.write(path, table.model_dump_json().encode())
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -199,19 +191,11 @@ def begin(folder: Path, step: int) -> Path:
 
 def finish(place: Path) -> None:
     """Give a checkpoint its name, and forget the oldest ones."""
-    sync(place)
+    files.sync(place)
     place.rename(place.with_name(place.name.removesuffix(PART)))
-    sync(place.parent)
+    files.sync(place.parent)
     for old in whole(place.parent)[KEPT:]:
         shutil.rmtree(old)
-
-
-def sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_same(run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str) -> None:
