@@ -9,7 +9,7 @@ from torch import Tensor
 from fixtures.glm import CPU, SHAPE, build, dense, literal, literal_scores, packed, samples
 from steelyard.data.cloze import Cloze
 from steelyard.models import glm
-from steelyard.models.glm_attention import Blocks, Merged, Rows, attend, layout, merge
+from steelyard.models.glm_attention import Blocks, Merged, RowBorders, attend, layout, merge
 from steelyard.training.glm import ClozeMicroBatch, scores_of, to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,7 +113,7 @@ class Plain:
     def blocks(self) -> Blocks:
         return Blocks(self.forward, self.backward)
 
-    def rows(self, queries: Rows, keys: Rows):
+    def rows(self, queries: RowBorders, keys: RowBorders):
         q, k = queries.cu.tolist(), keys.cu.tolist()
         return [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
 
