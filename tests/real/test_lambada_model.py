@@ -52,7 +52,7 @@ def arguments(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def test_the_loop_tells_passages_apart(expected: list[tuple[float, float, int, int]]) -> None:
-    assert len({round(loss, 4) for loss, *_ in expected}) > 190
+    assert len({round(loss, 4) for loss, *_ in expected}) > 0.95 * PASSAGES
     assert 20 < sum(hit for _, _, hit, _ in expected) < 180
 
 

@@ -41,6 +41,7 @@ SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
     "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",  # a worker ends without taking anything down, and what it said must be there
     "PYTHONSAFEPATH": "1",  # python -m would import whatever lies in the current folder
     "TOKENIZERS_PARALLELISM": "true",
 }

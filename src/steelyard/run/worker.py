@@ -52,8 +52,6 @@ def main() -> None:
     worker.write(status, error)
     if status == "done" and worker.framework is not None:
         worker.framework.leave()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Its work is done and told: what libraries do while they are taken down, and now and then abort in, is no part of a run.
     os._exit(0 if status == "done" else 1)
 
