@@ -165,8 +165,8 @@ def energy(record: Record) -> Result:
 
 def _series_of(record: Record, rank: int) -> Series | None:
     """What was read off the device of a rank."""
-    device = next((one.device for one in record.ranks if one.rank == rank), None)
-    return next((series for series in record.telemetry if series.device == device), None)
+    at = next(((one.host, one.device) for one in record.ranks if one.rank == rank), None)
+    return next((series for series in record.telemetry if (series.host, series.device) == at), None)
 
 
 def energy_per(key: str) -> Formula:

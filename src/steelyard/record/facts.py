@@ -78,10 +78,25 @@ class Weights(OpenTable):
         return self.source not in (None, "random")
 
 
+class HostFacts(OpenTable):
+    """A host of a run. `clock_offset_s` is its monotonic clock less the parent's, as far as `clock_uncertainty_s` tells; times
+    in a record are all on the parent's."""
+
+    name: str
+    ranks: list[int]
+    devices: list[DeviceFacts] = Field(default_factory=list)
+    cpu: str | None = None
+    cpu_cores: int | None = None
+    memory_bytes: Bytes | None = None
+    clock_offset_s: Number | None = None
+    clock_uncertainty_s: Number | None = None
+
+
 class RankFacts(OpenTable):
     """What a record keeps of a rank beside its passes and samples."""
 
     rank: int
+    host: str | None = None
     device: str | None = None
     status: str | None = None
     identity: dict[str, Any] | None = None
@@ -119,6 +134,7 @@ class Series(OpenTable):
     device before any worker started; `severity` says what each slowdown reason means, where the record says it."""
 
     device: str
+    host: str | None = None
     period_s: Number
     baseline_processes: int | None = None
     severity: dict[str, str] | None = None

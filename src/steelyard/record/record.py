@@ -19,7 +19,7 @@ from steelyard.case.case import Tune
 from steelyard.case.question import Question
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
-from steelyard.record.facts import Environment, RankFacts, Restart, Series, Weights
+from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, Weights
 from steelyard.schema import Frozen, OpenTable, first_problem
 from steelyard.tasks.task import DataFacts, Task
 
@@ -176,6 +176,7 @@ class Record(Frozen):
     data: SerializeAsAny[DataFacts | Nothing]
     passes: list[Window]
     budget: dict[str, Seconds]
+    hosts: list[HostFacts] = Field(default_factory=list)
     ranks: list[RankFacts]
     samples: list[Sample]
     telemetry: list[Series]
