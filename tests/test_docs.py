@@ -29,7 +29,9 @@ def test_every_metric_is_documented():
 
 
 def test_every_reason_is_documented():
-    source = "".join((ROOT / "src/steelyard" / name).read_text() for name in ("metrics/validity.py", "run/parent.py"))
+    source = "".join(
+        (ROOT / "src/steelyard" / name).read_text() for name in ("metrics/validity.py", "run/outcome.py", "run/session.py")
+    )
     codes = ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality")
     for code in (*codes, "killed", "hang", "illegal_instruction"):
         assert f'"{code}"' in source, code

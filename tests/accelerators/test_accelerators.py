@@ -18,7 +18,7 @@ from steelyard.accelerators import Accelerator, Found, cpu, cpu_torch, nvml
 from steelyard.accelerators.events import HostEvent
 from steelyard.accelerators.row import Source
 from steelyard.errors import RequestError
-from steelyard.run.measure import now
+from steelyard.run.clock import now
 
 SOURCE = Path(__file__).parents[1] / "fixtures" / "fake_nvml.c"
 PACKAGE_ROOT = Path(accelerators.__file__).parents[2]
@@ -73,9 +73,9 @@ def test_the_parent_side_has_no_torch() -> None:
     code = """
 import json, os, sys
 from steelyard import accelerators
-from steelyard.run.measure import now
+from steelyard.run.clock import now
 from steelyard.run.telemetry import Sampler
-sampler = Sampler(accelerators.CPU.sources(accelerators.CPU.find()), os.getpid(), now())
+sampler = Sampler(accelerators.CPU.sources(accelerators.CPU.find()), now())
 sampler.start()
 sampler.stop()
 print(json.dumps("torch" in sys.modules))
@@ -196,13 +196,14 @@ def test_the_sampler_of_cuda(fake: str) -> None:
     code = """
 import json, os
 from steelyard.accelerators import CUDA
-from steelyard.run.measure import now
-from steelyard.run.telemetry import Sampler
-sampler = Sampler(CUDA.sources(CUDA.find()), 1, now())
+from steelyard.run.clock import now
+from steelyard.run.telemetry import Sampler, collect
+sampler = Sampler(CUDA.sources(CUDA.find()), now())
 os.environ["FAKE_NVML_PROCESSES"] = "3"
 sampler.start()
 os.environ["FAKE_NVML_PROCESSES"] = "4"
-print(json.dumps([one.model_dump(mode="json") for one in sampler.stop()]))
+sampler.stop()
+print(json.dumps([one.model_dump(mode="json") for one in collect(sampler, "here")]))
 """
     series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
     assert [(one["device"], one["baseline_processes"]) for one in series] == [("cuda:0", 3), ("cuda:1", 3)]

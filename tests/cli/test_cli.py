@@ -23,7 +23,7 @@ from steelyard.case.request import Request
 from steelyard.cli import app
 from steelyard.cli.progress import clock, line
 from steelyard.errors import RequestError
-from steelyard.run.parent import PhaseProgress
+from steelyard.run.session import PhaseProgress
 
 VERBS = ("list", "show", "run", "report", "verify", "schema")
 

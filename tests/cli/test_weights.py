@@ -247,7 +247,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 def test_convert_shows_progress(run: Run, worker: Worker, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((100.0, 104.0))
-    monkeypatch.setattr("steelyard.run.measure.now", lambda: next(clock))
+    monkeypatch.setattr("steelyard.run.clock.now", lambda: next(clock))
     code, out, err = run("convert", "src", "dst", "--to", "hf")
     assert (code, err) == (0, "")
     assert f"dst hf  MiB  {'━' * 6}{'╌' * 18}  512/2048  128.00/s  0:04, 0:12 left" in terminal.getvalue()

@@ -22,7 +22,7 @@ from steelyard.models.attention import Prefix, layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.plan import degrees
 from steelyard.plan.degrees import Plan
-from steelyard.run.measure import now
+from steelyard.run.clock import now
 from steelyard.tasks.mmlu.data import Prompts
 from steelyard.weights import load
 

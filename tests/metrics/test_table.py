@@ -12,6 +12,7 @@ from steelyard.record import record
 from steelyard.record.facts import Environment, Series
 from steelyard.record.record import Record, Scope
 from steelyard.run import assemble
+from steelyard.run.outcome import Outcome
 from steelyard.run.spec import RankFile
 
 GIB = 1 << 30
@@ -83,6 +84,7 @@ def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> 
     base: dict[str, Any] = {
         "origin_s": 1000.0,
         "spawned_s": 1000.25,
+        "started_s": 1000.5,
         "ended_s": 1025.0,
         "created": "2026-01-01T00:00:00.000+00:00",
         "environment": Environment.model_validate({"hardware": hardware, "software": {"cuda": None}, "source": {}}),
@@ -94,8 +96,8 @@ def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> 
     return assemble.RunFacts(**(base | over))
 
 
-def outcome(*ranks: dict[str, Any], code: str | None = None) -> assemble.Outcome:
-    return assemble.Outcome(code, "text", 0 if code is None else 1, "tail", [RankFile.model_validate(rank) for rank in ranks])
+def outcome(*ranks: dict[str, Any], code: str | None = None) -> Outcome:
+    return Outcome(code, "text", 0 if code is None else 1, "tail", [RankFile.model_validate(rank) for rank in ranks])
 
 
 def made(*ranks: dict[str, Any], **options: Any) -> Record:
@@ -113,7 +115,8 @@ def test_budget_adds_up_to_e2e_time():
     found = made()
     assert found.budget == {
         "start": 0.25,
-        "launch": 25.0 - 0.25 - 20.5,
+        "agents": 0.25,
+        "launch": 25.0 - 0.5 - 20.5,
         "imports": 2.0,
         "val": 12.0,
         "infer": 6.0,

@@ -22,15 +22,15 @@ H200 = Found("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
 A100 = Found("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
 
 
-def parent_side(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+def of_host(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """As a record has it."""
-    return environment.parent_side(accelerator, found, variables or {}).model_dump(mode="json")
+    return environment.of_host(accelerator, found, variables or {}).model_dump(mode="json")
 
 
 def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_PROTO", "LL")  # what the workers do not get is not told
     variables = {"NCCL_ALGO": "Ring", "TORCH_HOME": "/somewhere", "OMP_NUM_THREADS": "1", "PYTHONPATH": "/elsewhere"}
-    got = parent_side(CUDA, [H200, H200], variables)
+    got = of_host(CUDA, [H200, H200], variables)
     assert json.loads(json.dumps(got)) == got
     hardware, software = got["hardware"], got["software"]
     peak = hardware.pop("peak")
@@ -61,7 +61,7 @@ def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_peak_without_a_row_and_none_for_a_mixture() -> None:
     def peak(found: list[Found]) -> object:
-        return parent_side(CUDA, found)["hardware"]["peak"]
+        return of_host(CUDA, found)["hardware"]["peak"]
 
     assert peak(CPU.find()) is None
     assert peak([H200, A100]) is None
@@ -70,20 +70,20 @@ def test_no_peak_without_a_row_and_none_for_a_mixture() -> None:
 
 
 def test_the_cpu_has_no_driver() -> None:
-    got = parent_side(CPU, CPU.find())
+    got = of_host(CPU, CPU.find())
     assert got["software"]["driver"] is None
     assert got["hardware"]["devices"] == [{"name": model_name(), "uuid": None, "memory_bytes": psutil.virtual_memory().total}]
 
 
 def test_os_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "Debian GNU/Linux 12 (bookworm)"})
-    assert parent_side(CPU, [])["software"]["os"] == "Debian GNU/Linux 12 (bookworm)"
+    assert of_host(CPU, [])["software"]["os"] == "Debian GNU/Linux 12 (bookworm)"
 
     def absent() -> dict[str, str]:
         raise OSError
 
     monkeypatch.setattr(platform, "freedesktop_os_release", absent)
-    assert parent_side(CPU, [])["software"]["os"] == platform.platform()
+    assert of_host(CPU, [])["software"]["os"] == platform.platform()
 
 
 def test_packages_are_not_imported() -> None:

@@ -12,9 +12,7 @@ import psutil
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Done, Shell, finish, kill_hard, wait_for
-from steelyard.plan.degrees import Plan
-from steelyard.run.parent import ILLEGAL_HINT, _verdict
-from steelyard.run.spec import RankFile, RankStatus
+from steelyard.run.outcome import ILLEGAL_HINT
 
 FAULTY = (*SMOKE, "--engine", "faulty")
 
@@ -199,8 +197,9 @@ def test_engine_that_counts_too_little(faulty: Shell) -> None:
 
 
 def test_parent_killed(faulty: Shell) -> None:
-    """Nobody is left to write a record. The workers and all they started end by themselves, even while the dead parent
-    is still a zombie, which it stays in containers whose first process reaps nobody."""
+    """The record of a run that has not ended lies there from the start. The agent hears that its parent is gone and ends the
+    workers and all they started, even while the dead parent is still a zombie, which it stays in containers whose first
+    process reaps nobody."""
     mark = faulty.folder / "mark"
     process = faulty.start(
         *FAULTY, "--out", faulty.out, pipes=False, FAULTY="waits@work", FAULTY_CHILDREN="1", FAULTY_MARK=str(mark)
@@ -209,7 +208,10 @@ def test_parent_killed(faulty: Shell) -> None:
     kill_hard(process)
     assert faulty.nothing_left(within_s=8.0), [one.cmdline() for one in faulty.processes()]
     assert process.wait() == -signal.SIGKILL
-    assert list(faulty.out.iterdir()) == []
+    (left,) = faulty.records()
+    assert reason(left)[:2] == ("failed", "unfinished")
+    assert faulty("verify", faulty.out).code == 0
+    assert list(faulty.tmp.iterdir()) == []
 
 
 def test_bad_data_is_a_bad_request(shell: Shell) -> None:
@@ -247,9 +249,9 @@ def test_two_devices_answer_as_one(shell: Shell, smoke: dict[str, Path], divisio
 
 def test_two_devices_one_killed(faulty: Shell) -> None:
     record = run_faulty(faulty, "kills@work", "--devices", "2", FAULTY_RANK="1")
-    assert record["status"] == "failed"
-    assert reason(record)[1] in ("killed", "raised")
-    assert "exitcode  : -9" in record["failure"]["stderr_tail"]
+    assert reason(record)[:2] == ("failed", "killed")
+    assert reason(record)[2].startswith("rank 1 was ended by SIGKILL")
+    assert (record["failure"]["rank"], record["failure"]["exit_code"]) == (1, -9)
 
 
 @pytest.mark.full
@@ -259,10 +261,10 @@ def test_two_devices_one_raises(faulty: Shell) -> None:
     assert reason(record) == ("failed", "raised", "rank 1: ArithmeticError: the engine broke")
 
 
-def test_torchrun_killed(faulty: Shell) -> None:
-    """Its workers are in sessions of their own and have lost their parent; they must be found all the same."""
+def test_agent_killed(faulty: Shell) -> None:
+    """Its workers are in sessions of their own and have lost their agent; they end, and what they started with them."""
     record = run_faulty(faulty, "kills_parent@work", "--devices", "2", FAULTY_RANK="1")
-    assert reason(record)[:2] == ("failed", "killed")
+    assert reason(record) == ("failed", "agent_killed", "host localhost: its agent ended without a word (exit code -9)")
 
 
 def test_folder_of_records_is_a_file(shell: Shell) -> None:
@@ -360,57 +362,6 @@ def test_names_cannot_leave_the_folder(faulty: Shell) -> None:
     assert done.code == 0, done.err
     (path,) = faulty.out.iterdir()
     assert path.name.startswith("20")
-
-
-PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
-
-
-GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
-
-
-def rank(number: int, status: RankStatus, ended_s: float, error: str | None = None) -> RankFile:
-    told = None if status == "done" else error or f"error {number}"
-    return RankFile(rank=number, device=f"cpu:{number}", status=status, error=told, ended_s=ended_s, budget={})
-
-
-@pytest.mark.parametrize(
-    "ranks,exit_code,verdict",
-    [
-        ([rank(0, "done", 1.0), rank(1, "done", 2.0)], 0, (None, "")),
-        ([rank(0, "raised", 2.0), rank(1, "out_of_memory", 1.0)], 1, ("out_of_memory", "rank 1: error 1")),
-        ([rank(0, "raised", 1.0), rank(1, "out_of_memory", 2.0)], 1, ("raised", "rank 0: error 0")),
-        ([rank(0, "done", 1.0)], 1, ("killed", "rank 1 left no result; exit code 1 (a rank that is killed leaves none")),
-        ([rank(0, "done", 1.0), rank(1, "done", 2.0)], -11, ("killed", "a worker was ended by SIGSEGV")),
-        ([], -40, ("killed", "rank 0 was ended by signal 40")),
-        ([rank(0, "raised", 1.0, GLOO), rank(1, "running", 0.5)], 1, ("killed", "rank 1 left no result; exit code 1")),
-        ([rank(1, "raised", 1.0, GLOO)], 1, ("killed", "rank 0 left no result; exit code 1")),
-        ([rank(0, "raised", 1.0), rank(1, "running", 0.5)], 1, ("raised", "rank 0: error 0")),
-        ([rank(0, "raised", 1.0, GLOO), rank(1, "ended", 1.5)], 1, ("raised", f"rank 0: {GLOO}")),
-    ],
-)
-def test_verdict(ranks: list[RankFile], exit_code: int, verdict: tuple[str | None, str]) -> None:
-    code, text = _verdict(ranks, PLAN, exit_code, "")
-    assert code == verdict[0]
-    assert text.startswith(verdict[1])
-
-
-TORCHRUN = "  exitcode  : -4 (pid: 17)\n  traceback : Signal 4 (SIGILL) received by PID 17\n"
-
-
-@pytest.mark.parametrize(
-    "ranks,exit_code,tail,code",
-    [
-        ([], -4, "", "illegal_instruction"),
-        ([rank(0, "done", 1.0)], 1, TORCHRUN, "illegal_instruction"),
-        ([rank(0, "done", 1.0)], 1, "Signal 40 of something", "killed"),
-        ([rank(0, "done", 1.0), rank(1, "raised", 2.0)], 1, TORCHRUN, "raised"),
-    ],
-)
-def test_verdict_on_an_illegal_instruction(ranks: list[RankFile], exit_code: int, tail: str, code: str) -> None:
-    found, text = _verdict(ranks, PLAN, exit_code, tail)
-    assert found == code
-    who = f"rank {len(ranks)}"
-    assert code != "illegal_instruction" or text == f"{who} was ended by SIGILL: {ILLEGAL_HINT}"
 
 
 @pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.full)])

@@ -11,13 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from fixtures.commands import CASE, Shell
-from steelyard.case.request import Request
 from steelyard.case.resolve import resolve
+from steelyard.plan import degrees
 from steelyard.record.facts import Weights
-from steelyard.record.record import Sample, Window
-from steelyard.run import parent
-from steelyard.run.measure import now
-from steelyard.run.ready import ready
+from steelyard.record.record import Sample, Scope, Window
+from steelyard.run import folder
+from steelyard.run.clock import now
 from steelyard.run.spec import RankFile, WorkerSpec
 from steelyard.tasks.task import DataFacts
 
@@ -26,8 +25,20 @@ COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
 
 @pytest.fixture
 def spec(tmp_path: Path) -> WorkerSpec:
-    one = ready(Request(resolve(CASE, "smoke"), accelerator="cpu", passes=("val",), sample=4))
-    return parent._spec(one, tmp_path, now(), None)
+    case = resolve(CASE, "smoke").case
+    return WorkerSpec(
+        case=case,
+        scope=Scope(kind="window", sample=4),
+        passes=("val",),
+        engine="torch",
+        plan=degrees.make(case, 1, 1),
+        accelerator="cpu",
+        weights=None,
+        data=None,
+        tokenizer=None,
+        folder=tmp_path,
+        origin_s=now(),
+    )
 
 
 @pytest.fixture
@@ -36,9 +47,10 @@ def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
     path = spec.folder / "spec.json"
     path.write_text(spec.model_dump_json())
     command = [sys.executable, "-m", "steelyard.run.worker", str(path)]
-    done = subprocess.run(command, env=shell.env(), capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads((spec.folder / RankFile.name(0)).read_text())
+    # Its stdin stays open, as long as its agent is there.
+    with subprocess.Popen(command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
+    found: dict[str, Any] = json.loads((spec.folder / folder.rank_name(0)).read_text())
     return found
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import Event
@@ -14,8 +16,8 @@ from steelyard.accelerators.row import Reading, Source
 from steelyard.metrics import readings
 from steelyard.record.facts import Columns, Series
 from steelyard.run import telemetry
-from steelyard.run.measure import now
-from steelyard.run.telemetry import Sampler
+from steelyard.run.clock import now
+from steelyard.run.telemetry import Kept, Sampler, collect
 
 NEVER_S = 3600.0
 
@@ -37,12 +39,14 @@ def plain(one: Series) -> dict[str, Any]:
 def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
     rows: list[Reading] = [{"memory_bytes": 5, "processes": 2}, {"memory_bytes": 6, "processes": 1}]
     seen = iter(rows)
-    sampler = Sampler([Source("cuda:0", lambda _: next(seen))], 1, origin_s=90.0, clock=ticking(), period_s=NEVER_S)
+    sampler = Sampler([Source("cuda:0", lambda _: next(seen))], origin_s=90.0, clock=ticking(), period_s=NEVER_S)
     sampler.start()
-    got = [plain(one) for one in sampler.stop()]
+    sampler.stop()
+    got = [plain(one) for one in collect(sampler, "here")]
     assert got == [
         {
             "device": "cuda:0",
+            "host": "here",
             "period_s": NEVER_S,
             "baseline_processes": 2,
             "severity": {},
@@ -56,30 +60,32 @@ def test_the_thread_samples_until_stop() -> None:
     enough = Event()
     reads = count(1)
 
-    def read(_: int) -> Reading:
+    def read(_: tuple[int, ...]) -> Reading:
         number = next(reads)
         if number == 5:
             enough.set()
         return {"memory_bytes": number}
 
-    sampler = Sampler([Source("cpu", read)], 1, origin_s=100.0, clock=ticking(), period_s=0.001)
+    sampler = Sampler([Source("cpu", read)], origin_s=100.0, clock=ticking(), period_s=0.001)
     sampler.start()
     assert enough.wait(60)
-    columns = plain(sampler.stop()[0])["columns"]
+    sampler.stop()
+    columns = plain(collect(sampler, "here")[0])["columns"]
     rows = len(columns["t_s"])
     assert rows >= 6
     assert columns == {"t_s": [float(i) for i in range(rows)], "memory_bytes": list(range(1, rows + 1))}
 
 
-def test_watch_changes_the_process() -> None:
-    def read(pid: int) -> Reading:
-        return {"memory_bytes": pid}
+def test_watch_says_which_processes() -> None:
+    def read(pids: tuple[int, ...]) -> Reading:
+        return {"memory_bytes": sum(pids) if pids else None}
 
-    sampler = Sampler([Source("cpu", read)], 7, origin_s=0.0, period_s=NEVER_S)
+    sampler = Sampler([Source("cpu", read)], origin_s=0.0, period_s=NEVER_S)
     sampler.start()
-    sampler.watch(8)
-    got = plain(sampler.stop()[0])
-    assert got["columns"]["memory_bytes"] == [7, 8]
+    sampler.watch((8, 3))
+    sampler.stop()
+    got = plain(collect(sampler, "here")[0])
+    assert got["columns"]["memory_bytes"] == [None, 11]
     assert got["baseline_processes"] is None
 
 
@@ -87,13 +93,13 @@ def test_an_error_is_raised_by_stop() -> None:
     reads = count()
     failed = Event()
 
-    def read(_: int) -> Reading:
+    def read(_: tuple[int, ...]) -> Reading:
         if next(reads) == 0:
             return {"memory_bytes": 1}
         failed.set()
         raise ZeroDivisionError("the second reading")
 
-    sampler = Sampler([Source("cpu", read)], 1, origin_s=0.0, period_s=0.001)
+    sampler = Sampler([Source("cpu", read)], origin_s=0.0, period_s=0.001)
     sampler.start()
     assert failed.wait(60)
     with pytest.raises(ZeroDivisionError, match="the second reading"):
@@ -101,23 +107,31 @@ def test_an_error_is_raised_by_stop() -> None:
 
 
 def test_long_runs_are_thinned() -> None:
+    """By whoever keeps the rows: a longer period says when."""
     reads = count()
-    enough = Event()
 
-    def read(_: int) -> Reading:
-        number = next(reads)
-        if number == 9:
-            enough.set()
-        return {"power_w": float(number)}
+    def read(_: tuple[int, ...]) -> Reading:
+        return {"power_w": float(next(reads))}
 
-    sampler = Sampler([Source("a", read)], 1, origin_s=100.0, clock=ticking(), period_s=0.001, max_rows=4)
-    sampler.start()
-    assert enough.wait(60)
-    got = plain(sampler.stop()[0])
-    assert len(got["columns"]["t_s"]) <= 4
-    assert got["columns"]["t_s"] == got["columns"]["power_w"]
-    assert got["columns"]["t_s"][0] == 0.0
-    assert got["period_s"] >= 0.004
+    sampler = Sampler([Source("a", read)], origin_s=100.0, clock=ticking(), period_s=NEVER_S, max_rows=4)
+    kept = Kept("here", "a", {})
+    lengths = []
+    for _ in range(12):
+        sampler._sample()
+        period_s, (rows,) = sampler.take()
+        kept.add(period_s, rows)
+        lengths.append(len(kept.columns["t_s"]))
+    assert lengths == [1, 2, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]
+    assert kept.columns["t_s"] == kept.columns["power_w"] == [0.0, 8.0, 10.0, 11.0]
+    assert kept.period_s == sampler.period_s == 16 * NEVER_S
+
+
+def test_rows_that_come_after_two_halvings_at_once() -> None:
+    kept = Kept("here", "a", {})
+    kept.add(0.2, {"t_s": [0.0, 1.0, 2.0, 3.0]})
+    kept.add(0.8, {"t_s": [4.0]})
+    assert kept.columns == {"t_s": [0.0, 4.0]}
+    assert kept.series(lambda t_s: t_s - 1).columns.t_s == [-1.0, 3.0]
 
 
 def test_halving_keeps_what_must_not_vanish() -> None:
@@ -144,11 +158,23 @@ def test_the_limit_is_4096_rows_at_five_a_second() -> None:
 
 
 def test_memory_of_this_process() -> None:
-    sampler = Sampler([cpu.source()], os.getpid(), now(), period_s=NEVER_S)
+    sampler = Sampler([cpu.source()], now(), period_s=NEVER_S)
     sampler.start()
-    most = readings.peak_memory(sampler.stop()[0])
-    assert most is not None
-    assert most > 1 << 20
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        sampler.watch((os.getpid(),))
+        sampler.stop()
+        first, last = collect(sampler, "here")[0].columns.memory_bytes
+        alone = cpu._resident_bytes(os.getpid())
+        assert first is None
+        assert alone is not None
+        assert last is not None
+        assert last > alone > 1 << 20  # with what it started
+        assert child.pid in cpu._below((os.getpid(),))
+    finally:
+        child.kill()
+        child.wait()
+    assert cpu._resident((child.pid,)) == {"memory_bytes": None}
 
 
 def test_window_includes_its_borders() -> None:

@@ -23,6 +23,7 @@ CUDA = Accelerator(
     name="cuda",
     find=_find_cuda,
     sources=nvml.sources,
+    free=nvml.free,
     devices={"torch": "steelyard.accelerators.cuda_torch:Device"},
     variables=("CUBLAS_", "CUDA_", "CUDNN_", "NCCL_", "NVIDIA_TF32_OVERRIDE"),
 )
@@ -30,6 +31,7 @@ CPU = Accelerator(
     name="cpu",
     find=cpu.find,
     sources=lambda found: [cpu.source()],
+    free=lambda found: [cpu.free()],
     devices={"torch": "steelyard.accelerators.cpu_torch:Device"},
     divisible=True,
     variables=("DNNL_", "GLOO_", "KMP_", "MKL_", "OMP_", "ONEDNN_"),

@@ -141,6 +141,15 @@ READERS: dict[str, tuple[Read, ...]] = {
 }
 
 
+def free(found: list[Found]) -> list[int | None]:
+    """What no process uses of their memory."""
+    used = [source.read(())["memory_bytes"] for source in sources(found)]
+    return [
+        device.memory_bytes - taken if device.memory_bytes is not None and isinstance(taken, int) else None
+        for device, taken in zip(found, used, strict=True)
+    ]
+
+
 def sources(found: list[Found]) -> list[Source]:
     """What a sampler reads of these devices. NVML stays open until the process ends."""
     nvml = _pynvml()
@@ -149,7 +158,7 @@ def sources(found: list[Found]) -> list[Source]:
     return [Source(f"cuda:{rank}", partial(_read, nvml, handle), dict(SEVERITY)) for rank, handle in enumerate(handles)]
 
 
-def _read(nvml: Any, handle: Any, _root_pid: int) -> Reading:
+def _read(nvml: Any, handle: Any, _pids: tuple[int, ...]) -> Reading:
     return {column: _first(nvml, handle, calls) for column, calls in READERS.items()}
 
 

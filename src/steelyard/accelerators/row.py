@@ -28,10 +28,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Source:
-    """A device and its reading now, the same columns every time. `read` takes the root of the run's process tree."""
+    """A device and its reading now, the same columns every time. `read` takes the run's workers on this host."""
 
     device: str
-    read: Callable[[int], Reading]
+    read: Callable[[tuple[int, ...]], Reading]
     severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means for a result
 
 
@@ -77,7 +77,7 @@ class TorchDevice(Protocol):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A row. All but `devices` runs in the parent, which imports no framework."""
+    """A row. All but `devices` runs in the parent and in node agents, which import no framework."""
 
     name: str
     find: Callable[[], list[Found]]
@@ -86,6 +86,7 @@ class Accelerator:
     divisible: bool = False  # several workers may share one device
     peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
     variables: tuple[str, ...] = ()  # names, or beginnings of names ending in "_", of variables that can change a result
+    free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)  # bytes of their memory, now
     environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for its workers, by what matmuls run in
 
     def most(self, found: list[Found]) -> int:

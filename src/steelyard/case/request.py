@@ -13,6 +13,7 @@ class Request:
     resolved: Resolved
     engine: str = "torch"
     accelerator: str | None = None
+    launcher: str | None = None
     nodes: int = 1
     devices: int = 1
     passes: tuple[str, ...] | None = None

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 from steelyard.cli.out import one_line
 
 if TYPE_CHECKING:
-    from steelyard.run.parent import PhaseProgress
+    from steelyard.run.session import PhaseProgress
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def watching(show: "Callable[[PhaseProgress], None]") -> Callable[[int, int], None]:
     """Bytes as the display's progress, in MiB."""
-    from steelyard.run.measure import now
-    from steelyard.run.parent import PhaseProgress
+    from steelyard.run.clock import now
+    from steelyard.run.session import PhaseProgress
 
     begin_s = now()
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from steelyard.run.parent import PhaseProgress
+from steelyard.run.session import PhaseProgress
 
 BAR = 24
 

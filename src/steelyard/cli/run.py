@@ -1,5 +1,6 @@
 """The verb run."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,9 +11,15 @@ from steelyard.cli.out import answer, dump, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from steelyard.case.case import Case
     from steelyard.case.request import Request
     from steelyard.case.resolve import Resolved
+    from steelyard.run.launch import Allocation
+    from steelyard.run.ready import Ready
+
+QUEUE_S = 10  # the wait in a queue is said so often
 
 
 def run(
@@ -26,9 +33,13 @@ def run(
     accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
     precision: PrecisionOption = None,
     division: DivisionOption = None,
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Hosts; more than one needs --launcher ssh or slurm.")] = 1,
     devices: Annotated[
-        int | None, typer.Option(help="Devices per machine; default: 1, and for smoke the numbers that each case names.")
+        int | None,
+        typer.Option(help="Devices per host; default: the site's, else 1, and for smoke the numbers that each case names."),
+    ] = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="local (this host), ssh, or slurm (an allocation, asked for where there is none).")
     ] = None,
     parallel: Annotated[
         str | None,
@@ -70,7 +81,13 @@ def run(
         ),
     ] = None,
     settings: Settings = None,
-    site: Annotated[Path | None, typer.Option(help="TOML with machine and network, which cannot be detected.")] = None,
+    site: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML with what is true of this cluster: launcher, hosts, interface, machine and network. "
+            "Default: site.toml here, else in ~/.config/steelyard."
+        ),
+    ] = None,
     repeat: Annotated[int, typer.Option(help="Run so many times, in fresh processes.")] = 1,
     hang_after: Annotated[float, typer.Option(help="Seconds without a sign of life before workers are ended.")] = 1800.0,
     time_limit: Annotated[float | None, typer.Option(help="Seconds a run may take in all.")] = None,
@@ -87,9 +104,15 @@ def run(
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel TP2DP4 --checkpoint-every 50
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel PP2DP4 --resume records/2026….json
       steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
+      steelyard run llama1-7b-openwebtext --data owt/owt --launcher slurm --nodes 2 --devices 8
     """
     from steelyard.case.request import Request
+    from steelyard.run import site as sites
 
+    where = sites.find(site)
+    if where is not None and site is None:
+        say(f"site: {where}")
+    devices = devices if devices is not None else sites.read(where).devices
     if parallel is not None:
         settings = [*(settings or []), f"tune.parallel={parallel}"]
     if checkpoint_every is not None:
@@ -99,6 +122,7 @@ def run(
             resolved=resolved,
             engine=engine,
             accelerator=accelerator,
+            launcher=launcher,
             nodes=nodes,
             devices=number,
             passes=None if passes is None else tuple(name.strip() for name in passes.split(",") if name.strip()),
@@ -108,7 +132,7 @@ def run(
             weights=None if weights == "random" else Path(weights),
             data=data,
             tokenizer=tokenizer,
-            site=site,
+            site=where,
             out=out,
             hang_s=hang_after,
             limit_s=time_limit,
@@ -175,7 +199,7 @@ def _numbers(case: "Case", smoke: bool, engine: str, devices: int | None, accele
 def _label(request: "Request") -> str:
     question = request.resolved.case.question
     label = f"{request.resolved.case.name} {question.division} {question.precision.name} {request.engine}"
-    return label if request.devices == 1 else f"{label} x{request.devices}"
+    return label if request.devices == request.nodes == 1 else f"{label} {request.nodes}x{request.devices}"
 
 
 def _run(requests: "list[Request]", as_json: bool) -> int:
@@ -190,20 +214,37 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
     runs = [ready(request) for request in requests]  # all of them before the first is run
     console = Console(stderr=True, quiet=as_json)
     done = []
-    for one in runs:
-        for warning in one.warnings:
-            say(f"warning: {warning}")
-        with Display(console, _label(one.request)) as display:
-            made, path = run_case(one, display.show)
-        done.append(made)
-        if not as_json:
-            say(f"{made.status}: {path}")
-            for reason in made.reasons:
-                say(f"  {reason.code}: {reason.text}")
-        if any(reason.code == "interrupted" for reason in made.reasons):
-            break
+    with _hosts(runs) as allocation:
+        for one in runs:
+            with Display(console, _label(one.request)) as display:
+                made, path = run_case(one, display.show, allocation, lambda warning: say(f"warning: {warning}"))
+            done.append(made)
+            if not as_json:
+                say(f"{made.status}: {path}")
+                for reason in made.reasons:
+                    say(f"  {reason.code}: {reason.text}")
+            if any(reason.code == "interrupted" for reason in made.reasons):
+                break
     if as_json:
         dump({"records": [record.to_table(made) for made in done]})
     else:
         answer(report.text(report.table(done)))
     return 0 if len(done) == len(runs) and all(made.status == "valid" for made in done) else 1
+
+
+def _hosts(runs: "list[Ready]") -> "AbstractContextManager[Allocation | None]":
+    """One allocation for all runs of a command, where their launcher asks a scheduler for hosts. The wait is shown, and is in
+    no record."""
+    from steelyard.run import scheduler
+
+    if not runs or not runs[0].launcher.scheduler:
+        return nullcontext()
+    shown: list[int] = []
+
+    def waiting(seconds: float) -> None:
+        if int(seconds) // QUEUE_S > len(shown) - 1:
+            shown.append(int(seconds))
+            say(f"waiting for {nodes} host(s) of Slurm: {int(seconds)} s")
+
+    nodes = max(one.plan.nodes for one in runs)
+    return scheduler.allocated(runs[0].site, nodes, waiting)

@@ -1,10 +1,28 @@
 """What a worker needs of a framework: it joins ranks and drives one device. One object in every worker."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from steelyard.accelerators.events import Timeline
 from steelyard.plan.degrees import Plan
+
+
+class Meeting(Protocol):
+    """Where ranks meet: a file on one host, an address on several. Rank 0 serves `listen_fd`, a socket that is already bound
+    to the interface of the site; no other port may be opened for it."""
+
+    @property
+    def file(self) -> Path | None: ...
+
+    @property
+    def address(self) -> str | None: ...
+
+    @property
+    def port(self) -> int | None: ...
+
+    @property
+    def listen_fd(self) -> int | None: ...
 
 
 class Framework(Timeline, Protocol):
@@ -20,8 +38,11 @@ class Framework(Timeline, Protocol):
     def make_deterministic(self) -> None:
         """The same bits in every run; what has no such kernel raises."""
 
-    def join(self, plan: Plan, rank: int, world: int) -> Any:
-        """Meet the other ranks; returns the group of ranks that hold one model together with this one."""
+    def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> Any:
+        """Meet the other ranks, where `meet` says; returns the group of ranks that hold one model together with this one."""
+
+    def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+        """A small sum over all ranks that can be made again and again, its bytes, and what is wrong with the last result."""
 
     def barrier(self) -> None: ...
 

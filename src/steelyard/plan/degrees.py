@@ -53,7 +53,7 @@ def place(plan: Plan, rank: int) -> Place:
     return Place(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
 
 
-def make(case: Case, nodes: int, devices: int, sample: int | None = None) -> Plan:
+def make(case: Case, nodes: int, devices: int, sample: int | None = None, launcher: str = "local") -> Plan:
     """The plan that `tune.parallel` asks for, over all devices. `sample` is how much of a global batch is in scope."""
     if nodes < 1 or devices < 1:
         raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")
@@ -61,7 +61,7 @@ def make(case: Case, nodes: int, devices: int, sample: int | None = None) -> Pla
     _check_model(case, tp, pp)
     if case.question.train is not None:
         _check_training(case, case.question.train, sample, tp, pp, dp)
-    return Plan(nodes=nodes, devices=devices, tp=tp, pp=pp, dp=dp, launcher="local")
+    return Plan(nodes=nodes, devices=devices, tp=tp, pp=pp, dp=dp, launcher=launcher)
 
 
 def degrees(text: str, world: int) -> tuple[int, int, int]:

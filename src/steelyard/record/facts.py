@@ -79,8 +79,8 @@ class Weights(OpenTable):
 
 
 class HostFacts(OpenTable):
-    """A host of a run. `clock_offset_s` is its monotonic clock less the parent's, as far as `clock_uncertainty_s` tells; times
-    in a record are all on the parent's."""
+    """A host of a run. `clock_offset_s` is its monotonic clock less the parent's at the start of the run, as far as
+    `clock_uncertainty_s` tells; `clock_drift` is what it gains in a second. Times in a record are all on the parent's."""
 
     name: str
     ranks: list[int]
@@ -90,6 +90,11 @@ class HostFacts(OpenTable):
     memory_bytes: Bytes | None = None
     clock_offset_s: Number | None = None
     clock_uncertainty_s: Number | None = None
+    clock_drift: Number | None = None
+
+    def on_the_parents_clock(self, t_s: float) -> float:
+        """A time since the start of the run, as its own clock tells it."""
+        return t_s * (1 - (self.clock_drift or 0.0))
 
 
 class RankFacts(OpenTable):
@@ -102,6 +107,7 @@ class RankFacts(OpenTable):
     identity: dict[str, Any] | None = None
     threads: int | None = None
     matmul_flops_per_s: Rate | None = None
+    all_reduce_bytes_per_s: Rate | None = None
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None
 

@@ -148,9 +148,11 @@ class Value(Frozen):
 
 class Failure(Frozen):
     rank: int | None
+    host: str | None = None
     exit_code: int | None
     error: str | None
     stderr_tail: str
+    stacks: dict[int, str] = Field(default_factory=dict, description="where each rank was, of a run that hung")
 
 
 class Nothing(Frozen):
@@ -236,12 +238,12 @@ def to_table(record: Record) -> dict[str, Any]:
     return table
 
 
-def file_name(record: Record) -> str:
+def file_name(record: Record, end: str = "") -> str:
     stamp = record.created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
     case = record.case
     parts = (stamp, case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
     # Some of these names are free text, from case files of strangers too; none may lead out of the folder.
-    return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in parts) + ".json"
+    return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in parts) + f"{end}.json"
 
 
 def writable(folder: Path) -> None:
@@ -263,9 +265,9 @@ def writable(folder: Path) -> None:
         ) from error
 
 
-def write(record: Record, folder: Path) -> Path:
+def write(record: Record, folder: Path, end: str = "") -> Path:
     """The whole file or none, under a name that must not exist yet."""
-    path = folder / file_name(record)
+    path = folder / file_name(record, end)
     try:
         files.write(path, canonical_bytes(to_table(record)), new=True)
     except OSError as error:

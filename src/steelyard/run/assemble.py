@@ -1,9 +1,8 @@
 """From rank files to a record: pure, so that a run can be put together again from what its workers left."""
 
-import re
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from steelyard.case.resolve import Resolved
 from steelyard.metrics import table, validity
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import Environment, Series, Software, Weights
+from steelyard.record.facts import Environment, HostFacts, RankFacts, Series, Software, Weights
 from steelyard.record.record import (
     CaseFacts,
     EngineFacts,
@@ -24,8 +23,10 @@ from steelyard.record.record import (
     Reason,
     Record,
     Scope,
+    Window,
 )
-from steelyard.run.measure import now
+from steelyard.run.clock import now
+from steelyard.run.outcome import Outcome
 from steelyard.run.resume import Resume
 from steelyard.run.spec import RankFile
 from steelyard.tasks.task import Task
@@ -33,10 +34,11 @@ from steelyard.tasks.task import Task
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the parent knows of a run. Times are on the one monotonic clock."""
+    """What the parent knows of a run. Times are on its monotonic clock."""
 
     origin_s: float
-    spawned_s: float
+    spawned_s: float  # agents
+    started_s: float  # workers
     ended_s: float
     created: str
     environment: Environment
@@ -44,32 +46,21 @@ class RunFacts:
     telemetry: list[Series]
     plan: Plan
     scope: Scope
+    hosts: list[HostFacts] = field(default_factory=list)
     resume: Resume | None = None
     checkpoints: str | None = None
     out: Path = Path()  # the folder of the record
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the processes ended. `code` is None where all went as it should."""
-
-    code: str | None
-    text: str
-    exit_code: int | None
-    stderr_tail: str
-    ranks: list[RankFile]
-
-    @property
-    def first(self) -> RankFile | None:
-        """Rank 0, which has what ranks have in common."""
-        return next((rank for rank in self.ranks if rank.rank == 0), None)
+    def host_of(self, rank: int) -> HostFacts | None:
+        return next((one for one in self.hosts if rank in one.ranks), None)
 
 
 def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome, clock: Clock = now) -> Record:
     """The finished, sealed record."""
     ranks, first, case = outcome.ranks, outcome.first, resolved.case
     draft = Record(
-        id=secrets.token_hex(16),
+        id=facts.id,
         created=facts.created,
         status="failed",
         reasons=[],
@@ -79,13 +70,14 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
         tune=case.tune,
         plan=facts.plan,
         engine=EngineFacts(name=engine, details=first.details if first else {}),
-        environment=_environment(facts.environment, first),
+        environment=_with_versions(facts.environment, first),
         site=facts.site,
         weights=first.weights if first else Weights(source=None),
         data=first.data if first and first.data else Nothing(),
-        passes=[window for rank in ranks for window in rank.windows],
+        passes=[_on_our_clock(window, facts) for rank in ranks for window in rank.windows],
         budget={},
-        ranks=[rank.facts() for rank in ranks],
+        hosts=facts.hosts,
+        ranks=[_rank(rank, facts.host_of(rank.rank)) for rank in ranks],
         samples=[sample for rank in ranks for sample in rank.samples],
         telemetry=facts.telemetry,
         outputs=_outputs(case.question.row, ranks, first, facts.resume),
@@ -127,10 +119,20 @@ def _case(resolved: Resolved, first: RankFile | None) -> CaseFacts:
     )
 
 
-def _environment(parent: Environment, first: RankFile | None) -> Environment:
-    """The parent's view, with the versions that only the framework knows."""
-    software = Software(**{**parent.software.model_dump(), **(first.versions if first else {})})
-    return parent.model_copy(update={"software": software})
+def _rank(rank: RankFile, host: HostFacts | None) -> RankFacts:
+    told = rank.facts()
+    return told if host is None else RankFacts(host=host.name, **told.model_dump())
+
+
+def _on_our_clock(window: Window, facts: RunFacts) -> Window:
+    host = facts.host_of(window.rank)
+    return window if host is None else window.model_copy(update={"start_s": host.on_the_parents_clock(window.start_s)})
+
+
+def _with_versions(told: Environment, first: RankFile | None) -> Environment:
+    """With the versions that only the framework knows."""
+    software = Software(**{**told.software.model_dump(), **(first.versions if first else {})})
+    return told.model_copy(update={"software": software})
 
 
 def _outputs(task: Task, ranks: list[RankFile], first: RankFile | None, resume: Resume | None) -> dict[str, Any]:
@@ -146,12 +148,13 @@ def _outputs(task: Task, ranks: list[RankFile], first: RankFile | None, resume: 
 
 
 def _budget(facts: RunFacts, first: RankFile | None, sealed_s: float) -> dict[str, float]:
-    """Wall time from the start of the run to its record. What the workers' own parts leave of their time, from start to
-    end of their processes, is `launch`: interpreter start, torchrun, and taking everything down."""
+    """Wall time from the start of the run to its record. `agents`: until every host was heard, checked and told to start.
+    What the workers' own parts leave of their time is `launch`: interpreter start, and taking everything down."""
     parts = first.budget if first else {}
     return {
         "start": facts.spawned_s - facts.origin_s,
-        "launch": facts.ended_s - facts.spawned_s - sum(parts.values()),
+        "agents": facts.started_s - facts.spawned_s,
+        "launch": facts.ended_s - facts.started_s - sum(parts.values()),
         **parts,
         "record": sealed_s - facts.ended_s,
     }
@@ -160,8 +163,11 @@ def _budget(facts: RunFacts, first: RankFile | None, sealed_s: float) -> dict[st
 def _failure(outcome: Outcome) -> Failure | None:
     if outcome.code is None:
         return None
-    named = re.match(r"rank (\d+)", outcome.text)  # the verdict's own cause
-    broken = [rank for rank in outcome.ranks if rank.status != "done"]
-    rank = min(broken, key=lambda rank: rank.ended_s).rank if broken else None  # the others miss their peer
-    rank = int(named.group(1)) if named else rank
-    return Failure(rank=rank, exit_code=outcome.exit_code, error=outcome.text, stderr_tail=outcome.stderr_tail)
+    return Failure(
+        rank=outcome.rank,
+        host=outcome.host,
+        exit_code=outcome.exit_code,
+        error=outcome.text,
+        stderr_tail=outcome.stderr_tail,
+        stacks=outcome.stacks,
+    )

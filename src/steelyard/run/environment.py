@@ -1,9 +1,11 @@
 """The environment of a run: hardware, software, this package's revision and whether it was changed. Without torch."""
 
+import hashlib
 import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = (".", ":(exclude,glob)**/__pycache__/**")  # what runs: results and notes elsewhere in the tree change nothing
 
 
-def parent_side(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]) -> Environment:
-    """All that is known without a worker, which gets these variables. `cuda` and `cudnn` are for it to fill in."""
+def of_host(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]) -> Environment:
+    """All that is known of this host without a worker, which gets these variables. `cuda` and `cudnn` are for it to fill in."""
     hardware, software = _hardware(accelerator, found), _software(found, variables)
     return Environment(hardware=hardware, software=software, source=SourceFacts(**source()))
 
@@ -65,6 +67,16 @@ def packages() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return out
+
+
+@cache
+def package_hash(package: Path = PACKAGE) -> str:
+    """Of all files of this package: hosts of a run must have the same."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".toml", ".json", ".html")):
+        found.update(f"{path.relative_to(package)}\0".encode())
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
 
 
 def machine(root: Path = Path("/")) -> str | None:

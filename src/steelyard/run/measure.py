@@ -1,34 +1,19 @@
-"""The only reader of a clock, and the one measured loop that every engine's work passes through.
+"""The one measured loop that every engine's work passes through.
 
 An engine yields marks: a `Phase` where a phase of a step begins, a `Work` where a step ends. At each mark the loop takes the
 host time and a device event and goes on; it never waits for the device inside a pass. The pass ends when the engine has
 nothing more to yield and the device is idle, so work hidden behind the last mark is inside the wall time.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from steelyard.accelerators.events import Clock, Event, Timeline
 from steelyard.engines.work import Phase, Work
 from steelyard.record.record import Sample
-
-
-def now() -> float:
-    """Monotonic seconds; on one host, the same timeline in every process."""
-    return time.monotonic()
-
-
-def today() -> str:
-    """The calendar time of a record, UTC."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def sleep(seconds: float) -> None:
-    time.sleep(seconds)
+from steelyard.run.clock import now
 
 
 @dataclass(frozen=True)
@@ -132,6 +117,18 @@ def mean_time_s(work: Callable[[], Any], device: Timeline, least_s: float, clock
         calls += 3
         if calls % 30 == 0:
             device.synchronize()  # the host must not run far ahead of what it is timing
+    last = device.event()
+    device.synchronize()
+    return first.elapsed_s(last) / calls
+
+
+def time_of(work: Callable[[], Any], device: Timeline, calls: int) -> float:
+    """Mean device time of one call, over so many after one to warm up. Ranks that call together make the same number."""
+    work()
+    device.synchronize()
+    first = device.event()
+    for _ in range(calls):
+        work()
     last = device.event()
     device.synchronize()
     return first.elapsed_s(last) / calls

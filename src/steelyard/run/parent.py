@@ -1,43 +1,34 @@
-"""The parent's side of a run: start the workers, watch them, and make a record of whatever came of it. Imports no framework."""
+"""The parent's side of a run: lead its hosts through it, and make a record of whatever came of it. Imports no framework."""
 
-import os
+import hashlib
 import re
 import secrets
 import signal
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
-
+from steelyard.data.corpus import IDS
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
+from steelyard.record.facts import Environment, HostFacts
 from steelyard.record.record import Record
-from steelyard.run import assemble, environment, launch
-from steelyard.run.assemble import Outcome
-from steelyard.run.measure import now, sleep, today
+from steelyard.run import assemble, environment, launch, messages, outcome, preflight, scheduler
+from steelyard.run.assemble import RunFacts
+from steelyard.run.clock import now, today
+from steelyard.run.connection import Connection
+from steelyard.run.launch import Allocation
+from steelyard.run.messages import Hello, Open, Start
+from steelyard.run.outcome import Outcome, Verdict
+from steelyard.run.preflight import Asked
 from steelyard.run.ready import Ready
-from steelyard.run.spec import PROGRESS, SPEC, RankFile, WorkerSpec
-from steelyard.run.spec import Progress as ProgressFile
-from steelyard.run.telemetry import Sampler
+from steelyard.run.session import Session, Watch, last_words
+from steelyard.run.spec import WorkerSpec
 
-POLL_S = 0.05
-GRACE_S = 5.0
-TAIL_BYTES = 4000
-MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
-PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
-MEMORY = "SIGKILL is also what the kernel sends when memory runs out"
-ILLEGAL = re.compile(r"SIGILL|Signal 4\b|Illegal instruction")
-ILLEGAL_HINT = (
-    "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
-    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
-)
-SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
+TAIL_CHARS = 4000
+UNFINISHED = Verdict("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
     "HF_HUB_OFFLINE": "1",
@@ -46,57 +37,214 @@ WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
 }
 
-
-@dataclass(frozen=True)
-class PhaseProgress:
-    """What the workers last said, and since when that phase goes on."""
-
-    phase: str
-    done: int
-    total: int
-    elapsed_s: float
+Warn = Callable[[str], None]
 
 
-Watch = Callable[[PhaseProgress], None]
+def run_case(
+    ready: Ready, watch: Watch | None = None, allocation: Allocation | None = None, warn: Warn | None = None
+) -> tuple[Record, Path]:
+    """Run one case and write its record. What only a host or a worker finds wrong with a request raises RequestError."""
+    return Run(ready, allocation, warn).to_record(watch)
 
 
-def run_case(ready: Ready, watch: Watch | None = None) -> tuple[Record, Path]:
-    """Run one case and write its record. What only a worker finds wrong with a request raises RequestError."""
-    origin_s, created = now(), today()
-    request = ready.request
-    kept = _checkpoints(ready, created)
-    variables = _variables(ready)
-    with ExitStack() as undisturbed, _temporary() as name:
-        folder = Path(name)
-        command = launch.LAUNCHERS[ready.plan.launcher](str(folder / SPEC), ready.plan)
-        record.writable(request.out)
-        surroundings = environment.parent_side(ready.accelerator, ready.devices, variables)
-        (folder / SPEC).write_text(_spec(ready, folder, origin_s, kept).model_dump_json())
-        sampler = Sampler(ready.accelerator.sources(ready.devices), os.getpid(), origin_s)
-        sampler.start()
-        spawned_s = now()
-        try:
-            outcome = _workers(command, ready, folder, variables, sampler, watch, undisturbed)
-        finally:
-            series = sampler.stop()
-        ended_s = now()
-        _raise_request(outcome)
-        facts = assemble.RunFacts(
-            origin_s=origin_s,
-            spawned_s=spawned_s,
-            ended_s=ended_s,
-            created=created,
-            environment=surroundings,
-            site=ready.site,
-            telemetry=series,
+class Run:
+    """One run of a case, from the first agent to its record."""
+
+    def __init__(self, ready: Ready, allocation: Allocation | None, warn: Warn | None) -> None:
+        self.ready, self.allocation, self.warn = ready, allocation, warn
+        self.origin_s, self.created, self.id = now(), today(), secrets.token_hex(16)
+        self.kept = _checkpoints(ready, self.created)
+        self.token = messages.token()
+        hosts = launch.hosts(ready.launcher, ready.site, ready.plan.nodes, allocation)
+        mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
+        self.session = Session(ready.launcher, ready.site, hosts, allocation, self.token, mark)
+        self.spawned_s = self.started_s = self.origin_s
+        self.hellos: dict[str, Hello] = {}
+
+    def to_record(self, watch: Watch | None) -> tuple[Record, Path]:
+        """The record lies there from the start, as one that has not ended: a parent that is killed leaves it."""
+        out = self.ready.request.out
+        record.writable(out)
+        with ExitStack() as undisturbed:
+            try:
+                self._open()
+                draft = record.write(
+                    self._assemble(Outcome(UNFINISHED.code, UNFINISHED.text, None, "", [])), out, "-unfinished"
+                )
+                verdict = self._lead(watch)
+            except KeyboardInterrupt:
+                if self.started_s == self.origin_s:
+                    raise  # nothing was started
+                verdict = Verdict("interrupted", f"interrupted by the user{self._where()}")
+            finally:
+                undisturbed.enter_context(_ignoring_interrupts())
+                self.session.stop(stacks=False)
+            made = self._outcome(verdict)
+            if made.code == "request":
+                draft.unlink()
+                raise RequestError(made.text.partition(": ")[2])
+            finished = self._assemble(made)
+            path = record.write(finished, out)
+            draft.unlink()
+            return finished, path
+
+    def _open(self) -> None:
+        """All that can be known without starting a worker. Nothing stays behind where a host cannot take part."""
+        ready, case, plan = self.ready, self.ready.case, self.ready.plan
+        asked = _files(ready)
+        variables = {
+            **WORKER_ENV,
+            **({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.tune.deterministic else {}),
+            **case.tune.env,
+        }
+        self.spawned_s = now()
+        with _shared_probe(ready, self.kept) as probe:
+            self.hellos = self.session.open(
+                Open(
+                    token=self.token,
+                    mark=self.session.mark,
+                    accelerator=ready.accelerator.name if ready.accelerator is not None else None,
+                    devices=plan.devices,
+                    matmul=case.question.precision.matmul,
+                    interface=ready.site.interface,
+                    peer=None,
+                    environment=ready.site.environment,
+                    variables=variables,
+                    needs=list(ready.engine.needs),
+                    paths=[list(one.names) for one in (*asked, *probe)],
+                    silence_s=ready.site.silence_s,
+                )
+            )
+        for warning in preflight.check(self.hellos, case, plan, [*asked, *probe], environment.package_hash()):
+            if self.warn is not None:
+                self.warn(warning)
+        first = next(iter(self.hellos.values()))
+        if plan.nodes > 1 and first.address is not None and first.port is not None:
+            self.session.reach(first.address, first.port)
+
+    def _lead(self, watch: Watch | None) -> Verdict:
+        """Start the ranks and stay with them until none is left."""
+        request = self.ready.request
+        spec = self._spec().model_dump(mode="json", by_alias=True)
+        first = next(iter(self.hellos.values()))
+
+        def start(one: Connection, index: int) -> Start:
+            return Start(
+                token=self.token,
+                spec=spec,
+                first_rank=index * self.ready.plan.devices,
+                world=self.ready.plan.world,
+                origin_s=self.origin_s + one.clock.offset_s,
+                address=first.address,
+                port=first.port,
+            )
+
+        self.started_s = now()
+        self.session.start(start)
+        verdict = self.session.wait(request.hang_s, request.limit_s, watch)
+        if verdict.code == "hang":
+            self.session.stop(stacks=True)
+        return verdict
+
+    def _spec(self) -> WorkerSpec:
+        ready, request = self.ready, self.ready.request
+
+        def absolute(path: Path | None) -> Path | None:
+            return None if path is None else path.resolve()
+
+        return WorkerSpec(
+            case=ready.case,
+            scope=ready.scope,
+            passes=ready.passes,
+            engine=ready.engine.name,
+            plan=ready.plan,
+            accelerator=next(iter(self.hellos.values())).accelerator,
+            weights=absolute(request.weights),
+            data=absolute(request.data),
+            tokenizer=absolute(request.tokenizer),
+            folder=Path(),  # each agent has its own, and its own clock
+            origin_s=0.0,
+            resume=ready.resume.path if ready.resume else None,
+            checkpoints=request.out.resolve() / self.kept if self.kept else None,
+        )
+
+    def _where(self) -> str:
+        said = self.session.heard.progress
+        return f", in phase {said.phase!r}" if said else ""
+
+    def _outcome(self, verdict: Verdict) -> Outcome:
+        """The verdict of the session, or of what the ranks left; with the last words of whoever is the cause."""
+        heard, plan, hosts = self.session.heard, self.ready.plan, self.session.hosts
+        ranks = [heard.ranks[rank] for rank in sorted(heard.ranks)]
+        if verdict.code is None:
+            verdict = outcome.judge(ranks, heard.exits, plan, hosts)
+        if verdict.code is None:
+            verdict = outcome.differing(ranks) or verdict
+        if verdict.code in ("connection_lost", "agent_ended") and self.allocation is not None:
+            verdict = _cancelled(verdict, self.allocation)
+        tails = last_words(self.session.connections)
+        tail = tails.get(verdict.rank, "") if verdict.rank is not None else "\n".join(filter(None, tails.values()))
+        if not tail:
+            tail = "\n".join(filter(None, (one.said() for one in self.session.connections)))
+        exited = heard.exits.get(verdict.rank) if verdict.rank is not None else None
+        stacks = {rank: text for one in self.session.connections if one.bye for rank, text in one.bye.stacks.items()}
+        return Outcome(
+            code=verdict.code,
+            text=verdict.text,
+            exit_code=exited.code if exited else None,
+            stderr_tail=tail[-TAIL_CHARS:],
+            ranks=ranks,
+            rank=verdict.rank,
+            host=hosts[verdict.rank // plan.devices] if verdict.rank is not None else None,
+            stacks=stacks,
+        )
+
+    def _assemble(self, made: Outcome) -> Record:
+        ready, request = self.ready, self.ready.request
+        hosts = [_host(one, index, ready.plan) for index, one in enumerate(self.session.connections)]
+        clocks = {one.name: one.on_the_parents_clock for one in hosts}
+        facts = RunFacts(
+            id=self.id,
+            origin_s=self.origin_s,
+            spawned_s=self.spawned_s,
+            started_s=self.started_s,
+            ended_s=now(),
+            created=self.created,
+            environment=_environment(list(self.hellos.values())),
+            site=ready.site.about(),
+            hosts=hosts,
+            telemetry=[kept.series(clocks[kept.host]) for kept in self.session.heard.telemetry.values()],
             plan=ready.plan,
             scope=ready.scope,
             resume=ready.resume,
             out=request.out,
-            checkpoints=kept if kept and (request.out / kept).is_dir() else None,
+            checkpoints=self.kept if self.kept and (request.out / self.kept).is_dir() else None,
         )
-        made = assemble.assemble(request.resolved, request.engine, facts, outcome)
-        return made, record.write(made, request.out)
+        return assemble.assemble(request.resolved, request.engine, facts, made)
+
+
+def _environment(hellos: list[Hello]) -> Environment:
+    """That of the first host, with the devices of all: hosts of a run have the same software and the same devices."""
+    first = hellos[0].environment
+    devices = [device for one in hellos for device in one.environment.hardware.devices]
+    return first.model_copy(update={"hardware": first.hardware.model_copy(update={"devices": devices})})
+
+
+def _host(one: Connection, index: int, plan: Plan) -> HostFacts:
+    if one.hello is None:
+        raise ValueError("a host that was not heard of has no part in a run")
+    hardware, clock = one.hello.environment.hardware, one.clock
+    return HostFacts(
+        name=one.name,
+        ranks=list(range(index * plan.devices, (index + 1) * plan.devices)),
+        devices=hardware.devices,
+        cpu=hardware.cpu,
+        cpu_cores=hardware.cpu_cores,
+        memory_bytes=hardware.memory_bytes,
+        clock_offset_s=clock.offset_s,
+        clock_uncertainty_s=clock.uncertainty_s,
+        clock_drift=clock.drift(),
+    )
 
 
 def _checkpoints(ready: Ready, created: str) -> str | None:
@@ -108,21 +256,40 @@ def _checkpoints(ready: Ready, created: str) -> str | None:
     return f"checkpoints/{stamp}-{case.name}-{secrets.token_hex(4)}"
 
 
-def _variables(ready: Ready) -> dict[str, str]:
-    """The environment of the workers: inherited, then what the accelerator needs, then what the tune says."""
-    inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
-    tune = ready.case.tune
-    same = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if tune.deterministic else {}  # what cuBLAS asks for it
-    needed = ready.accelerator.environment(ready.case.question.precision.matmul)
-    return {**inherited, **WORKER_ENV, **same, **needed, **tune.env}
+def _files(ready: Ready) -> list[Asked]:
+    """What every host must have. Token files are also named by what they have in common."""
+    request = ready.request
+    named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
+    named["--resume"] = ready.resume.path if ready.resume else None
+    return [
+        Asked(option, (str(path.resolve()), str(path.resolve().with_name(f"{path.name}{IDS}"))))
+        for option, path in named.items()
+        if path is not None
+    ]
 
 
-def _temporary() -> "tempfile.TemporaryDirectory[str]":
-    """Where workers and parent meet. That it cannot be removed is no reason to lose a record."""
+@contextmanager
+def _shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Asked]]:
+    """A file where checkpoints will be. Each rank writes its part of one: hosts must share that folder."""
+    if kept is None or not ready.launcher.remote:
+        yield []
+        return
+    probe = ready.request.out.resolve() / f".shared-{secrets.token_hex(8)}"
+    probe.touch(exist_ok=False)
     try:
-        return tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise RequestError(f"no temporary folder can be made: {error.strerror}; name another with TMPDIR") from error
+        yield [Asked("checkpoints need a folder that all hosts share, and the probe in --out", (str(probe),))]
+    finally:
+        probe.unlink()
+
+
+def _cancelled(verdict: Verdict, allocation: Allocation) -> Verdict:
+    """A host is also lost when its job is: Slurm knows."""
+    state = scheduler.state(allocation.job)
+    if state is not None and state.startswith(("CANCEL", "COMPLETING")):
+        return Verdict("cancelled", f"Slurm job {allocation.job} was cancelled; {verdict.text}")
+    if state is not None and state.startswith(("TIMEOUT", "PREEMPT", "NODE_FAIL", "FAILED")):
+        return Verdict("cancelled", f"Slurm job {allocation.job} ended as {state}; {verdict.text}")
+    return verdict
 
 
 @contextmanager
@@ -137,169 +304,3 @@ def _ignoring_interrupts() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _spec(ready: Ready, folder: Path, origin_s: float, kept: str | None) -> WorkerSpec:
-    request = ready.request
-
-    def absolute(path: Path | None) -> Path | None:
-        return None if path is None else path.resolve()
-
-    return WorkerSpec(
-        case=ready.case,
-        scope=ready.scope,
-        passes=ready.passes,
-        engine=ready.engine.name,
-        plan=ready.plan,
-        accelerator=ready.accelerator.name,
-        weights=absolute(request.weights),
-        data=absolute(request.data),
-        tokenizer=absolute(request.tokenizer),
-        folder=folder,
-        origin_s=origin_s,
-        parent_pid=os.getpid(),
-        resume=ready.resume.path if ready.resume else None,
-        checkpoints=request.out.resolve() / kept if kept else None,
-    )
-
-
-def _workers(
-    command: list[str],
-    ready: Ready,
-    folder: Path,
-    variables: dict[str, str],
-    sampler: Sampler,
-    watch: Watch | None,
-    undisturbed: ExitStack,
-) -> Outcome:
-    """Start the processes and stay with them until none is left."""
-    env = {**variables, MARK: str(folder)}
-    log = folder / "stderr.log"
-    with log.open("wb") as err:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=env, start_new_session=True)
-        try:
-            sampler.watch(process.pid)
-            code, text = _wait(process, ready, folder, watch)
-        except KeyboardInterrupt:
-            code, text = "interrupted", f"interrupted by the user{_where(folder)}"
-        finally:
-            undisturbed.enter_context(_ignoring_interrupts())
-            _end(process, str(folder))
-    found = [_rank_file(folder / RankFile.name(rank)) for rank in range(ready.plan.devices)]
-    ranks = [rank for rank in found if rank is not None]
-    tail = _tail(log)
-    if code is None:
-        code, text = _verdict(ranks, ready.plan, process.returncode, tail)
-    return Outcome(code, text, process.returncode, tail, ranks)
-
-
-def _where(folder: Path) -> str:
-    said = _progress(folder)
-    return f", in phase {said.phase!r}" if said else ""
-
-
-def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        return file.read(TAIL_BYTES).decode("utf-8", "replace")
-
-
-def _wait(process: subprocess.Popen[bytes], ready: Ready, folder: Path, watch: Watch | None) -> tuple[str | None, str]:
-    started = heard = phase_since = now()
-    hang_s, limit_s = ready.request.hang_s, ready.request.limit_s
-    last: ProgressFile | None = None
-    while process.poll() is None:
-        said = _progress(folder)
-        if said is not None and said != last:
-            heard = now()
-            if last is None or said.phase != last.phase:
-                phase_since = heard
-            last = said
-        if watch is not None and last is not None:
-            watch(PhaseProgress(last.phase, last.done, last.total, now() - phase_since))
-        if now() - heard > hang_s:
-            where = last.phase if last is not None else "start"
-            return "hang", f"nothing was heard of the workers for {hang_s:.0f} s, in phase {where!r}"
-        if limit_s is not None and now() - started > limit_s:
-            return "time_limit", f"the run took longer than its limit of {limit_s:.0f} s{_where(folder)}"
-        sleep(POLL_S)
-    return None, ""
-
-
-def _verdict(ranks: list[RankFile], plan: Plan, exit_code: int | None, tail: str) -> tuple[str | None, str]:
-    """What the rank files and the exit code say. The first rank to fail is the cause: others fail for want of a peer. A rank
-    that was told to end says so; one that says nothing was killed."""
-    broken = [rank for rank in ranks if rank.status not in ("done", "running", "ended")]
-    silent = sorted(set(range(plan.devices)) - {rank.rank for rank in ranks if rank.status != "running"})
-    first = min(broken, key=lambda rank: rank.ended_s, default=None)
-    if first is not None and not (silent and PEER_LOST.search(str(first.error))):
-        return first.status, f"rank {first.rank}: {first.error}"
-    done = {rank.rank for rank in ranks if rank.status == "done"}
-    if len(done) == plan.devices and exit_code == 0:
-        return None, ""
-    missing = silent or sorted(set(range(plan.devices)) - done)
-    who = f"rank {missing[0]}" if missing else "a worker"
-    if exit_code == -signal.SIGILL or (missing and ILLEGAL.search(tail)):
-        return "illegal_instruction", f"{who} was ended by SIGILL: {ILLEGAL_HINT}"
-    if exit_code is not None and exit_code < 0:
-        return "killed", f"{who} was ended by {_signal_name(-exit_code)} ({MEMORY})"
-    killed = f" (a rank that is killed leaves none; {MEMORY})" if exit_code else ""
-    return "killed", f"{who} left no result; exit code {exit_code}{killed}"
-
-
-def _signal_name(number: int) -> str:
-    names = {one.value: one.name for one in signal.Signals}
-    return names.get(number, f"signal {number}")
-
-
-def _raise_request(outcome: Outcome) -> None:
-    if outcome.code == "request":
-        raise RequestError(outcome.text.partition(": ")[2])
-
-
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a worker and all it started: first kindly, then for certain, with whatever was started in between."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        family = _family(process.pid, mark)
-        for one in family:
-            with suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
-        end_s = now() + GRACE_S
-        while now() < end_s and any(map(_alive, family)):
-            sleep(POLL_S)
-    process.wait()
-
-
-def _family(pid: int, mark: str) -> list[psutil.Process]:
-    """The worker, its session, and all that carry the run's mark: a child may have a session of its own (torchrun's do),
-    and its parent may be gone."""
-    return [one for one in psutil.process_iter() if _alive(one) and _belongs(one, pid, mark)]
-
-
-def _belongs(process: psutil.Process, pid: int, mark: str) -> bool:
-    try:
-        return os.getsid(process.pid) == pid or process.environ().get(MARK) == mark
-    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
-
-
-def _alive(process: psutil.Process) -> bool:
-    """A zombie is at its end; whether it is waited for is up to its parent."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _progress(folder: Path) -> ProgressFile | None:
-    try:
-        return ProgressFile.model_validate_json((folder / PROGRESS).read_bytes())
-    except FileNotFoundError:
-        return None
-
-
-def _rank_file(path: Path) -> RankFile | None:
-    try:
-        return RankFile.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None

@@ -1,11 +1,9 @@
 """From a request to a run that can start: everything that can be known without starting anything, worked out once."""
 
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 from steelyard import accelerators, engines
-from steelyard.accelerators.row import Accelerator, Found
+from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
 from steelyard.case.request import Request
 from steelyard.data.corpus import IDS
@@ -14,8 +12,10 @@ from steelyard.errors import RequestError
 from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Scope
-from steelyard.run import resume
+from steelyard.run import launch, resume, site
+from steelyard.run.launch import Launcher
 from steelyard.run.resume import Resume
+from steelyard.run.site import Site
 from steelyard.tasks.task import PASSES
 
 
@@ -25,14 +25,13 @@ class Ready:
 
     request: Request
     engine: EngineRow
-    accelerator: Accelerator
-    devices: list[Found]  # those in use
+    accelerator: Accelerator | None  # None: the hosts will say
     plan: Plan
+    launcher: Launcher
     passes: tuple[str, ...]
     scope: Scope
-    site: dict[str, str]
+    site: Site
     resume: Resume | None
-    warnings: tuple[str, ...] = ()
 
     @property
     def case(self) -> Case:
@@ -40,35 +39,40 @@ class Ready:
 
 
 def ready(request: Request) -> Ready:
-    """A wrong request raises RequestError: one line, and nothing was started."""
+    """A wrong request raises RequestError: one line, and nothing was started. What other hosts have, they say later."""
     case, engine = request.resolved.case, engines.row(request.engine)
-    _check_engine(case, engine)
-    plan = degrees.make(case, request.nodes, request.devices, request.sample)
+    where = site.read(site.find(request.site))
+    launcher = launch.named(request.launcher or where.launcher or "local")
+    _check_engine(case, engine, launcher)
+    plan = degrees.make(case, request.nodes, request.devices, request.sample, launcher.name)
+    if not launcher.scheduler:
+        launch.hosts(launcher, where, plan.nodes)
     _check_degrees(engine, plan)
     passes = _passes(request)
     earlier = _resume(request)
-    _check_files(request)
+    _check_files(request, launcher)
     _check_numbers(request)
-    accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
-    devices, warning = _place(case, plan, accelerator)
+    accelerator = accelerators.named(request.accelerator) if request.accelerator else None
+    if not launcher.remote:
+        accelerator = accelerator or accelerators.detect()
+        _check_devices(case, plan, accelerator)
     window = request.sample is not None or request.steps is not None
     return Ready(
         request=request,
         engine=engine,
         accelerator=accelerator,
-        devices=devices,
         plan=plan,
+        launcher=launcher,
         passes=passes,
         scope=Scope(kind="window" if window else "full", sample=request.sample, steps=request.steps),
-        site=site(request.site),
+        site=where,
         resume=earlier,
-        warnings=() if warning is None else (warning,),
     )
 
 
-def _check_engine(case: Case, engine: EngineRow) -> None:
+def _check_engine(case: Case, engine: EngineRow, launcher: Launcher) -> None:
     missing = engine.missing()
-    if missing is not None:
+    if missing is not None and not launcher.remote:
         raise RequestError(
             f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
             "then run again"
@@ -122,7 +126,7 @@ def _resume(request: Request) -> Resume | None:
     return resume.find(request.resume.resolve(), request.resolved, request.sample, request.steps, request.engine)
 
 
-def _check_files(request: Request) -> None:
+def _check_files(request: Request, launcher: Launcher) -> None:
     case = request.resolved.case
     keeps = case.tune.checkpoint_every is not None
     if keeps and case.question.train is None:
@@ -133,7 +137,7 @@ def _check_files(request: Request) -> None:
         )
     for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
         # Token files are also named by what they have in common.
-        if path is not None and not path.exists() and not path.with_name(f"{path.name}{IDS}").exists():
+        if path is not None and not launcher.remote and not path.exists() and not path.with_name(f"{path.name}{IDS}").exists():
             raise RequestError(f"{option} {str(path)!r} does not exist")
     if case.size == "full" and request.data is None:
         raise RequestError(f"{case.name} at size full needs its data: name their folder with --data, or try --size smoke")
@@ -148,8 +152,8 @@ def _check_numbers(request: Request) -> None:
             raise RequestError(f"{option} {seconds:g}: must be more than 0 seconds")
 
 
-def _place(case: Case, plan: Plan, accelerator: Accelerator) -> tuple[list[Found], str | None]:
-    """The devices in use, and a warning where memory may be short."""
+def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
+    """What this host has, before the first of many requests is run."""
     found = accelerator.find()
     if not found:
         raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
@@ -158,19 +162,4 @@ def _place(case: Case, plan: Plan, accelerator: Accelerator) -> tuple[list[Found
         raise RequestError(f"--devices {plan.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
     sharing = -(-plan.devices // len(found))  # ranks that have one device's memory between them
     size = found[0].memory_bytes
-    return found[: plan.devices], memory.check_fits(case, plan, size // sharing if size is not None else None)
-
-
-def site(path: Path | None) -> dict[str, str]:
-    """What the operator states about the machine: a small TOML file of strings."""
-    if path is None:
-        return {}
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RequestError(f"--site {str(path)!r} cannot be read: {error}") from error
-    allowed = ("machine", "network", "note")
-    for key, value in table.items():
-        if key not in allowed or not isinstance(value, str):
-            raise RequestError(f"--site {str(path)!r}: {key!r} is not a known string; allowed: {', '.join(allowed)}")
-    return table
+    memory.check_fits(case, plan, size // sharing if size is not None else None)

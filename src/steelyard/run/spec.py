@@ -10,16 +10,17 @@ from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
 from steelyard.record.facts import RankFacts, Weights
 from steelyard.record.record import Sample, Scope, Window
+from steelyard.run.folder import Rendezvous
 from steelyard.schema import Frozen
 from steelyard.tasks.task import DataFacts
 
-SPEC, PROGRESS = "spec.json", "progress.json"
-
-RankStatus = Literal["running", "done", "request", "raised", "out_of_memory", "ended"]
+DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
+RankStatus = Literal["running", "done", "request", "raised", "out_of_memory", "disk_full", "network", "ended"]
 
 
 class WorkerSpec(Frozen):
-    """What a worker is told. Paths are absolute; `origin_s` is the start of the run on the host's monotonic clock."""
+    """What a worker is told. Paths are absolute; `origin_s` is the start of the run on the host's monotonic clock. Its rank,
+    its rank on its host and the world size are in RANK, LOCAL_RANK and WORLD_SIZE. It ends when its stdin is closed."""
 
     case: Case
     scope: Scope
@@ -32,17 +33,9 @@ class WorkerSpec(Frozen):
     tokenizer: Path | None
     folder: Path
     origin_s: float
-    parent_pid: int
+    rendezvous: Rendezvous | None = None
     resume: Path | None = None
     checkpoints: Path | None = None
-
-
-class Progress(Frozen):
-    """How far rank 0 is."""
-
-    phase: str
-    done: int
-    total: int
 
 
 class RankFile(Frozen):
@@ -53,7 +46,7 @@ class RankFile(Frozen):
     device: str
     status: RankStatus
     error: str | None
-    ended_s: float
+    ended_s: float = Field(description="when it was written, from the start of the run")
     budget: dict[str, float]
     windows: list[Window] = Field(default_factory=list)
     samples: list[Sample] = Field(default_factory=list)
@@ -63,16 +56,16 @@ class RankFile(Frozen):
     versions: dict[str, str | None] = Field(default_factory=dict)
     threads: int | None = None
     matmul_flops_per_s: float | None = None
+    all_reduce_bytes_per_s: float | None = None
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
     details: dict[str, Any] = Field(default_factory=dict)
     weights: SerializeAsAny[Weights] = Weights(source=None)
     data: SerializeAsAny[DataFacts] | None = None
 
-    @staticmethod
-    def name(rank: int) -> str:
-        return f"rank-{rank}.json"
-
     def facts(self) -> RankFacts:
         """What a record keeps of the rank."""
         names = ("rank", "device", "status", "identity", "threads", "matmul_flops_per_s", "in_use_bytes", "budget")
-        return RankFacts(**{name: getattr(self, name) for name in names})
+        told = {name: getattr(self, name) for name in names}
+        if self.all_reduce_bytes_per_s is not None:
+            told["all_reduce_bytes_per_s"] = self.all_reduce_bytes_per_s
+        return RankFacts(**told)

@@ -1,37 +1,41 @@
-"""Telemetry: the parent samples the devices while workers run."""
+"""Telemetry: the agent of a host samples its devices while workers run, the parent keeps what is sent."""
 
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from steelyard.accelerators.events import Clock
 from steelyard.accelerators.row import Reading, Source
 from steelyard.record.facts import Columns, Series
-from steelyard.run.measure import now
+from steelyard.run.clock import now
 
 PERIOD_S = 0.2
 MAX_ROWS = 4096
 
+Rows = dict[str, list[Any]]
+
 
 class Sampler:
-    """Samples all sources from `start`, which is called before any worker is there, until `stop`."""
+    """Samples all sources from `start`, which is called before any worker is there, until `stop`. `take` hands over what is
+    new. After so many rows the period doubles, and whoever keeps them drops every second one: a long run has no more."""
 
     def __init__(
         self,
         sources: list[Source],
-        root_pid: int,
         origin_s: float,
         clock: Clock = now,
         period_s: float = PERIOD_S,
         max_rows: int = MAX_ROWS,
     ) -> None:
-        self._sources = sources
-        self._root_pid = root_pid
+        self.sources = sources
+        self.period_s = period_s
+        self._pids: tuple[int, ...] = ()
         self._origin_s = origin_s
         self._clock = clock
-        self._period_s = period_s
         self._max_rows = max_rows
-        self._columns: list[dict[str, list[Any]]] = [{} for _ in sources]
+        self._rows = 0
+        self._new: list[Rows] = [{} for _ in sources]
+        self._lock = Lock()
         self._ended = Event()
         self._error: Exception | None = None
         self._thread = Thread(target=self._loop, name="telemetry", daemon=True)
@@ -40,45 +44,81 @@ class Sampler:
         self._sample()
         self._thread.start()
 
-    def watch(self, pid: int) -> None:
-        """From now on the run's process tree is that of `pid`."""
-        self._root_pid = pid
+    def watch(self, pids: tuple[int, ...]) -> None:
+        """From now on the run's processes are these, and what they start."""
+        self._pids = pids
 
-    def stop(self) -> list[Series]:
+    def stop(self) -> None:
         """End with one last sample, after all windows. An error met while sampling is raised here."""
         self._ended.set()
         self._thread.join()
         if self._error is not None:
             raise self._error
         self._sample()
-        return [self._series(source, columns) for source, columns in zip(self._sources, self._columns, strict=True)]
+
+    def take(self) -> tuple[float, list[Rows]]:
+        """The period, and the rows of each source since the last call."""
+        with self._lock:
+            new, self._new = self._new, [{} for _ in self.sources]
+            return self.period_s, new
 
     def _loop(self) -> None:
         try:
-            while not self._ended.wait(self._period_s):
+            while not self._ended.wait(self.period_s):
                 self._sample()
         except Exception as error:  # noqa: BLE001 - a thread has no caller: `stop` raises it, whatever it is
             self._error = error
 
     def _sample(self) -> None:
-        for source, columns in zip(self._sources, self._columns, strict=True):
-            row: Reading = {"t_s": self._clock() - self._origin_s, **source.read(self._root_pid)}
-            if not columns:
-                columns.update({name: [] for name in row})
-            for name, values in columns.items():
-                values.append(row[name])
-        if any(len(columns["t_s"]) > self._max_rows for columns in self._columns):
-            self._columns = [halve(columns) for columns in self._columns]
-            self._period_s *= 2
+        rows: list[Reading] = [{"t_s": self._clock() - self._origin_s, **one.read(self._pids)} for one in self.sources]
+        with self._lock:
+            for row, columns in zip(rows, self._new, strict=True):
+                for name, value in row.items():
+                    columns.setdefault(name, []).append(value)
+            self._rows += 1
+            if self._rows > self._max_rows:
+                self._rows = -(-self._rows // 2)
+                self.period_s *= 2
 
-    def _series(self, source: Source, columns: dict[str, list[Any]]) -> Series:
+
+class Kept:
+    """The readings of one device as they arrive."""
+
+    def __init__(self, host: str, device: str, severity: dict[str, str]) -> None:
+        self.host, self.device, self.severity = host, device, severity
+        self.period_s = 0.0
+        self.columns: Rows = {}
+
+    def add(self, period_s: float, columns: Rows) -> None:
+        """Rows of a longer period than before come after every second row was dropped, these among them."""
+        for name, values in columns.items():
+            self.columns.setdefault(name, []).extend(values)
+        before = self.period_s or period_s
+        while before < period_s:
+            self.columns, before = halve(self.columns), 2 * before
+        self.period_s = period_s
+
+    def series(self, shift: Callable[[float], float] = lambda t_s: t_s) -> Series:
+        columns = {**self.columns, "t_s": [shift(t_s) for t_s in self.columns.get("t_s", [])]}
         return Series(
-            device=source.device,
-            period_s=self._period_s,
+            device=self.device,
+            host=self.host,
+            period_s=self.period_s,
             baseline_processes=columns.get("processes", [None])[0],
-            severity=dict(source.severity),
+            severity=self.severity,
             columns=Columns(**columns),
         )
+
+
+def collect(sampler: Sampler, host: str) -> list[Series]:
+    """What a sampler has read since it was last asked."""
+    out = []
+    period_s, rows = sampler.take()
+    for source, columns in zip(sampler.sources, rows, strict=True):
+        kept = Kept(host, source.device, dict(source.severity))
+        kept.add(period_s, columns)
+        out.append(kept.series())
+    return out
 
 
 def _largest(a: Any, b: Any) -> Any:
@@ -94,7 +134,7 @@ def _union(a: Any, b: Any) -> Any:
 _KEPT: dict[str, Callable[[Any, Any], Any]] = {"memory_bytes": _largest, "processes": _largest, "reasons": _union}
 
 
-def halve(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def halve(columns: Rows) -> Rows:
     """The columns without every second row."""
     return {name: _halved(values, _KEPT.get(name)) for name, values in columns.items()}
 

@@ -1,10 +1,12 @@
 """A worker: one device's share of a run. One spec in, one rank file out, whatever happens in between.
 
-Started by the parent as `python -m steelyard.run.worker SPEC`, alone or by torchrun, which sets RANK, LOCAL_RANK, WORLD_SIZE.
-It imports no framework itself: its engine's row names one.
+Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK, LOCAL_RANK and WORLD_SIZE in its environment.
+It ends when its stdin is closed: then its agent is gone. It imports no framework itself: its engine's row names one.
 """
 
 import contextlib
+import errno
+import faulthandler
 import json
 import os
 import signal
@@ -19,25 +21,32 @@ import psutil
 from steelyard import accelerators, engines, files
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job, Keep
-from steelyard.errors import RequestError
+from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
-from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, now, sleep
-from steelyard.run.spec import PROGRESS, Progress, RankFile, RankStatus, WorkerSpec
+from steelyard.run import folder
+from steelyard.run.clock import now
+from steelyard.run.folder import Progress
+from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, time_of
+from steelyard.run.spec import DISK_FULL, RankFile, RankStatus, WorkerSpec
 from steelyard.schema import Frozen
 from steelyard.tasks.task import Prepared, Sources
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun
 
 CALIBRATE_S = 0.4
+EXCHANGES = 3
+FULL = (errno.ENOSPC, errno.EDQUOT)
 PROGRESS_S = 0.1
 
 
 def main() -> None:
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
     rank = int(os.environ.get("RANK", "0"))
-    threading.Thread(target=_end_with_parent, args=(spec.parent_pid,), daemon=True).start()
+    stacks = (spec.folder / folder.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    threading.Thread(target=_end_with_agent, daemon=True).start()
     worker = Worker(spec, rank)
     signal.signal(signal.SIGTERM, worker.ended)
     status: RankStatus = "done"
@@ -49,7 +58,11 @@ def main() -> None:
     except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
         status, error = _kind(failure), " ".join("".join(traceback.format_exception_only(failure)).split())
         traceback.print_exc()
-    worker.write(status, error)
+    try:
+        worker.write(status, error)
+    except OSError as failure:
+        traceback.print_exc()
+        os._exit(DISK_FULL if failure.errno in FULL else 1)
     if status == "done" and worker.framework is not None:
         worker.framework.leave()
     # Its work is done and told: what libraries do while they are taken down, and now and then abort in, is no part of a run.
@@ -60,25 +73,21 @@ def _kind(failure: BaseException) -> RankStatus:
     """A CPU's allocator has no type of its own for a lack of memory, only a text."""
     text = str(failure)
     starved = type(failure).__name__ == "OutOfMemoryError" or isinstance(failure, MemoryError)
-    return "out_of_memory" if starved or "can't allocate memory" in text else "raised"
+    if starved or "can't allocate memory" in text:
+        return "out_of_memory"
+    if isinstance(failure, OSError) and failure.errno in FULL:
+        return "disk_full"
+    return "network" if isinstance(failure, ExchangeError) else "raised"
 
 
-def _end_with_parent(pid: int) -> None:
-    """A worker outlives nobody: without its parent there is no one to write the record. What it started ends with it."""
-    while _lives(pid):
-        sleep(1.0)
+def _end_with_agent() -> None:
+    """A worker outlives nobody: without its agent there is no one to tell. What it started ends with it."""
+    while os.read(0, 1 << 10):
+        pass
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     os._exit(3)
-
-
-def _lives(pid: int) -> bool:
-    """A killed parent may stay a zombie for ever, in a container whose first process waits for nobody."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Worker:
@@ -94,10 +103,11 @@ class Worker:
         self.framework: Framework | None = None
         self.outputs: Frozen | None = None  # the part that no pass changes
         device = f"{spec.accelerator}:{self.local_rank}"
-        self.file = RankFile(rank=rank, device=device, status="running", error=None, ended_s=now(), budget={})
+        self.file = RankFile(rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={})
         self._told = 0.0
 
     def run(self) -> None:
+        self.tell("imports", 0, 0)
         framework, make_engine = self._load()
         self.framework = framework
         group = self._join(framework)
@@ -131,9 +141,21 @@ class Worker:
 
     def _join(self, framework: Framework) -> Any:
         if self.world == 1:
-            return framework.join(self.spec.plan, self.rank, self.world)
+            return framework.join(self.spec.plan, self.rank, self.world, None)
+        self.tell("join", 0, 0)
         with self.budget.part("join"):
-            return framework.join(self.spec.plan, self.rank, self.world)
+            group = framework.join(self.spec.plan, self.rank, self.world, self.spec.rendezvous)
+            self._add(all_reduce_bytes_per_s=self._try_exchange(framework))
+        return group
+
+    def _try_exchange(self, framework: Framework) -> float:
+        """A small all-reduce before anything depends on one: its sum is checked, and its rate kept."""
+        work, size_bytes, check = framework.all_reduce()
+        time_s = time_of(work, framework, EXCHANGES)
+        wrong = check()
+        if wrong is not None:
+            raise ExchangeError(f"an all-reduce over {self.world} ranks gave {wrong}")
+        return size_bytes / time_s
 
     def _prepare(self) -> Prepared:
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
@@ -230,11 +252,11 @@ class Worker:
         at = now()
         if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
             self._told = at
-            self._replace(PROGRESS, Progress(phase=phase, done=done, total=total))
+            self._replace(folder.PROGRESS, Progress(phase=phase, done=done, total=total))
 
     def write(self, status: RankStatus, error: str | None) -> None:
-        self._add(status=status, error=error, ended_s=now(), budget=self.budget.parts())
-        self._replace(RankFile.name(self.rank), self.file)
+        self._add(status=status, error=error, ended_s=now() - self.spec.origin_s, budget=self.budget.parts())
+        self._replace(folder.rank_name(self.rank), self.file)
 
     def _replace(self, name: str, table: Frozen) -> None:
         """Readers see the old file or the new one, never half of one; none outlives the machine."""

@@ -1,6 +1,7 @@
 """PyTorch as a framework: joins ranks by torch.distributed, and drives the device that an accelerator names."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,10 +10,34 @@ import torch.distributed as dist
 from steelyard import plugins
 from steelyard.accelerators.events import Clock, Event
 from steelyard.accelerators.row import TorchDevice
+from steelyard.engines.framework import Meeting
 from steelyard.engines.torch import tensor_parallel
 from steelyard.errors import RequestError
 from steelyard.models.tensors import compute_dtype
 from steelyard.plan.degrees import Plan
+
+EXCHANGE_NUMBERS = 1 << 18
+_dist: Any = dist  # its stores are not in its stubs
+MEET = timedelta(minutes=2)  # for all ranks to be there; reading a framework from a busy disk takes its time
+
+
+def _store(meet: Meeting, rank: int, world: int) -> Any:
+    """What ranks find each other with. No rendezvous of torch's own: it listens on every interface, and unpickles what it is
+    sent. This one holds bytes, in a private file or behind a socket that is bound to one interface."""
+    if meet.file is not None:
+        return _dist.FileStore(str(meet.file), world)
+    if meet.address is None or meet.port is None:
+        raise ValueError("ranks that are told nowhere to meet")
+    serves = meet.listen_fd is not None and rank == 0
+    return _dist.TCPStore(
+        meet.address,
+        meet.port,
+        world,
+        serves,
+        timeout=MEET,
+        wait_for_workers=False,
+        master_listen_fd=meet.listen_fd if serves else None,
+    )
 
 
 class TorchFramework:
@@ -31,12 +56,30 @@ class TorchFramework:
         # Otherwise it costs a pass over memory; nothing here reads any of that.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
-    def join(self, plan: Plan, rank: int, world: int) -> tensor_parallel.TensorParallelGroup:
+    def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> tensor_parallel.TensorParallelGroup:
         self.world = world
         if world == 1:
             return tensor_parallel.TensorParallelGroup()
-        dist.init_process_group(self.device.backend)
+        if meet is None:
+            raise ValueError("ranks that are told nowhere to meet")
+        dist.init_process_group(self.device.backend, store=_store(meet, rank, world), rank=rank, world_size=world)
         return tensor_parallel.form(plan, rank, self.device.torch_device)
+
+    def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+        """Rank r brings r + 1, and nothing it got before."""
+        mine = torch.full((EXCHANGE_NUMBERS,), float(dist.get_rank() + 1), device=self.device.torch_device)
+        out = torch.empty_like(mine)
+
+        def work() -> None:
+            out.copy_(mine)
+            dist.all_reduce(out)
+
+        def check() -> str | None:
+            expected = self.world * (self.world + 1) / 2
+            wrong = out[out != expected]
+            return None if wrong.numel() == 0 else f"{float(wrong[0])} where it must be {expected}"
+
+        return work, mine.numel() * mine.element_size(), check
 
     def barrier(self) -> None:
         if self.world > 1:

@@ -1,0 +1,133 @@
+"""A host as its agent sees it: devices, files, network, and the environment that workers get."""
+
+import os
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from steelyard import __version__, accelerators
+from steelyard.accelerators.row import Accelerator, Found, Source
+from steelyard.errors import RequestError
+from steelyard.run import environment
+from steelyard.run.locks import Claims
+from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
+
+LOOPBACK = "lo"
+SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what torch's and others' libraries listen on
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+class Host:
+    """What `open` asked of this host."""
+
+    def __init__(self, asked: Open) -> None:
+        self.asked = asked
+        os.environ.update(asked.environment)
+        self.claims = Claims()
+        self.accelerator: Accelerator | None = None
+        self.found: list[Found] = []
+        self.interface: str | None = None
+        self.listening: socket.socket | None = None
+        self.problem: str | None = None
+        try:
+            self.accelerator = accelerators.named(asked.accelerator) if asked.accelerator else accelerators.detect()
+            self.found = self.accelerator.find()
+            self.interface = _interface(asked)
+            self.listening = None if asked.peer is None else _listen(self.interface)
+        except RequestError as error:
+            self.problem = str(error)
+
+    @property
+    def used(self) -> list[Found]:
+        return self.found[: self.asked.devices]
+
+    def sources(self) -> list[Source]:
+        return [] if self.accelerator is None else self.accelerator.sources(self.used)
+
+    def variables(self) -> dict[str, str]:
+        """The environment of workers: inherited, then what the accelerator needs, the network, and what the run says."""
+        inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+        needed = self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
+        network = dict.fromkeys(INTERFACES, self.interface) if self.interface is not None else {}
+        network = {name: value for name, value in network.items() if name not in self.asked.environment}
+        return {**inherited, **needed, **network, **self.asked.variables}
+
+    def hello(self) -> Hello:
+        row, listening = self.accelerator or accelerators.CPU, self.listening
+        return Hello(
+            token=self.asked.token,
+            protocol=PROTOCOL,
+            host=socket.gethostname(),
+            version=__version__,
+            package=environment.package_hash(),
+            folder=str(environment.PACKAGE),
+            accelerator=row.name,
+            divisible=row.divisible,
+            most=row.most(self.found),
+            devices=self._devices(row),
+            environment=environment.of_host(row, self.used, self.variables()),
+            lacking=[name for name in self.asked.needs if find_spec(name) is None],
+            missing=[i for i, names in enumerate(self.asked.paths) if not any(Path(name).exists() for name in names)],
+            address=None if listening is None else listening.getsockname()[0],
+            interface=self.interface,
+            port=None if listening is None else listening.getsockname()[1],
+            problem=self.problem,
+        )
+
+    def _devices(self, row: Accelerator) -> list[FoundDevice]:
+        free = row.free(self.found)
+        return [
+            FoundDevice(
+                name=device.name,
+                uuid=device.uuid,
+                memory_bytes=device.memory_bytes,
+                free_bytes=bytes_,
+                busy=self.claims.claim(device.uuid or f"{row.name}:{device.index}") if device in self.used else None,
+            )
+            for device, bytes_ in zip(self.found, free, strict=True)
+        ]
+
+
+def _interface(asked: Open) -> str:
+    """The network interface for what ranks send each other: loopback on one host, else the named one, else that of the route
+    to another host of the run."""
+    if asked.peer is None:
+        return LOOPBACK
+    known = psutil.net_if_addrs()
+    if asked.interface is not None:
+        if asked.interface not in known:
+            raise RequestError(f"no interface {asked.interface!r}; there are: {', '.join(known)}")
+        return asked.interface
+    ours = _route(asked.peer)
+    for name, addresses in known.items():
+        if any(one.address.partition("%")[0] == ours for one in addresses):
+            return name
+    raise RequestError(f"no interface has the address {ours}, which leads to {asked.peer}; name one in the site file")
+
+
+def _route(peer: str) -> str:
+    """Our address on the way to a host; a datagram socket that is connected sends nothing."""
+    try:
+        kind, *_, there = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as asking:
+            asking.connect(there)
+            address: str = asking.getsockname()[0]
+            return address
+    except OSError as error:
+        raise RequestError(f"no way to host {peer}: {error}; name the interface in the site file") from error
+
+
+def _listen(interface: str) -> socket.socket:
+    """A free port on the interface, where rank 0 is met."""
+    addresses = psutil.net_if_addrs().get(interface, [])
+    for kind in FAMILIES:
+        for one in addresses:
+            if one.family == kind:
+                listening = socket.socket(kind, socket.SOCK_STREAM)
+                listening.bind((one.address, 0))
+                listening.listen(4096)
+                return listening
+    raise RequestError(f"interface {interface!r} has no address; name another in the site file")

@@ -1,0 +1,241 @@
+"""The protocol between the parent and a node agent: JSON lines, one message each, every one with the run's token.
+
+    parent → agent   open · reach · start · ping · stop · sweep
+    agent → parent   hello · reached · started · pong · progress · telemetry · rank · exit · bye
+
+`open` comes first and brings the token; a line without it is no message. A heartbeat goes both ways: the parent pings every
+second and the agent answers, which is also how far apart their clocks are. Whoever hears nothing for `silence_s` takes the
+other side for gone.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from steelyard.record.facts import Environment
+from steelyard.schema import Frozen, first_problem
+
+PROTOCOL = 1
+HEARTBEAT_S = 1.0
+SILENCE_S = 20.0
+MAX_LINE_BYTES = 256 << 20
+MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
+
+
+class Open(Frozen):
+    """What will be asked of this host, so that it can say whether it can."""
+
+    kind: Literal["open"] = "open"
+    token: str
+    protocol: int = PROTOCOL
+    mark: str
+    accelerator: str | None
+    devices: int
+    matmul: str
+    interface: str | None = Field(description="for what ranks send each other; None: that of the route to `peer`")
+    peer: str | None = Field(description="another host of the run; None where this is the only one")
+    environment: dict[str, str] = Field(description="of the site, for the agent and its workers")
+    variables: dict[str, str] = Field(description="of the run, for its workers")
+    needs: list[str] = Field(description="modules that must be installed")
+    paths: list[list[str]] = Field(description="what must be there, each under one of its names")
+    silence_s: float = SILENCE_S
+
+
+class Reach(Frozen):
+    """Connect to this address, where rank 0 will be met."""
+
+    kind: Literal["reach"] = "reach"
+    token: str
+    address: str
+    port: int
+
+
+class Start(Frozen):
+    """Start the ranks of this host. `spec` is a WorkerSpec without what only the host knows."""
+
+    kind: Literal["start"] = "start"
+    token: str
+    spec: dict[str, Any]
+    first_rank: int
+    world: int
+    origin_s: float = Field(description="the start of the run on this host's clock")
+    address: str | None = None
+    port: int | None = None
+
+
+class Ping(Frozen):
+    kind: Literal["ping"] = "ping"
+    token: str
+    sent_s: float
+
+
+class Stop(Frozen):
+    """End the workers; `stacks`: after each said where it is."""
+
+    kind: Literal["stop"] = "stop"
+    token: str
+    stacks: bool = False
+
+
+class Sweep(Frozen):
+    """End what an agent that died left behind."""
+
+    kind: Literal["sweep"] = "sweep"
+    token: str
+    mark: str
+
+
+class FoundDevice(Frozen):
+    """A device as its driver shows it; `busy` where another run of ours has it."""
+
+    name: str
+    uuid: str | None
+    memory_bytes: int | None
+    free_bytes: int | None = None
+    busy: str | None = None
+
+
+class Hello(Frozen):
+    kind: Literal["hello"] = "hello"
+    token: str
+    protocol: int
+    host: str
+    version: str
+    package: str = Field(description="hash of this package's files")
+    folder: str = Field(description="where the package lies")
+    accelerator: str
+    divisible: bool = Field(description="several ranks may share a device")
+    most: int = Field(description="ranks that the devices can serve")
+    devices: list[FoundDevice] = Field(description="all that were found, those in use first")
+    environment: Environment
+    lacking: list[str] = Field(description="of the modules that are needed")
+    missing: list[int] = Field(description="which of the paths are not there")
+    address: str | None
+    interface: str | None
+    port: int | None
+    problem: str | None = Field(None, description="why this host cannot take part, in one line")
+
+
+class Reached(Frozen):
+    kind: Literal["reached"] = "reached"
+    token: str
+    problem: str | None
+
+
+class Started(Frozen):
+    kind: Literal["started"] = "started"
+    token: str
+    pids: list[int]
+
+
+class Pong(Frozen):
+    kind: Literal["pong"] = "pong"
+    token: str
+    sent_s: float = Field(description="as the ping said")
+    at_s: float = Field(description="this host's clock")
+
+
+class ProgressSaid(Frozen):
+    kind: Literal["progress"] = "progress"
+    token: str
+    phase: str
+    done: int
+    total: int
+
+
+class TelemetryRows(Frozen):
+    """New readings of one device. A longer period than before: every second row so far is to be dropped."""
+
+    kind: Literal["telemetry"] = "telemetry"
+    token: str
+    device: str
+    period_s: float
+    severity: dict[str, str]
+    columns: dict[str, list[Any]]
+
+
+class RankSaid(Frozen):
+    """A rank file, finished or not."""
+
+    kind: Literal["rank"] = "rank"
+    token: str
+    rank: int
+    sha256: str
+    text: str
+
+
+class Exit(Frozen):
+    """A worker ended, or does not go on: `stopped` by a signal."""
+
+    kind: Literal["exit"] = "exit"
+    token: str
+    rank: int
+    code: int | None
+    at_s: float = Field(description="since the start of the run")
+    stopped: bool = False
+
+
+class Bye(Frozen):
+    """The last message."""
+
+    kind: Literal["bye"] = "bye"
+    token: str
+    exits: dict[int, int | None]
+    stderr_tails: dict[int, str]
+    stacks: dict[int, str] = Field(default_factory=dict)
+    ended: int = Field(0, description="processes that had to be ended")
+    code: str | None = Field(None, description="why the agent ended by itself; None: all workers ended, or the parent said so")
+    problem: str | None = None
+
+
+ToAgent = Annotated[Union[Open, Reach, Start, Ping, Stop, Sweep], Field(discriminator="kind")]  # noqa: UP007
+ToParent = Annotated[
+    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, RankSaid, Exit, Bye],  # noqa: UP007
+    Field(discriminator="kind"),
+]
+TO_AGENT: TypeAdapter[Open | Reach | Start | Ping | Stop | Sweep] = TypeAdapter(ToAgent)
+TO_PARENT: TypeAdapter[Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | RankSaid | Exit | Bye] = TypeAdapter(
+    ToParent
+)
+
+
+class MessageError(Exception):
+    """A line that is no message of this run."""
+
+
+def token() -> str:
+    return secrets.token_hex(16)
+
+
+def encode(message: Frozen) -> bytes:
+    return message.model_dump_json(by_alias=True).encode() + b"\n"
+
+
+def rank(token: str, rank: int, text: str) -> RankSaid:
+    return RankSaid(token=token, rank=rank, sha256=hashlib.sha256(text.encode()).hexdigest(), text=text)
+
+
+def whole(said: RankSaid) -> bool:
+    """Whether a rank file arrived as it was sent."""
+    return hashlib.sha256(said.text.encode()).hexdigest() == said.sha256
+
+
+def decode(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
+    """The message of a line. None as the token: the first one, which brings it."""
+    if len(line) > MAX_LINE_BYTES:
+        raise MessageError(f"a line of more than {MAX_LINE_BYTES} bytes")
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"no JSON: {error}") from error
+    told = table.get("token") if isinstance(table, dict) else None
+    if not isinstance(told, str) or (token is not None and not hmac.compare_digest(told, token)):
+        raise MessageError("no message of this run: another token, or none")
+    try:
+        return adapter.validate_python(table)
+    except ValidationError as error:
+        raise MessageError(first_problem(error)) from error

@@ -1,0 +1,221 @@
+"""The node agent: one process a host. It says what the host has, starts the ranks, samples telemetry, forwards what ranks
+leave, and ends them all when it is told to, when its parent is gone, or when it is told to end itself. Imports no framework.
+
+Started by a launcher as `python -P -m steelyard.run.node`; it talks over stdin and stdout, see messages.py.
+"""
+
+import errno
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from steelyard.run import messages, processes
+from steelyard.run.clock import now
+from steelyard.run.host import Host
+from steelyard.run.messages import (
+    TO_AGENT,
+    Bye,
+    MessageError,
+    Open,
+    Ping,
+    Pong,
+    Reach,
+    Reached,
+    Start,
+    Started,
+    Stop,
+    Sweep,
+    TelemetryRows,
+)
+from steelyard.run.ranks import Ranks
+from steelyard.run.telemetry import Sampler
+from steelyard.schema import Frozen
+
+POLL_S = 0.05
+SEND_S = 1.0  # telemetry is sent so often
+OPEN_S = 60.0  # to hear the first message
+REACH_S = 5.0
+
+
+class Ended(Exception):  # noqa: N818  no error: the way out of the loop
+    """The agent is to end, and why, where that is not the parent's wish."""
+
+    def __init__(self, code: str | None = None, problem: str | None = None, stacks: bool = False) -> None:
+        super().__init__(problem)
+        self.code, self.problem, self.stacks = code, problem, stacks
+
+
+class Agent:
+    def __init__(self, lines: "queue.SimpleQueue[bytes | None]", out: BinaryIO) -> None:
+        self._lines, self._out = lines, out
+        self._token: str | None = None
+        self._heard_s = now()
+        self._silence_s = OPEN_S
+        self._host: Host | None = None
+        self._ranks: Ranks | None = None
+        self._sampler: Sampler | None = None
+        self._sent_s = 0.0
+        self._signal: int | None = None
+
+    def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._told)
+        try:
+            while True:
+                self._hear()
+                self._look()
+        except Ended as ended:
+            self._finish(ended)
+
+    def _told(self, number: int, frame: Any) -> None:
+        self._signal = number
+
+    def _hear(self) -> None:
+        """Handle what the parent says, or wait a moment for it."""
+        with suppress(queue.Empty):
+            line = self._lines.get(timeout=POLL_S)
+            if line is None:
+                raise Ended("parent_gone", "the parent is gone")
+            message = messages.decode(line, TO_AGENT, self._token)
+            self._heard_s = now()
+            self._handle(message)
+        if self._signal is not None:
+            raise Ended("agent_ended", f"the agent was ended by {processes.signal_name(self._signal)}")
+        if now() - self._heard_s > self._silence_s:
+            raise Ended("parent_silent", f"nothing was heard of the parent for {self._silence_s:g} s")
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Open() if self._host is None:
+                self._token, self._silence_s = message.token, message.silence_s
+                self._host = Host(message)
+                self._send(self._host.hello())
+            case Sweep() if self._host is None:
+                self._token = message.token
+                ended = processes.end(lambda: processes.family(message.mark))
+                self._send(Bye(token=message.token, exits={}, stderr_tails={}, ended=ended))
+                raise Ended
+            case Ping():
+                self._send(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
+            case Reach():
+                self._send(Reached(token=message.token, problem=_reach(message)))
+            case Start() if self._host is not None and self._ranks is None:
+                self._start(self._host, message)
+            case Stop():
+                raise Ended(stacks=message.stacks)
+            case _:
+                raise MessageError(f"{message.kind} was not expected now")
+
+    def _start(self, host: Host, start: Start) -> None:
+        self._sampler = Sampler(host.sources(), start.origin_s)
+        self._sampler.start()
+        try:
+            self._ranks = Ranks(host, start)
+            pids = self._ranks.start()
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            code = "disk_full" if full else "not_started"
+            raise Ended(code, f"the ranks could not be started: {error.strerror}; TMPDIR names another folder") from error
+        self._sampler.watch(tuple(pids))
+        self._send(Started(token=start.token, pids=pids))
+
+    def _look(self) -> None:
+        """Forward what is new."""
+        if self._ranks is None or self._sampler is None:
+            return
+        for message in self._ranks.news():
+            self._send(message)
+        if now() - self._sent_s > SEND_S:
+            self._sent_s = now()
+            self._telemetry(self._sampler)
+        if self._ranks.over:
+            raise Ended
+
+    def _telemetry(self, sampler: Sampler) -> None:
+        period_s, rows = sampler.take()
+        for source, columns in zip(sampler.sources, rows, strict=True):
+            if columns:
+                self._send(
+                    TelemetryRows(
+                        token=self._known_token,
+                        device=source.device,
+                        period_s=period_s,
+                        severity=dict(source.severity),
+                        columns=columns,
+                    )
+                )
+
+    @property
+    def _known_token(self) -> str:
+        if self._token is None:
+            raise MessageError("nothing can be said before open")
+        return self._token
+
+    def _finish(self, ended: Ended) -> None:
+        """End what was started, tell what it left, and go."""
+        if self._ranks is None or self._sampler is None:
+            if ended.problem is not None and self._token is not None:
+                self._last(Bye(token=self._token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem))
+            return
+        stacks = self._ranks.stacks() if ended.stacks else {}
+        count = self._ranks.end()
+        self._sampler.stop()
+        with suppress(OSError):
+            for message in self._ranks.news():
+                self._send(message)
+            self._telemetry(self._sampler)
+        self._last(self._ranks.bye(stacks, count, ended.code, ended.problem))
+        self._ranks.clean()
+
+    def _last(self, bye: Bye) -> None:
+        with suppress(OSError):  # nobody may be there to hear it
+            self._send(bye)
+
+    def _send(self, message: Frozen) -> None:
+        try:
+            self._out.write(messages.encode(message))
+            self._out.flush()
+        except BrokenPipeError as error:
+            if isinstance(message, Bye):
+                raise
+            raise Ended("parent_gone", "the parent is gone") from error
+
+
+def _reach(asked: Reach) -> str | None:
+    try:
+        socket.create_connection((asked.address, asked.port), REACH_S).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
+    """All lines of the parent, then None. A line beyond the limit comes cut off, and is refused."""
+    while line := stream.readline(messages.MAX_LINE_BYTES + 1):
+        lines.put(line)
+    lines.put(None)
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a plug-in prints must not be read as a message
+    processes.adopt_orphans()
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(os.fdopen(os.dup(0), "rb"), lines), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        Agent(lines, out).run()
+    except MessageError as error:
+        sys.stderr.write(f"steelyard.run.node: {error}\n")
+        sys.stderr.flush()
+        os._exit(2)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

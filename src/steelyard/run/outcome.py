@@ -1,0 +1,94 @@
+"""How a run ended, and why: from rank files, exit codes and what hosts said. Pure."""
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from steelyard.plan.degrees import Plan
+from steelyard.run.messages import Exit
+from steelyard.run.processes import signal_name
+from steelyard.run.spec import DISK_FULL, RankFile
+
+PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
+MEMORY = "SIGKILL is also what the kernel sends when memory runs out"
+ILLEGAL_HINT = (
+    "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the processes ended. `code` is None where all went as it should."""
+
+    code: str | None
+    text: str
+    exit_code: int | None
+    stderr_tail: str
+    ranks: list[RankFile]
+    rank: int | None = None  # the cause, where it is one
+    host: str | None = None
+    stacks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def first(self) -> RankFile | None:
+        """Rank 0, which has what ranks have in common."""
+        return next((rank for rank in self.ranks if rank.rank == 0), None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    code: str | None
+    text: str = ""
+    rank: int | None = None
+
+
+def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list[str]) -> Verdict:
+    """What ranks left behind. The first to fail is the cause: others fail for want of a peer, or because they were told to
+    end, which they say. One that says nothing was killed. `exits` are those that nobody asked for."""
+
+    def named(rank: int) -> str:
+        return f"rank {rank}" if len(hosts) == 1 else f"rank {rank} on {hosts[rank // plan.devices]}"
+
+    stopped = [one for one in exits.values() if one.stopped]
+    if stopped:
+        rank = min(stopped, key=lambda one: one.at_s).rank
+        return Verdict("stopped", f"{named(rank)} was stopped by a signal, and nothing let it go on", rank)
+    broken = [rank for rank in ranks if rank.status not in ("done", "running", "ended")]
+    told = {rank.rank for rank in ranks if rank.status != "running"}
+    silent = [one for one in range(plan.world) if one not in told]
+    cause = min(broken, key=lambda rank: rank.ended_s, default=None)
+    if cause is not None and not (silent and PEER_LOST.search(str(cause.error))):
+        return Verdict(cause.status, f"{named(cause.rank)}: {cause.error}", cause.rank)
+    done = {rank.rank for rank in ranks if rank.status == "done"}
+    if len(done) == plan.world and not any(one.code for one in exits.values()):
+        return Verdict(None)
+    dead = sorted((one for one in exits.values() if one.code), key=lambda one: (one.rank not in silent, one.at_s))
+    if not dead:
+        rank = (silent or sorted(set(range(plan.world)) - done) or [0])[0]
+        return Verdict("killed", f"{named(rank)} left no result; exit code 0", rank)
+    return _death(dead[0], named(dead[0].rank))
+
+
+def _death(last: Exit, who: str) -> Verdict:
+    code = last.code
+    if code == DISK_FULL:
+        return Verdict(
+            "disk_full", f"{who} could write no result: no space is left on its disk; TMPDIR names another", last.rank
+        )
+    if code == -signal.SIGILL:
+        return Verdict("illegal_instruction", f"{who} was ended by SIGILL: {ILLEGAL_HINT}", last.rank)
+    if code is not None and code < 0:
+        return Verdict("killed", f"{who} was ended by {signal_name(-code)} ({MEMORY})", last.rank)
+    return Verdict("killed", f"{who} left no result; exit code {code}", last.rank)
+
+
+def differing(ranks: Iterable[RankFile]) -> Verdict | None:
+    """Whether ranks read other data than rank 0, as hosts with files of their own may."""
+    known = [rank for rank in ranks if rank.data is not None]
+    for rank in known:
+        if rank.data is not None and known[0].data is not None and rank.data.fingerprint != known[0].data.fingerprint:
+            text = f"rank {rank.rank} read other data than rank {known[0].rank}; give all hosts the same files"
+            return Verdict("data_differ", text, rank.rank)
+    return None

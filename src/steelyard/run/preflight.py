@@ -1,0 +1,137 @@
+"""Before anything is started: do the hosts of a run agree, and can they do what is asked? One line on the first that cannot."""
+
+import shlex
+from dataclasses import dataclass
+
+from steelyard import __version__
+from steelyard.case.case import Case
+from steelyard.errors import RequestError
+from steelyard.plan import memory
+from steelyard.plan.degrees import Plan
+from steelyard.run.messages import PROTOCOL, Hello
+
+SCARCE = 0.9  # of a device's memory that is free: less is worth a warning
+
+# What ssh, srun and Python say of an agent that did not start, and what helps. The first that fits.
+HINTS = (
+    ("No module named 'steelyard'", "that Python has no steelyard: {install}"),
+    ("No module named steelyard", "that Python has no steelyard: {install}"),
+    ("Unknown option: -P", "that Python is older than 3.11; name another with python = in the site file"),
+    ("Host key verification failed", "its host key is not known: ssh {host} once by hand and check it"),
+    ("Permission denied", "ssh has no key that it takes: try ssh {host} true, which must not ask for anything"),
+    ("Could not resolve hostname", "the name leads nowhere; see hosts in the site file"),
+    ("not found", "no such Python there; name one with python = in the site file"),
+    ("No such file or directory", "no such Python there; name one with python = in the site file"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A file that every host must have: the option that names it, and its names."""
+
+    option: str
+    names: tuple[str, ...]
+
+
+def not_started(host: str, command: list[str], code: int | None, said: str) -> str:
+    """Why an agent did not start."""
+    hint = next((hint for text, hint in HINTS if text in said), "")
+    install = shlex.join(["ssh", host, "python3", "-m", "pip", "install", f"steelyard=={__version__}"])
+    why = said.splitlines()[-1].strip() if said else f"{command[0]} ended"
+    told = "" if code is None else f" (exit code {code})"
+    return f"host {host}: the agent did not start{told}: {why}" + (
+        f"; {hint.format(host=host, install=install)}" if hint else ""
+    )
+
+
+def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], package: str) -> list[str]:
+    """Warnings; a host that cannot take part raises RequestError."""
+    warnings: list[str] = []
+    first_name, first = next(iter(hosts.items()))
+    for name, hello in hosts.items():
+        _same_package(name, hello, package)
+        _able(name, hello, plan, asked)
+        _same_software(name, hello, first_name, first)
+        _same_devices(name, hello, first_name, first, plan)
+        warnings += _memory(name, hello, case, plan)
+    return list(dict.fromkeys(warnings))
+
+
+def _same_package(name: str, hello: Hello, package: str) -> None:
+    if hello.protocol != PROTOCOL or hello.version != __version__:
+        install = shlex.join(["ssh", name, "python3", "-m", "pip", "install", f"steelyard=={__version__}"])
+        raise RequestError(f"host {name} has steelyard {hello.version}, and this is {__version__}: {install}")
+    if hello.package != package:
+        raise RequestError(
+            f"host {name} has another steelyard {hello.version} (files {hello.package}, here {package}): "
+            f"copy this one: {_copy(name, hello)}"
+        )
+
+
+def _copy(name: str, hello: Hello) -> str:
+    from_ = "$(python3 -c 'import steelyard; print(*steelyard.__path__)')/"
+    return f"rsync -a --delete {from_} {shlex.quote(f'{name}:{hello.folder}/')}"
+
+
+def _able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
+    if hello.problem is not None:
+        raise RequestError(f"host {name}: {hello.problem}")
+    if hello.lacking:
+        raise RequestError(f"host {name}: {hello.lacking[0]} is not installed there, and the engine needs it")
+    for index in hello.missing:
+        raise RequestError(f"host {name}: {asked[index].option} {asked[index].names[0]!r} does not exist there")
+    if not hello.devices:
+        raise RequestError(f"host {name}: no {hello.accelerator} device was found; see steelyard list there")
+    if plan.devices > hello.most:
+        raise RequestError(
+            f"--devices {plan.devices}: host {name} has {len(hello.devices)} {hello.accelerator} device(s); "
+            f"allowed: 1 to {hello.most}"
+        )
+    for device in hello.devices[: plan.devices]:
+        if device.busy is not None and not hello.divisible:
+            raise RequestError(f"host {name}: {device.name} ({device.uuid}) is in use by {device.busy}; wait for it to end")
+
+
+def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> None:
+    here, there = first.environment.software, hello.environment.software
+    mine = {"python": here.python, "driver": here.driver, **here.packages}
+    theirs = {"python": there.python, "driver": there.driver, **there.packages}
+    for what in sorted({*mine, *theirs}):
+        if mine.get(what) != theirs.get(what):
+            raise RequestError(
+                f"host {name} has {what} {theirs.get(what) or 'not at all'}, and {first_name} has "
+                f"{mine.get(what) or 'it not at all'}; hosts of a run must have the same"
+            )
+
+
+def _same_devices(name: str, hello: Hello, first_name: str, first: Hello, plan: Plan) -> None:
+    mine = [(one.name, one.memory_bytes) for one in first.devices[: plan.devices]]
+    theirs = [(one.name, one.memory_bytes) for one in hello.devices[: plan.devices]]
+    if first.accelerator != hello.accelerator:
+        raise RequestError(
+            f"host {name} has {hello.accelerator}, and {first_name} {first.accelerator}; name one: --accelerator"
+        )
+    if mine != theirs and not hello.divisible:
+        raise RequestError(f"host {name} has {_listed(theirs)}, and {first_name} {_listed(mine)}; run on hosts that are alike")
+
+
+def _listed(devices: list[tuple[str, int | None]]) -> str:
+    return ", ".join(sorted({f"{name} ({(size or 0) / (1 << 30):.0f} GiB)" for name, size in devices}))
+
+
+def _memory(name: str, hello: Hello, case: Case, plan: Plan) -> list[str]:
+    """Whether the model fits is asked of the whole memory; that others use of it is worth a warning."""
+    out = []
+    sharing = -(-plan.devices // len(hello.devices))  # ranks that have one device's memory between them
+    size = hello.devices[0].memory_bytes
+    tight = memory.check_fits(case, plan, size // sharing if size is not None else None)
+    if tight is not None:
+        out.append(tight)
+    for device in hello.devices[: plan.devices]:
+        if device.busy is not None and case.size != "smoke":  # which measures nothing
+            out.append(f"host {name}: {device.name} is also used by {device.busy}: neither will show what it can do")
+        if not hello.divisible and device.free_bytes is not None and device.memory_bytes:
+            share = device.free_bytes / device.memory_bytes
+            if share < SCARCE:
+                out.append(f"host {name}: only {share:.0%} of the memory of {device.name} is free")
+    return out

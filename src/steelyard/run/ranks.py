@@ -1,0 +1,183 @@
+"""The ranks of one host: started, watched and ended by its agent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from steelyard.run import folder, messages, processes
+from steelyard.run.clock import now, sleep
+from steelyard.run.folder import Progress, Rendezvous
+from steelyard.run.host import Host
+from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, Start
+from steelyard.schema import Frozen
+
+TAIL_BYTES = 4000
+STACK_BYTES = 32 << 10
+STACK_S = 2.0  # for workers to say where they are
+STOPPED_S = 3.0  # a worker that is stopped for so long does not go on
+LOOK_S = 0.5  # whether one is stopped
+
+
+class Worker:
+    """One process, and the end of what it said."""
+
+    def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        self.rank, self.process = rank, process
+        self.stopped_since: float | None = None
+        self.told = False  # whether its end, or that it is stopped, was said
+        self._tail: deque[bytes] = deque()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        if self.process.stdout is None:
+            return
+        size = 0
+        while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
+            self._tail.append(chunk)
+            size += len(chunk)
+            while size - len(self._tail[0]) >= TAIL_BYTES:
+                size -= len(self._tail.popleft())
+
+    def tail(self) -> str:
+        """What it last said. A child of it may hold the pipe open: that is not waited for."""
+        self._reader.join(0.5)
+        return b"".join(tuple(self._tail))[-TAIL_BYTES:].decode("utf-8", "replace")
+
+    def stopped(self) -> bool:
+        """Whether it has been stopped for long."""
+        if not processes.stopped(self.process.pid):
+            self.stopped_since = None
+            return False
+        self.stopped_since = self.stopped_since if self.stopped_since is not None else now()
+        return now() - self.stopped_since >= STOPPED_S
+
+
+class Ranks:
+    def __init__(self, host: Host, start: Start) -> None:
+        self._host, self._start, self._token = host, start, start.token
+        self._temporary = tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
+        self._workers: list[Worker] = []
+        self._seen: dict[str, int] = {}  # file → when it was last changed
+        self._looked_s = now()
+
+    def start(self) -> list[int]:
+        start, host, path = self._start, self._host, self._folder / folder.SPEC
+        meet = self._rendezvous()
+        told = None if meet is None else meet.model_dump(mode="json")
+        path.write_text(json.dumps({**start.spec, "folder": str(self._folder), "origin_s": start.origin_s, "rendezvous": told}))
+        variables = {**self._threads(), **host.variables(), MARK: host.asked.mark, "WORLD_SIZE": str(start.world)}
+        for local_rank in range(host.asked.devices):
+            rank = start.first_rank + local_rank
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "steelyard.run.worker", str(path)],
+                stdin=subprocess.PIPE,  # closed when this agent is gone, however it went
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                start_new_session=True,
+                pass_fds=[meet.listen_fd] if meet is not None and meet.listen_fd is not None and rank == 0 else [],
+            )
+            self._workers.append(Worker(rank, process))
+        if host.listening is not None:
+            host.listening.close()
+        return [one.process.pid for one in self._workers]
+
+    def _threads(self) -> dict[str, str]:
+        """Ranks that share a host's cores would otherwise take all of them, each."""
+        ranks = self._host.asked.devices
+        return {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+
+    def _rendezvous(self) -> Rendezvous | None:
+        start, listening = self._start, self._host.listening
+        if start.world == 1:
+            return None
+        if start.address is None or listening is None:
+            return Rendezvous(file=self._folder / folder.STORE)
+        if start.first_rank:
+            return Rendezvous(address=start.address, port=start.port)
+        listening.setblocking(False)
+        with suppress(BlockingIOError):  # hosts that tried whether they can reach this one
+            while True:
+                listening.accept()[0].close()
+        return Rendezvous(address=start.address, port=start.port, listen_fd=listening.fileno())
+
+    @property
+    def over(self) -> bool:
+        return all(one.process.poll() is not None for one in self._workers)
+
+    def news(self) -> Iterator[Frozen]:
+        """What is new since the last call: progress, rank files, and who ended."""
+        if self._changed(folder.PROGRESS):
+            said = Progress.model_validate_json((self._folder / folder.PROGRESS).read_bytes())
+            yield ProgressSaid(token=self._token, phase=said.phase, done=said.done, total=said.total)
+        ended = [one for one in self._workers if not one.told and one.process.poll() is not None]
+        for one in self._workers:
+            if self._changed(folder.rank_name(one.rank)):
+                text = (self._folder / folder.rank_name(one.rank)).read_text("utf-8")
+                yield messages.rank(self._token, one.rank, text)
+        for one in ended:
+            one.told = True
+            yield self._exit(one)
+        if now() - self._looked_s > LOOK_S:
+            self._looked_s = now()
+            for one in self._workers:
+                if not one.told and one.stopped():
+                    one.told = True
+                    yield self._exit(one, stopped=True)
+
+    def _exit(self, one: Worker, stopped: bool = False) -> Exit:
+        at_s = now() - self._start.origin_s
+        return Exit(token=self._token, rank=one.rank, code=one.process.returncode, at_s=at_s, stopped=stopped)
+
+    def _changed(self, name: str) -> bool:
+        try:
+            at = (self._folder / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        before, self._seen[name] = self._seen.get(name), at
+        return before != at
+
+    def stacks(self) -> dict[int, str]:
+        """Where each worker is, as its faulthandler writes it down."""
+        asked = [one for one in self._workers if one.process.poll() is None]
+        for one in asked:
+            one.process.send_signal(signal.SIGUSR1)
+        end_s = now() + STACK_S
+        while now() < end_s and not all(map(self._stack, asked)):
+            sleep(processes.POLL_S)
+        sleep(processes.POLL_S)  # the last lines of the last one
+        return {one.rank: self._stack(one) or "it did not answer" for one in asked}
+
+    def _stack(self, one: Worker) -> str:
+        with suppress(FileNotFoundError):
+            return (self._folder / folder.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
+        return ""
+
+    def end(self) -> int:
+        """End the workers and all they started. Returns how many there were."""
+        mark = self._host.asked.mark
+        return processes.end(lambda: processes.family(mark, os.getpid()))
+
+    def bye(self, stacks: dict[int, str], ended: int, code: str | None, problem: str | None) -> Bye:
+        return Bye(
+            token=self._token,
+            exits={one.rank: one.process.poll() for one in self._workers},
+            stderr_tails={one.rank: one.tail() for one in self._workers},
+            stacks=stacks,
+            ended=ended,
+            code=code,
+            problem=problem,
+        )
+
+    def clean(self) -> None:
+        self._temporary.cleanup()

@@ -1,0 +1,251 @@
+"""One run over its hosts, as the parent leads it: open, check, start, listen until the end, and leave nothing behind."""
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from steelyard.errors import RequestError
+from steelyard.run import messages, preflight
+from steelyard.run.clock import now
+from steelyard.run.clocks import PINGS
+from steelyard.run.connection import Connection
+from steelyard.run.launch import Allocation, Launcher
+from steelyard.run.messages import Bye, Exit, Hello, Open, Pong, ProgressSaid, RankSaid, Reach, Reached, Start, Stop, Sweep
+from steelyard.run.outcome import Verdict
+from steelyard.run.site import Site
+from steelyard.run.spec import RankFile
+from steelyard.run.telemetry import Kept
+
+POLL_S = 0.05
+OPEN_S = 90.0  # until every host has said hello; a first import over a network file system takes its time
+REACH_S = 15.0
+SETTLE_S = 0.5  # after the first rank failed: those that failed with it can still say so
+STOP_S = 20.0  # for agents to end their workers, kindly and then for certain
+SWEEP_S = 15.0
+
+
+@dataclass(frozen=True)
+class PhaseProgress:
+    """What the workers last said, and since when that phase goes on."""
+
+    phase: str
+    done: int
+    total: int
+    elapsed_s: float
+
+
+Watch = Callable[[PhaseProgress], None]
+
+
+@dataclass
+class Heard:
+    """What the hosts have said so far."""
+
+    ranks: dict[int, RankFile] = field(default_factory=dict)
+    exits: dict[int, Exit] = field(default_factory=dict)  # that nobody asked for
+    telemetry: dict[tuple[str, str], Kept] = field(default_factory=dict)
+    progress: PhaseProgress | None = None
+    progress_s: float = 0.0  # when it last changed
+    phase_s: float = 0.0
+
+
+class Session:
+    def __init__(
+        self, launcher: Launcher, site: Site, hosts: list[str], allocation: Allocation | None, token: str, mark: str
+    ) -> None:
+        self.launcher, self.site, self.hosts, self.token, self.mark = launcher, site, hosts, token, mark
+        self.commands = {host: launcher.command(site, host, allocation) for host in hosts}
+        self.heard = Heard()
+        self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
+        self.connections: list[Connection] = []
+        self._stopping = False
+
+    def open(self, asked: Open) -> dict[str, Hello]:
+        """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
+        for host in self.hosts:
+            try:
+                self.connections.append(Connection(host, self.commands[host], self.token, self._inbox))
+            except OSError as error:
+                raise RequestError(f"{self.commands[host][0]} cannot be started: {error.strerror}") from error
+        several = len(self.hosts) > 1
+        for index, one in enumerate(self.connections):
+            peer = self.hosts[1 if index == 0 else 0].rpartition("@")[2] if several else None
+            one.send(asked.model_copy(update={"peer": peer}))
+        self._until(lambda: all(one.hello is not None for one in self.connections), OPEN_S, "no hello")
+        for _ in range(PINGS):
+            for one in self.connections:
+                one.ping(at_once=True)
+            self._until(lambda: all(one.pongs >= one.pings for one in self.connections), OPEN_S, "no answer to a ping")
+        return {one.name: one.hello for one in self.connections if one.hello is not None}
+
+    def reach(self, address: str, port: int) -> None:
+        """Every other host must get to the address where rank 0 will be."""
+        others = self.connections[1:]
+        for one in others:
+            one.send(Reach(token=self.token, address=address, port=port))
+        self._until(lambda: all(one.reached is not None for one in others), REACH_S, f"no word on whether it reaches {address}")
+        for one in others:
+            if one.reached is not None and one.reached.problem is not None:
+                raise RequestError(
+                    f"host {one.name} does not reach {self.hosts[0]} at {address}: {one.reached.problem}; "
+                    "name an interface that hosts share in the site file"
+                )
+
+    def _until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Listen until something is so, before anything was started."""
+        end_s = now() + limit_s
+        while not done():
+            self._listen()
+            for one in self.connections:
+                if one.closed or one.bye is not None:
+                    said = one.bye.problem if one.bye is not None and one.bye.problem else one.said()
+                    raise RequestError(preflight.not_started(one.name, self.commands[one.name], one.exit_code(), said))
+                if now() > end_s:
+                    late = [c for c in self.connections if c.hello is None] or self.connections
+                    raise RequestError(f"host {late[0].name}: {what} for {limit_s:.0f} s")
+
+    def start(self, start: Callable[[Connection, int], Start]) -> None:
+        self.heard.progress_s = self.heard.phase_s = now()
+        for index, one in enumerate(self.connections):
+            one.send(start(one, index))
+
+    def wait(self, hang_s: float, limit_s: float | None, watch: Watch | None) -> Verdict:
+        """Until every agent has said its last word, or something is wrong. Says what; a rank that failed says it itself."""
+        begun, failed = now(), None
+        while not all(one.bye is not None for one in self.connections):
+            self._listen()
+            if watch is not None and self.heard.progress is not None:
+                last = self.heard.progress
+                watch(PhaseProgress(last.phase, last.done, last.total, now() - self.heard.phase_s))
+            wrong = self._lost() or self._late(begun, hang_s, limit_s)
+            if wrong is not None:
+                return wrong
+            if failed is None and any(one.stopped or one.code for one in self.heard.exits.values()):
+                failed = now()
+            if failed is not None and now() - failed > SETTLE_S:
+                return Verdict(None)
+        return self._lost() or Verdict(None)
+
+    def _listen(self) -> None:
+        """One message, or a moment without; and the heartbeat."""
+        for one in self.connections:
+            if one.bye is None and not one.closed:
+                one.ping()
+        try:
+            one, message = self._inbox.get(timeout=POLL_S)
+        except queue.Empty:
+            return
+        while True:
+            self._take(one, message)
+            try:
+                one, message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _take(self, one: Connection, message: Any) -> None:
+        heard = self.heard
+        match message:
+            case None:
+                one.closed = True
+            case Hello():
+                one.hello = message
+            case Reached():
+                one.reached = message
+            case Pong():
+                one.pongs += 1
+            case Bye():
+                one.bye = message
+            case ProgressSaid():
+                last = heard.progress
+                heard.progress_s = now()
+                if last is None or last.phase != message.phase:
+                    heard.phase_s = heard.progress_s
+                heard.progress = PhaseProgress(message.phase, message.done, message.total, 0.0)
+            case messages.TelemetryRows():
+                name = (one.name, message.device)
+                kept = heard.telemetry.setdefault(name, Kept(one.name, message.device, message.severity))
+                kept.add(message.period_s, message.columns)
+            case RankSaid():
+                self._rank(one, message)
+            case Exit() if not self._stopping:
+                heard.exits[message.rank] = message
+
+    def _rank(self, one: Connection, said: RankSaid) -> None:
+        if not messages.whole(said):
+            return  # the one before stands; a rank without any counts as killed
+        try:
+            self.heard.ranks[said.rank] = RankFile.model_validate_json(said.text)
+        except ValidationError:
+            return
+
+    def _lost(self) -> Verdict | None:
+        """A host that is gone, or does not say anything."""
+        for one in self.connections:
+            if one.bye is not None and one.bye.code is not None:
+                return Verdict(one.bye.code, f"host {one.name}: {one.bye.problem}")
+            if one.bye is not None:
+                continue
+            if one.closed:
+                code = one.exit_code()
+                why = one.said().splitlines()
+                told = f": {why[-1].strip()}" if why else ""
+                if self.launcher.remote:
+                    return Verdict("connection_lost", f"host {one.name}: its connection ended (exit code {code}){told}")
+                return Verdict("agent_killed", f"host {one.name}: its agent ended without a word (exit code {code}){told}")
+            if now() - one.heard_s > self.site.silence_s:
+                return Verdict("host_silent", f"host {one.name}: nothing was heard of it for {self.site.silence_s:g} s")
+        return None
+
+    def _late(self, begun: float, hang_s: float, limit_s: float | None) -> Verdict | None:
+        last = self.heard.progress
+        where = last.phase if last is not None else "start"
+        if now() - self.heard.progress_s > hang_s:
+            return Verdict("hang", f"nothing was heard of the workers for {hang_s:.0f} s, in phase {where!r}")
+        if limit_s is not None and now() - begun > limit_s:
+            return Verdict("time_limit", f"the run took longer than its limit of {limit_s:.0f} s, in phase {where!r}")
+        return None
+
+    def stop(self, stacks: bool = False) -> None:
+        """Tell all agents to end, and wait for their last words. What a host that is lost may have left is swept up."""
+        if self._stopping:
+            return
+        self._stopping = True
+        for one in self.connections:
+            if one.bye is None:
+                one.send(Stop(token=self.token, stacks=stacks))
+        silent_s = self.site.silence_s
+        end_s = now() + STOP_S
+        while now() < end_s and any(self._talks(one, silent_s) for one in self.connections):
+            self._listen()
+        for one in self.connections:
+            one.close()
+        while not self._inbox.empty():
+            self._take(*self._inbox.get())
+        for one in self.connections:
+            if one.bye is None and one.hello is not None:
+                self._sweep(one)
+
+    @staticmethod
+    def _talks(one: Connection, silent_s: float) -> bool:
+        return one.bye is None and not one.closed and now() - one.heard_s <= silent_s
+
+    def _sweep(self, lost: Connection) -> None:
+        """Ask a new agent on that host to end what the lost one left. A host that cannot be reached ends it by itself: its
+        agent hears nothing of us."""
+        try:
+            again = Connection(lost.name, self.commands[lost.name], self.token, self._inbox)
+        except OSError:
+            return
+        again.send(Sweep(token=self.token, mark=self.mark))
+        end_s = now() + SWEEP_S
+        while again.bye is None and not again.closed and now() < end_s:
+            self._listen()
+        again.close()
+
+
+def last_words(connections: list[Connection]) -> dict[int, str]:
+    """The tail of each rank's stderr."""
+    return {rank: text for one in connections if one.bye is not None for rank, text in one.bye.stderr_tails.items()}

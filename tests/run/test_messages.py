@@ -1,0 +1,66 @@
+"""The protocol: one line a message, and none without the run's token."""
+
+import json
+from typing import Any
+
+import pytest
+
+from steelyard.run import messages
+from steelyard.run.messages import TO_AGENT, TO_PARENT, MessageError, Ping, Pong, Stop
+
+TOKEN = "a" * 32
+
+
+def line(**table: Any) -> bytes:
+    return json.dumps(table).encode() + b"\n"
+
+
+def test_a_message_survives_its_line() -> None:
+    sent = Ping(token=TOKEN, sent_s=1.5)
+    raw = messages.encode(sent)
+    assert raw.count(b"\n") == 1
+    assert messages.decode(raw, TO_AGENT, TOKEN) == sent
+    assert messages.decode(raw, TO_AGENT, None) == sent  # the first one brings the token
+
+
+@pytest.mark.parametrize(
+    "raw,why",
+    [
+        (line(kind="stop", token="b" * 32), "another token"),
+        (line(kind="stop"), "another token, or none"),
+        (line(kind="stop", token=7), "another token"),
+        (b"Welcome to host north!\n", "no JSON"),
+        (b"[1, 2]\n", "another token, or none"),
+        (b"[" * 100_000 + b"\n", "no JSON"),
+        (line(kind="reboot", token=TOKEN), "kind"),
+        (line(kind="stop", token=TOKEN, command="rm"), "command"),
+        (line(kind="ping", token=TOKEN, sent_s="soon"), "sent_s"),
+        (b'{"kind":"ping","token":"' + TOKEN.encode() + b'","sent_s":NaN}', "sent_s"),
+    ],
+)
+def test_what_is_no_message_is_refused(raw: bytes, why: str) -> None:
+    with pytest.raises(MessageError, match=why):
+        messages.decode(raw, TO_AGENT, TOKEN)
+
+
+def test_each_side_takes_only_what_is_for_it() -> None:
+    with pytest.raises(MessageError):
+        messages.decode(messages.encode(Stop(token=TOKEN)), TO_PARENT, TOKEN)
+    with pytest.raises(MessageError):
+        messages.decode(messages.encode(Pong(token=TOKEN, sent_s=0.0, at_s=0.0)), TO_AGENT, TOKEN)
+
+
+def test_a_line_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_LINE_BYTES", 10)
+    with pytest.raises(MessageError, match="more than 10 bytes"):
+        messages.decode(b"x" * 11, TO_AGENT, TOKEN)
+
+
+def test_a_rank_file_that_changed_on_its_way() -> None:
+    said = messages.rank(TOKEN, 3, '{"rank": 3}')
+    assert messages.whole(said)
+    assert not messages.whole(said.model_copy(update={"text": '{"rank": 4}'}))
+
+
+def test_tokens_differ() -> None:
+    assert len({messages.token() for _ in range(8)}) == 8

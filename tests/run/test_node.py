@@ -1,0 +1,212 @@
+"""A real agent, with the test as its parent."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from fixtures.commands import Shell
+from steelyard.run import messages
+from steelyard.run.messages import Open, Ping, Start, Stop, Sweep
+
+TOKEN = "c" * 32
+
+
+class Agent:
+    def __init__(self, shell: Shell, **variables: str) -> None:
+        self.shell = shell
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "steelyard.run.node"],
+            env=shell.env(**variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def send(self, message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(messages.encode(message) if not isinstance(message, bytes) else message)
+        self.process.stdin.flush()
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        """The next message of a kind."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            table: dict[str, Any] = json.loads(line)
+            assert table["token"] == TOKEN
+            if table["kind"] == kind:
+                return table
+        raise AssertionError(f"no {kind}: {self.process.stderr.read() if self.process.stderr else b''!r}")
+
+    def open(self, **over: Any) -> dict[str, Any]:
+        self.send(opening(**over))
+        return self.hear("hello")
+
+
+def opening(**over: Any) -> Open:
+    base: dict[str, Any] = {"token": TOKEN, "mark": "m" * 16, "accelerator": "cpu", "devices": 1, "matmul": "fp32"}
+    more: dict[str, Any] = {"interface": None, "peer": None, "environment": {}, "variables": {}, "needs": [], "paths": []}
+    return Open(**(base | more | over))
+
+
+@pytest.fixture
+def agent(shell: Shell) -> Iterator[Agent]:
+    one = Agent(shell)
+    yield one
+    one.process.kill()
+    one.process.wait()
+    shell.clean()
+
+
+def test_hello(agent: Agent) -> None:
+    hello = agent.open(paths=[["/no/such/file", "/"], ["/no/such/file"]], needs=["pydantic", "no_such_module"])
+    assert (hello["accelerator"], hello["divisible"], len(hello["devices"])) == ("cpu", True, 1)
+    assert (hello["missing"], hello["lacking"]) == ([1], ["no_such_module"])
+    assert (hello["interface"], hello["address"], hello["port"]) == ("lo", None, None)
+    assert hello["devices"][0]["free_bytes"] > 0
+    assert hello["problem"] is None
+
+
+def test_with_another_host_it_listens_on_the_named_interface_alone(agent: Agent) -> None:
+    hello = agent.open(peer="localhost", interface="lo")
+    (port,) = [one for one in psutil.Process(agent.process.pid).net_connections() if one.status == "LISTEN"]
+    assert (port.laddr.ip, port.laddr.port) == (hello["address"], hello["port"]) == ("127.0.0.1", hello["port"])
+
+
+def test_an_interface_that_is_not_there(agent: Agent) -> None:
+    assert agent.open(peer="localhost", interface="ib7")["problem"].startswith("no interface 'ib7'; there are: lo")
+
+
+def test_the_interface_of_the_route(agent: Agent) -> None:
+    assert agent.open(peer="127.0.0.1")["interface"] == "lo"
+
+
+def test_pings_are_answered_with_the_clock(agent: Agent) -> None:
+    agent.open()
+    agent.send(Ping(token=TOKEN, sent_s=4.5))
+    assert agent.hear("pong")["sent_s"] == 4.5
+
+
+@pytest.mark.parametrize(
+    "line,why",
+    [
+        (messages.encode(Ping(token="d" * 32, sent_s=0.0)), b"another token"),
+        (b"start everything\n", b"no JSON"),
+        (
+            messages.encode(Start(token=TOKEN, spec={}, first_rank=0, world=1, origin_s=0.0)).replace(TOKEN.encode(), b""),
+            b"token",
+        ),
+        (messages.encode(opening()), b"open was not expected now"),
+    ],
+)
+def test_what_is_no_message_of_this_run_ends_it(agent: Agent, line: bytes, why: bytes) -> None:
+    """Whoever writes into this pipe without the token is not the parent."""
+    agent.open()
+    agent.send(line)
+    _, err = agent.process.communicate(timeout=60)
+    assert agent.process.returncode == 2
+    assert why in err
+
+
+def test_nothing_can_be_started_before_open(agent: Agent) -> None:
+    agent.send(Start(token=TOKEN, spec={}, first_rank=0, world=1, origin_s=0.0))
+    _, err = agent.process.communicate(timeout=60)
+    assert (agent.process.returncode, b"start was not expected now" in err) == (2, True)
+
+
+def test_a_silent_parent_is_gone(agent: Agent) -> None:
+    agent.open(silence_s=0.5)
+    bye = agent.hear("bye")
+    assert (bye["code"], bye["problem"]) == ("parent_silent", "nothing was heard of the parent for 0.5 s")
+    assert agent.process.wait(60) == 0
+
+
+def test_a_closed_pipe_is_a_parent_that_is_gone(agent: Agent) -> None:
+    agent.open()
+    assert agent.process.stdin is not None
+    agent.process.stdin.close()
+    assert agent.hear("bye")["code"] == "parent_gone"
+    assert agent.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_agent_that_is_told_to_end_says_so(agent: Agent, number: int) -> None:
+    agent.open()
+    agent.process.send_signal(number)
+    bye = agent.hear("bye")
+    assert (bye["code"], bye["problem"]) == ("agent_ended", f"the agent was ended by {signal.Signals(number).name}")
+
+
+def test_stop_before_start(agent: Agent) -> None:
+    agent.open()
+    agent.send(Stop(token=TOKEN))
+    assert agent.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number,code", [("ENOSPC", "disk_full"), ("EACCES", "not_started")])
+def test_ranks_that_cannot_be_started(shell: Shell, number: str, code: str) -> None:
+    """The folder of a run is the first thing that needs a disk."""
+    fails = f"""
+import errno, os, tempfile
+def fail(*arguments, **options):
+    raise OSError(errno.{number}, os.strerror(errno.{number}))
+tempfile.TemporaryDirectory = fail
+"""
+    (shell.folder / "sitecustomize.py").write_text(fails)
+    agent = Agent(Shell(shell.folder, (shell.folder,)))
+    agent.open()
+    agent.send(Start(token=TOKEN, spec={}, first_rank=0, world=1, origin_s=0.0))
+    bye = agent.hear("bye")
+    assert bye["code"] == code
+    assert bye["problem"].startswith("the ranks could not be started: ")
+    assert agent.process.wait(60) == 0
+
+
+def test_a_spec_that_is_none_ends_the_worker_not_the_agent(agent: Agent) -> None:
+    agent.open()
+    agent.send(Start(token=TOKEN, spec={"case": 1}, first_rank=0, world=1, origin_s=0.0))
+    assert agent.hear("exit")["code"] == 1
+    bye = agent.hear("bye")
+    assert bye["exits"] == {"0": 1}
+    assert "ValidationError" in bye["stderr_tails"]["0"]
+
+
+def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
+    ours = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: "m" * 16}, start_new_session=True)
+    other = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: "n" * 16})
+    try:
+        agent.send(Sweep(token=TOKEN, mark="m" * 16))
+        assert agent.hear("bye")["ended"] == 1
+        assert ours.wait(10) == -signal.SIGTERM
+        assert other.poll() is None
+    finally:
+        for one in (ours, other):
+            one.kill()
+            one.wait()
+
+
+def test_what_a_plug_in_prints_is_no_message(shell: Shell) -> None:
+    (shell.folder / "sitecustomize.py").write_text("print('hello from a plug-in')\n")
+    agent = Agent(Shell(shell.folder, (shell.folder,)))
+    assert agent.process.stdout is not None
+    assert agent.process.stdout.readline() == b"hello from a plug-in\n"  # before it is there: the parent passes over it
+    assert agent.open()["kind"] == "hello"
+    agent.process.kill()
+    agent.process.wait()
+
+
+def test_devices_are_claimed_by_one_agent(agent: Agent, shell: Shell) -> None:
+    agent.open()
+    second = Agent(shell)
+    try:
+        found = second.open()["devices"][0]["busy"]
+        assert found is not None
+        assert found.startswith("another run, of process ")
+    finally:
+        second.process.kill()
+        second.process.wait()

@@ -1,0 +1,86 @@
+"""The verdict on a run, from what ranks left and how they ended."""
+
+import signal
+
+import pytest
+
+from steelyard.plan.degrees import Plan
+from steelyard.run import outcome
+from steelyard.run.messages import Exit
+from steelyard.run.outcome import ILLEGAL_HINT, MEMORY
+from steelyard.run.spec import DISK_FULL, RankFile, RankStatus
+from steelyard.tasks.task import DataFacts
+
+PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+def rank(number: int, status: RankStatus, ended_s: float, error: str | None = None) -> RankFile:
+    told = None if status == "done" else error or f"error {number}"
+    return RankFile(rank=number, device=f"cpu:{number}", status=status, error=told, ended_s=ended_s, budget={})
+
+
+def exits(*ended: tuple[int, int | None, float]) -> dict[int, Exit]:
+    return {who: Exit(token="t", rank=who, code=code, at_s=at_s, stopped=code is None) for who, code, at_s in ended}
+
+
+DONE = [rank(0, "done", 1.0), rank(1, "done", 2.0)]
+
+
+@pytest.mark.parametrize(
+    "ranks,ended,verdict",
+    [
+        (DONE, exits((0, 0, 1.0), (1, 0, 2.0)), (None, "", None)),
+        ([rank(0, "raised", 2.0), rank(1, "out_of_memory", 1.0)], exits((0, 1, 2.0)), ("out_of_memory", "rank 1: error 1", 1)),
+        ([rank(0, "raised", 1.0), rank(1, "out_of_memory", 2.0)], exits((0, 1, 1.0)), ("raised", "rank 0: error 0", 0)),
+        ([rank(0, "done", 1.0)], exits((1, 1, 3.0)), ("killed", "rank 1 left no result; exit code 1", 1)),
+        ([rank(0, "done", 1.0)], exits((0, 0, 3.0), (1, 0, 3.0)), ("killed", "rank 1 left no result; exit code 0", 1)),
+        (DONE, exits((0, 0, 1.0), (1, -11, 2.0)), ("killed", f"rank 1 was ended by SIGSEGV ({MEMORY})", 1)),
+        ([], exits((0, -40, 2.0), (1, 1, 1.0)), ("killed", "rank 1 left no result; exit code 1", 1)),
+        # A rank that lost its peer is no cause: that is the one that says nothing.
+        (
+            [rank(0, "raised", 1.0, GLOO), rank(1, "running", 0.5)],
+            exits((0, 1, 1.0), (1, -9, 0.9)),
+            ("killed", f"rank 1 was ended by SIGKILL ({MEMORY})", 1),
+        ),
+        ([rank(1, "raised", 1.0, GLOO)], exits((0, -9, 1.5)), ("killed", f"rank 0 was ended by SIGKILL ({MEMORY})", 0)),
+        ([rank(0, "raised", 1.0), rank(1, "running", 0.5)], exits((0, 1, 1.0)), ("raised", "rank 0: error 0", 0)),
+        ([rank(0, "raised", 1.0, GLOO), rank(1, "ended", 1.5)], exits((0, 1, 1.0)), ("raised", f"rank 0: {GLOO}", 0)),
+        (
+            [rank(0, "done", 1.0)],
+            exits((1, -4, 1.0)),
+            ("illegal_instruction", f"rank 1 was ended by SIGILL: {ILLEGAL_HINT}", 1),
+        ),
+        ([rank(0, "done", 1.0), rank(1, "raised", 2.0)], exits((1, 1, 2.0)), ("raised", "rank 1: error 1", 1)),
+        (
+            [rank(0, "running", 1.0)],
+            exits((1, None, 4.0)),
+            ("stopped", "rank 1 was stopped by a signal, and nothing let it go on", 1),
+        ),
+        (
+            [],
+            exits((0, DISK_FULL, 4.0)),
+            ("disk_full", "rank 0 could write no result: no space is left on its disk; TMPDIR names another", 0),
+        ),
+    ],
+)
+def test_verdict(ranks: list[RankFile], ended: dict[int, Exit], verdict: tuple[str | None, str, int | None]) -> None:
+    found = outcome.judge(ranks, ended, PLAN, ["localhost"])
+    assert (found.code, found.text, found.rank) == verdict
+
+
+def test_on_several_hosts_the_host_is_named() -> None:
+    plan = Plan(nodes=2, devices=2, tp=1, pp=1, dp=4, launcher="ssh")
+    found = outcome.judge([], exits((3, -signal.SIGSEGV, 1.0)), plan, ["north", "south"])
+    assert found.text == f"rank 3 on south was ended by SIGSEGV ({MEMORY})"
+
+
+def test_hosts_with_other_data() -> None:
+    def read(number: int, fingerprint: str) -> RankFile:
+        facts = DataFacts(source="made", rows=4, fingerprint=fingerprint, published=None)
+        return rank(number, "done", 1.0).model_copy(update={"data": facts})
+
+    assert outcome.differing([read(0, "a"), read(1, "a"), rank(2, "done", 1.0)]) is None
+    found = outcome.differing([read(0, "a"), read(1, "b")])
+    assert found is not None
+    assert (found.code, found.rank) == ("data_differ", 1)
