@@ -290,21 +290,22 @@ def test_cpu_model_name(tmp_path: Path) -> None:
     assert cpu.model_name(tmp_path / "absent") == platform.machine()
 
 
-def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended() -> None:
-        raise psutil.NoSuchProcess(3)
-
-    def process(pid: int) -> SimpleNamespace:
-        if pid != 1:
-            raise psutil.NoSuchProcess(pid)
-        children = [SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=20)), SimpleNamespace(memory_info=ended)]
-        return SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=300), children=lambda recursive: children)
-
-    monkeypatch.setattr("psutil.Process", process)
+def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process with two threads, one of which started another, which started one that has ended."""
+    started = {"1/task/1": "", "1/task/9": "2 ", "2/task/2": "3 ", "5/task/5": ""}
+    for place, children in started.items():
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "children").write_text(children)
+    for pid, pages in {1: 300, 2: 20, 5: 7}.items():
+        (tmp_path / str(pid) / "statm").write_text(f"9999 {pages} 5 1 0 60 0\n")
+    monkeypatch.setattr(cpu, "PROC", tmp_path)
+    monkeypatch.setattr(cpu, "PAGE_BYTES", 1)
     source: Source = cpu.source()
     assert source.device == "cpu"
-    assert source.read(1) == {"memory_bytes": 320}
-    assert source.read(2) == {"memory_bytes": None}
+    assert source.read((1,)) == {"memory_bytes": 320}
+    assert source.read((1, 5)) == {"memory_bytes": 327}
+    assert source.read((4,)) == {"memory_bytes": None}
+    assert source.read(()) == {"memory_bytes": None}
 
 
 def test_the_cpu_device() -> None:

@@ -336,7 +336,7 @@ def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pyte
 def test_label_tells_the_devices() -> None:
     one = Request(resolve.resolve(CASE, "smoke"))
     assert cli.run._label(one) == f"{CASE} closed fp32 torch"
-    assert cli.run._label(replace(one, devices=2)) == f"{CASE} closed fp32 torch x2"
+    assert cli.run._label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"
 
 
 @pytest.mark.parametrize(

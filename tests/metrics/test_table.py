@@ -331,7 +331,7 @@ def test_a_failed_run_keeps_what_there_is():
     assert found.status == "failed"
     assert found.reasons[0].code == "raised"
     assert found.failure is not None
-    assert (found.failure.rank, found.failure.stderr_tail) == (0, "tail")
+    assert (found.failure.rank, found.failure.stderr_tail) == (None, "tail")
     assert value(found, "p_infer_whole") == 100.0
     empty = made(code="killed", facts=facts(), resolved=resolved()).status
     assert empty == "failed"

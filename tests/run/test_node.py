@@ -180,10 +180,13 @@ def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
     ours = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: "m" * 16}, start_new_session=True)
     other = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: "n" * 16})
     try:
-        agent.send(Sweep(token=TOKEN, mark="m" * 16))
+        for mark in "mn":
+            (shell.tmp / f"steelyard-{mark * 16}-x1").mkdir()
+        agent.send(Sweep(token=TOKEN, mark="m" * 16, environment={}))
         assert agent.hear("bye")["ended"] == 1
         assert ours.wait(10) == -signal.SIGTERM
         assert other.poll() is None
+        assert [path.name for path in shell.tmp.iterdir()] == [f"steelyard-{'n' * 16}-x1"]
     finally:
         for one in (ours, other):
             one.kill()

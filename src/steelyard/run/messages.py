@@ -87,6 +87,7 @@ class Sweep(Frozen):
     kind: Literal["sweep"] = "sweep"
     token: str
     mark: str
+    environment: dict[str, str]
 
 
 class FoundDevice(Frozen):

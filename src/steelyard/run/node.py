@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from steelyard.run import messages, processes
+from steelyard.run import messages, processes, ranks
 from steelyard.run.clock import now
 from steelyard.run.host import Host
 from steelyard.run.messages import (
@@ -97,8 +97,8 @@ class Agent:
                 self._send(self._host.hello())
             case Sweep() if self._host is None:
                 self._token = message.token
-                ended = processes.end(lambda: processes.family(message.mark))
-                self._send(Bye(token=message.token, exits={}, stderr_tails={}, ended=ended))
+                os.environ.update(message.environment)
+                self._send(Bye(token=message.token, exits={}, stderr_tails={}, ended=ranks.sweep(message.mark)))
                 raise Ended
             case Ping():
                 self._send(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from steelyard.data.corpus import IDS
-from steelyard.errors import RequestError
+from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
 from steelyard.record.facts import Environment, HostFacts
@@ -68,9 +68,7 @@ class Run:
         with ExitStack() as undisturbed:
             try:
                 self._open()
-                draft = record.write(
-                    self._assemble(Outcome(UNFINISHED.code, UNFINISHED.text, None, "", [])), out, "-unfinished"
-                )
+                draft = self._draft()
                 verdict = self._lead(watch)
             except KeyboardInterrupt:
                 if self.started_s == self.origin_s:
@@ -87,6 +85,15 @@ class Run:
             path = record.write(finished, out)
             draft.unlink()
             return finished, path
+
+    def _draft(self) -> Path:
+        """Written before any work, it also shows that there is room for a record."""
+        out = self.ready.request.out
+        try:
+            return record.write(self._assemble(Outcome(UNFINISHED.code, UNFINISHED.text, None, "", [])), out, "-unfinished")
+        except LostError as error:
+            why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
+            raise RequestError(f"output folder {str(out)!r} cannot be written: {why}; choose another with --out") from error
 
     def _open(self) -> None:
         """All that can be known without starting a worker. Nothing stays behind where a host cannot take part."""

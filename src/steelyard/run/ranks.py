@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ class Worker:
 class Ranks:
     def __init__(self, host: Host, start: Start) -> None:
         self._host, self._start, self._token = host, start, start.token
-        self._temporary = tempfile.TemporaryDirectory(prefix="steelyard-", ignore_cleanup_errors=True)
+        self._temporary = tempfile.TemporaryDirectory(prefix=_prefix(host.asked.mark), ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
         self._workers: list[Worker] = []
         self._seen: dict[str, int] = {}  # file → when it was last changed
@@ -181,3 +182,16 @@ class Ranks:
 
     def clean(self) -> None:
         self._temporary.cleanup()
+
+
+def _prefix(mark: str) -> str:
+    return f"steelyard-{mark}-"
+
+
+def sweep(mark: str) -> int:
+    """End what an agent that died left: its processes, then its folder. Returns how many processes there were."""
+    ended = processes.end(lambda: processes.family(mark))
+    for path in Path(tempfile.gettempdir()).glob(f"{_prefix(mark)}*"):
+        if path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+    return ended

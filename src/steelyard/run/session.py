@@ -239,7 +239,7 @@ class Session:
             again = Connection(lost.name, self.commands[lost.name], self.token, self._inbox)
         except OSError:
             return
-        again.send(Sweep(token=self.token, mark=self.mark))
+        again.send(Sweep(token=self.token, mark=self.mark, environment=self.site.environment))
         end_s = now() + SWEEP_S
         while again.bye is None and not again.closed and now() < end_s:
             self._listen()
