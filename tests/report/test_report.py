@@ -269,11 +269,11 @@ def test_training_has_its_own_columns() -> None:
     rows = html_text(report.render([record], "html", "en")).rows
     tuned = "compile=true, env={NCCL_ALGO=ring}"
     measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
-    assert ["#1 torch valid, full", "bf16", "TP1PP1DP1", tuned, *measured] in rows
+    assert ["#1 torch valid, full", "bf16", "1x1", "TP1PP1DP1", tuned, *measured] in rows
 
 
 PUBLISHED = {"source": "page", "config": "8x A100, TP2PP4DP1 SH1", "published_as": "fp16 O2", "ran_as": "fp16", "note": None}
-STAGED = PUBLISHED | {"values": {"tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}}
+STAGED = PUBLISHED | {"values": {"config": "1x8", "tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}}
 PADDED = PUBLISHED | {"values": {"tokens_per_device_s_padded": 4318.9, "loss": 2.9, "mem": 75.0, "mem_total": 80.0}}
 
 
@@ -285,17 +285,17 @@ def trained(**changes: Any) -> Record:
 def test_a_run_of_training() -> None:
     rows = html_text(report.render([trained(case__reference=[STAGED, PADDED])], "html", "en")).rows
     [head] = [row for row in rows if row[0] == "tool"]
-    names = ["tool", "precision", "parallel", "fix_hp", "e2e_time s"]
+    names = ["tool", "precision", "config", "parallel", "fix_hp", "e2e_time s"]
     names += ["p_whole tokens/s", "p_train tokens/s", "*p_core tokens/s"]
     names += ["token/p/s tokens/s/device", "*MFU", "loss nats", "held-out loss(before/after) nats", "mem(used/total) GiB"]
     assert head == [*names, "mem_predicted GiB", "mem_stages"]
-    settings = ["#1 torch valid, full", "bf16", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
+    settings = ["#1 torch valid, full", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
     rates = ["61.54", "61.54", "88.89", "33.33", "46.4%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
     assert [*settings, *rates] in rows
     unknown = ["/"] * 6
-    published = ["fp16 O2 ran fp16", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2"]
+    published = ["fp16 O2 ran fp16", "1x8", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2"]
     assert ["published [1]", *published] in rows
-    padded = ["/"] * 6 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
+    padded = ["/"] * 7 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
     assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
     assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "5.000e-7"] in rows
     assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "5.000e-7"] in rows

@@ -101,7 +101,7 @@ def _summary(record: Record, say: Words) -> TableRow:
     case, plan = record.case, layout(record.task.kind)
     status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
     status += [say("changed")] if changed_question(case.origins) else []
-    many = f" {parallel(record)}" if devices(record) > 1 else ""
+    many = f" {record.plan.config} {parallel(record)}" if devices(record) > 1 else ""
     texts = (case.name, case.size, record.engine.name + many, case.division, case.precision)
     cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]
     for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):

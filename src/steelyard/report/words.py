@@ -61,7 +61,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "tune.set": ("Optimisation strategy", "优化策略"),
     "tune.all": ("All settings", "全部设置"),
     "plan": ("Parallel strategy", "并行策略"),
-    "plan.text": ("{0}; devices {1}, nodes {2}, launcher {3}", "{0}；加速卡 {1}，节点 {2}，启动器 {3}"),
+    "plan.text": ("{1} (nodes x devices), {0}, launcher {2}", "{1}（节点数 x 每节点卡数），{0}，启动器 {2}"),
     # 4 results
     "results": ("Results ({0})", "运行情况（{0}）"),
     "metrics": ("Metric list", "指标列表"),
