@@ -17,6 +17,7 @@ CLOCKS = {
 PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
+    *("cli.sweep", "run.earlier", "metrics.scaling"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families", "training.checkpoints"),
 )
 UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
