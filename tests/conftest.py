@@ -38,6 +38,7 @@ LONGEST = (
     "run/",
     "real/",
     "cli/test_cli",
+    "cli/test_sweep",
     "tasks/test_superglue_case",
     "weights/test_megatron",
     "engines/",

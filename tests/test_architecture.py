@@ -16,17 +16,9 @@ CLOCKS = {
 }
 PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
-    *(
-        "case.case",
-        "case.resolve",
-        "run.environment",
-        "run.telemetry",
-        "run.ready",
-        "run.worker",
-        "run.spec",
-        "run.node",
-        "report",
-    ),
+    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
+    *("run.node", "run.session", "run.scheduler"),
+    *("cli.sweep", "run.earlier", "metrics.scaling"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families", "training.checkpoints"),
 )
 UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

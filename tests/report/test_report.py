@@ -84,7 +84,7 @@ def test_rows_in_text() -> None:
     assert "[2] Published, not measured here: 1x NVIDIA A100-SXM4-40GB" in text
     assert "Published as fp32, ran as tf32." in text
     assert "- Accelerator:             NVIDIA H200 (139.8 GiB)\n" in text
-    assert "- Parallel strategy:      TP1PP1DP1; devices 1, nodes 1, launcher local\n" in text
+    assert "- Parallel strategy:      1x1 (nodes x devices), TP1PP1DP1, launcher local\n" in text
     assert line_with(text, "infer ").split() == ["infer", "70.35", "17.1%"]
     assert line_with(text, "sum of the parts").split()[-2:] == ["412.6", "100.0%"]
 
@@ -269,11 +269,11 @@ def test_training_has_its_own_columns() -> None:
     rows = html_text(report.render([record], "html", "en")).rows
     tuned = "compile=true, env={NCCL_ALGO=ring}"
     measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
-    assert ["#1 torch valid, full", "bf16", "TP1PP1DP1", tuned, *measured] in rows
+    assert ["#1 torch valid, full", "bf16", "1x1", "TP1PP1DP1", tuned, *measured] in rows
 
 
 PUBLISHED = {"source": "page", "config": "8x A100, TP2PP4DP1 SH1", "published_as": "fp16 O2", "ran_as": "fp16", "note": None}
-STAGED = PUBLISHED | {"values": {"tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}}
+STAGED = PUBLISHED | {"values": {"config": "1x8", "tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}}
 PADDED = PUBLISHED | {"values": {"tokens_per_device_s_padded": 4318.9, "loss": 2.9, "mem": 75.0, "mem_total": 80.0}}
 
 
@@ -285,17 +285,17 @@ def trained(**changes: Any) -> Record:
 def test_a_run_of_training() -> None:
     rows = html_text(report.render([trained(case__reference=[STAGED, PADDED])], "html", "en")).rows
     [head] = [row for row in rows if row[0] == "tool"]
-    names = ["tool", "precision", "parallel", "fix_hp", "e2e_time s"]
+    names = ["tool", "precision", "config", "parallel", "fix_hp", "e2e_time s"]
     names += ["p_whole tokens/s", "p_train tokens/s", "*p_core tokens/s"]
     names += ["token/p/s tokens/s/device", "*MFU", "loss nats", "held-out loss(before/after) nats", "mem(used/total) GiB"]
     assert head == [*names, "mem_predicted GiB", "mem_stages"]
-    settings = ["#1 torch valid, full", "bf16", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
+    settings = ["#1 torch valid, full", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
     rates = ["61.54", "61.54", "88.89", "33.33", "46.4%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
     assert [*settings, *rates] in rows
     unknown = ["/"] * 6
-    published = ["fp16 O2 ran fp16", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2"]
+    published = ["fp16 O2 ran fp16", "1x8", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2"]
     assert ["published [1]", *published] in rows
-    padded = ["/"] * 6 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
+    padded = ["/"] * 7 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
     assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
     assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "5.000e-7"] in rows
     assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "5.000e-7"] in rows
@@ -448,3 +448,64 @@ def test_steps_without_work_are_not_drawn() -> None:
     steps.append({**steps[-1], "step": 3, "start_s": 2.2, "end_s": 2.3, "counts": {}})
     [chart, *_] = [block for block in report.page([make(samples=steps)], "en").blocks if isinstance(block, Lines)]
     assert (chart.title, len(chart.series[0].points), chart.level) == ("Rate of each batch, val pass", 3, None)
+
+
+def scaled(devices: int, rate: float, ends: tuple[float, float] | None = None, **changes: Any) -> Record:
+    """A run on so many devices of one node, each of which does so many tokens a second."""
+    metrics = {"tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": ends}}
+    plan = {"nodes": 1, "devices": devices, "tp": 1, "pp": 1, "dp": devices, "launcher": "local"}
+    return make(plan=plan, metrics=metrics, id=f"{devices:012}", **changes)
+
+
+SCALED = [scaled(1, 1000.0, (970.0, 1040.0)), scaled(8, 800.0, (776.0, 840.0)), scaled(8, 820.0), scaled(2, 950.0)]
+
+
+def test_scaling_in_html() -> None:
+    rows = html_text(report.render(SCALED[:2], "html", "en")).rows
+    ends = ["6.080 – 6.773", "76.0% – 84.7%"]
+    assert ["config", "plan", "runs", "rate tokens/s", "speed-up", "efficiency", "interval from"] in rows
+    assert ["1x1", "TP1PP1DP1", "1", "1,000 970.0 – 1,040", "1.000 base", "100.0%", "the run's steps"] in rows
+    assert ["1x8", "TP1PP1DP8", "1", "6,400 6,208 – 6,720", f"6.400 {ends[0]}", f"80.0% {ends[1]}", "the run's steps"] in rows
+
+
+def test_scaling_in_markdown() -> None:
+    en, zh = (report.render(SCALED, "md", lang) for lang in report.LANGS)
+    assert "\n### Scaling\n\n**Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200**\n" in en
+    assert "| 1x2 | TP1PP1DP2 | 1 | 1,900 | 1.900 | 95.0% | / |" in en
+    half = 12.706 * 80  # of 6,400 and 6,560: t of one degree of freedom, standard error 80
+    assert f"| 1x8 | TP1PP1DP8 | 2 | 6,480<br>{6480 - half:,.0f} – {6480 + half:,.0f} |" in en
+    assert "| spread of the runs |" in en
+    assert "\n### 扩展性\n" in zh
+    assert "| 配置 | 并行策略 | 运行次数 | **吞吐量**<br>tokens/s | 加速比 | 扩展效率 | 区间来源 |" in zh
+
+
+def test_scaling_is_shown_where_there_are_two_numbers_of_devices() -> None:
+    for records in ([SCALED[1], SCALED[2]], [SCALED[0], scaled(8, 800.0, status="invalid")], [make()]):
+        assert "Scaling" not in report.render(records, "text", "en")
+        assert report.scaling(records) is None
+
+
+def test_groups_of_a_sweep_say_in_what_they_differ() -> None:
+    records = [scaled(n, 100.0, tune__batch_tokens=size) for n in (1, 2) for size in (64, 128)]
+    page = report.scaling(records, "en")
+    assert page is not None
+    text = report.text(page)
+    start = "Scaling: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200 · batch_tokens="
+    assert [line for line in text.splitlines() if line.startswith("Scaling")] == [f"{start}64", f"{start}128"]
+    assert text.count("Config: nodes x devices.") == 1
+
+
+def test_config_is_written_as_published_pages_do() -> None:
+    plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "local"}
+    record = make(plan=plan)
+    text = report.render([record], "text", "en")
+    assert "#1 torch · bf16 · closed · 2x8 TP2PP1DP8" in text
+    assert "2x8 (nodes x devices), TP2PP1DP8, launcher local" in text
+    assert line_with(text, "#1 torch  ").split()[:6] == ["#1", "torch", "bf16", "closed", "2x8", "TP2PP1DP8"]
+    assert "torch 2x8 TP2PP1DP8" in report.text(report.table([record]))
+    assert "2x8（节点数 x 每节点卡数），TP2PP1DP8，启动器 local" in report.render([record], "text", "zh")
+
+
+def test_points_of_a_sweep_begin_their_rows() -> None:
+    out = report.text(report.table([make(), failed()], points=["devices=1", "devices=2"])).splitlines()
+    assert [line.split()[0] for line in out] == ["point", "---------", "devices=1", "devices=2"]

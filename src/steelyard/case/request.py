@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.case.resolve import Resolved
+from steelyard.case.sweep import Point
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,4 @@ class Request:
     out: Path = Path("records")
     hang_s: float = 1800.0
     limit_s: float | None = None
+    point: Point = ()  # of a sweep

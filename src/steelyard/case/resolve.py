@@ -160,15 +160,8 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
     key, sign, text = setting.partition("=")
     if not sign or not key:
         raise RequestError(f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384")
-    allowed = settable()
-    if key not in allowed and not any(key.startswith(k + ".") for k in ("tune.env",)):
-        near = get_close_matches(key, allowed, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
-        raise RequestError(f"--set: no key {key!r}; {hint}")
-    try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        value = text
+    check_key(key, settable(), "--set")
+    value = typed(text)
     if key.startswith("tune.env.") and not isinstance(value, str):
         value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")
@@ -179,6 +172,23 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
             raise RequestError(f"--set: {key!r} lies under {part!r}, which is a single value")
     node[leaf] = value
     _note({key: value}, "command line", origins)
+
+
+def check_key(key: str, allowed: list[str], option: str) -> None:
+    """Whether an option takes a key. Variables of the workers' environment are not listed one by one."""
+    if key in allowed or key.startswith("tune.env."):
+        return
+    near = get_close_matches(key, allowed, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
+    raise RequestError(f"{option}: no key {key!r}; {hint}")
+
+
+def typed(text: str) -> Any:
+    """A value of the command line: TOML, or else the text itself."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
 
 
 def settable() -> list[str]:

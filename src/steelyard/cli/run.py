@@ -13,9 +13,13 @@ from steelyard.errors import RequestError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from rich.console import Console
+
     from steelyard.case.case import Case
     from steelyard.case.request import Request
     from steelyard.case.resolve import Resolved
+    from steelyard.case.sweep import Point
+    from steelyard.record.record import Record
     from steelyard.run.launch import Allocation
     from steelyard.run.ready import Ready
 
@@ -81,6 +85,15 @@ def run(
         ),
     ] = None,
     settings: Settings = None,
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=A,B,...",
+            help="Run once for each value: of any key of --set (a tune key also by its short name), of devices or of nodes; "
+            "several make a grid. The same command again runs only points that have no valid record in --out yet.",
+        ),
+    ] = None,
     site: Annotated[
         Path | None,
         typer.Option(
@@ -105,10 +118,15 @@ def run(
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel PP2DP4 --resume records/2026….json
       steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
       steelyard run llama1-7b-openwebtext --data owt/owt --launcher slurm --nodes 2 --devices 8
+      steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4
     """
+    from steelyard.case import sweep
     from steelyard.case.request import Request
     from steelyard.run import site as sites
 
+    axes = sweep.axes(sweeps or [], _given(settings, devices, nodes, parallel, checkpoint_every, precision, division))
+    if axes and resume is not None:
+        raise RequestError("--sweep and --resume: a sweep begins every run anew; leave one of the two out")
     where = sites.find(site)
     if where is not None and site is None:
         say(f"site: {where}")
@@ -123,7 +141,7 @@ def run(
             engine=engine,
             accelerator=accelerator,
             launcher=launcher,
-            nodes=nodes,
+            nodes=sweep.number(point, "nodes") or nodes,
             devices=number,
             passes=None if passes is None else tuple(name.strip() for name in passes.split(",") if name.strip()),
             sample=sample,
@@ -136,12 +154,60 @@ def run(
             out=out,
             hang_s=hang_after,
             limit_s=time_limit,
+            point=point,
         )
-        for resolved, smoke in _resolve(cases, engine, size, precision, division, settings)
-        for number in _numbers(resolved.case, smoke, engine, devices, accelerator)
-        for _ in range(_at_least_one(repeat))
+        for name in cases
+        for point in sweep.grid(axes)
+        for resolved, number in _at(point, name, engine, size, precision, division, settings, devices, accelerator)
     ]
-    return _run(requests, as_json)
+    times = _at_least_one(repeat)
+    if axes:
+        from steelyard.cli.sweep import run_sweep
+
+        return run_sweep(requests, axes, times, as_json)
+    return _run([request for request in requests for _ in range(times)], as_json)
+
+
+def _given(
+    settings: list[str] | None,
+    devices: int | None,
+    nodes: int,
+    parallel: str | None,
+    checkpoint_every: int | None,
+    precision: str | None,
+    division: str | None,
+) -> dict[str, str]:
+    """The keys that the command line sets, each with the words that do."""
+    options = (
+        ("devices", "--devices", devices),
+        ("nodes", "--nodes", None if nodes == 1 else nodes),
+        ("tune.parallel", "--parallel", parallel),
+        ("tune.checkpoint_every", "--checkpoint-every", checkpoint_every),
+        ("question.precision", "--precision", precision),
+        ("question.division", "--division", division),
+    )
+    set_ = {setting.partition("=")[0]: f"--set {setting}" for setting in settings or []}
+    return set_ | {key: f"{option} {value}" for key, option, value in options if value is not None}
+
+
+def _at(
+    point: "Point",
+    name: str,
+    engine: str,
+    size: str | None,
+    precision: str | None,
+    division: str | None,
+    settings: list[str] | None,
+    devices: int | None,
+    accelerator: str | None,
+) -> "list[tuple[Resolved, int]]":
+    """What a name stands for at a point of a sweep: cases, each with a number of devices."""
+    from steelyard.case import sweep
+
+    with sweep.named(point):
+        found = _resolve([name], engine, size, precision, division, [*(settings or []), *sweep.settings(point)])
+        wanted = sweep.number(point, "devices") or devices
+        return [(one, number) for one, smoke in found for number in _numbers(one.case, smoke, engine, wanted, accelerator)]
 
 
 def _at_least_one(repeat: int) -> int:
@@ -206,24 +272,17 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
     from rich.console import Console
 
     from steelyard import report
-    from steelyard.cli.progress import Display
     from steelyard.record import record
-    from steelyard.run.parent import run_case
     from steelyard.run.ready import ready
 
     runs = [ready(request) for request in requests]  # all of them before the first is run
     console = Console(stderr=True, quiet=as_json)
     done = []
-    with _hosts(runs) as allocation:
+    with hosts(runs) as allocation:
         for one in runs:
-            with Display(console, _label(one.request)) as display:
-                made, path = run_case(one, display.show, allocation, lambda warning: say(f"warning: {warning}"))
+            made = carry_out(one, console, allocation)
             done.append(made)
-            if not as_json:
-                say(f"{made.status}: {path}")
-                for reason in made.reasons:
-                    say(f"  {reason.code}: {reason.text}")
-            if any(reason.code == "interrupted" for reason in made.reasons):
+            if interrupted(made):
                 break
     if as_json:
         dump({"records": [record.to_table(made) for made in done]})
@@ -232,7 +291,7 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
     return 0 if len(done) == len(runs) and all(made.status == "valid" for made in done) else 1
 
 
-def _hosts(runs: "list[Ready]") -> "AbstractContextManager[Allocation | None]":
+def hosts(runs: "list[Ready]") -> "AbstractContextManager[Allocation | None]":
     """One allocation for all runs of a command, where their launcher asks a scheduler for hosts. The wait is shown, and is in
     no record."""
     from steelyard.run import scheduler
@@ -248,3 +307,21 @@ def _hosts(runs: "list[Ready]") -> "AbstractContextManager[Allocation | None]":
 
     nodes = max(one.plan.nodes for one in runs)
     return scheduler.allocated(runs[0].site, nodes, waiting)
+
+
+def carry_out(one: "Ready", console: "Console", allocation: "Allocation | None") -> "Record":
+    """One run, with what a user sees of it. A quiet console is that of --json."""
+    from steelyard.cli.progress import Display
+    from steelyard.run.parent import run_case
+
+    with Display(console, _label(one.request)) as display:
+        made, path = run_case(one, display.show, allocation, lambda warning: say(f"warning: {warning}"))
+    if not console.quiet:
+        say(f"{made.status}: {path}")
+        for reason in made.reasons:
+            say(f"  {reason.code}: {reason.text}")
+    return made
+
+
+def interrupted(made: "Record") -> bool:
+    return any(reason.code == "interrupted" for reason in made.reasons)

@@ -35,6 +35,11 @@ class Plan(Frozen):
     def world(self) -> int:
         return self.nodes * self.devices
 
+    @property
+    def config(self) -> str:
+        """Nodes x devices of a node, as published pages write it: 1x8, 2x8."""
+        return f"{self.nodes}x{self.devices}"
+
     def __str__(self) -> str:
         return f"TP{self.tp}PP{self.pp}DP{self.dp}"
 

@@ -9,11 +9,12 @@ from steelyard.report.as_md import md
 from steelyard.report.as_text import text
 from steelyard.report.build import page, table
 from steelyard.report.document import Lang, Page
+from steelyard.report.scaling import page as scaling
 from steelyard.report.words import LANGS
 
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
-__all__ = ["FORMATS", "LANGS", "Lang", "Page", "html", "md", "page", "render", "table", "text"]
+__all__ = ["FORMATS", "LANGS", "Lang", "Page", "html", "md", "page", "render", "scaling", "table", "text"]
 
 
 def render(records: list[Record], format: str, lang: str) -> str:

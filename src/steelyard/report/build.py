@@ -9,6 +9,7 @@ from steelyard.report.details import details
 from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Table, TableRow
 from steelyard.report.results import conventions, metric_list, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, scope, shown, unit, with_unit
+from steelyard.report.scaling import section
 from steelyard.report.setting import (
     EnvironmentFacts,
     NamedEnvironment,
@@ -63,6 +64,7 @@ def _case(
     ]
     if mfu is not None:
         out += [Heading(level + 1, say("mfu")), mfu]
+    out += section(runs, level + 1, say)
     for run in runs:
         out += details(run, names[run.number], level + 1, say)
     return out
@@ -87,21 +89,25 @@ def _unevaluated(record: Record, name: str) -> bool:
     return name == record.quality.metric and not record.quality.evaluated and name in record.metrics
 
 
-def table(records: list[Record], lang: Lang = "en") -> Page:
-    """One row a record: what the command line prints after a run."""
+def table(records: list[Record], lang: Lang = "en", points: list[str] | None = None) -> Page:
+    """One row a record: what the command line prints after a run. After a sweep each row begins with its point."""
     say = Words(lang)
     plans = [layout(record.task.kind) for record in records]
     named = ([p.whole for p in plans], [p.core for p in plans], ["MFU"], [record.quality.metric for record in records])
     columns = [Column(say(name)) for name in ("case", "size", "engine", "division", "precision", "status")]
     columns += [Column("/".join(dict.fromkeys(names)), align="right") for names in (*named, ["mem"], ["e2e_time"])]
-    return Page("", lang, (Table(tuple(columns), tuple(_summary(record, say) for record in records)),))
+    rows = [_summary(record, say) for record in records]
+    if points is not None:
+        columns = [Column(say("point")), *columns]
+        rows = [TableRow((Cell(point), *row.cells)) for point, row in zip(points, rows, strict=True)]
+    return Page("", lang, (Table(tuple(columns), tuple(rows)),))
 
 
 def _summary(record: Record, say: Words) -> TableRow:
     case, plan = record.case, layout(record.task.kind)
     status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
     status += [say("changed")] if changed_question(case.origins) else []
-    many = f" {parallel(record)}" if devices(record) > 1 else ""
+    many = f" {record.plan.config} {parallel(record)}" if devices(record) > 1 else ""
     texts = (case.name, case.size, record.engine.name + many, case.division, case.precision)
     cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]
     for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):

@@ -22,6 +22,7 @@ from steelyard.tasks.task import Task
 _SETTINGS: dict[str, Callable[[Record], str]] = {
     "precision": lambda record: record.case.precision,
     "division": lambda record: record.case.division,
+    "config": lambda record: record.plan.config,
     "parallel": parallel,
     "fix_hp": changed,
     "mem_stages": stages,
@@ -57,7 +58,7 @@ def fields(runs: list[Run], references: list[PublishedRow]) -> list[Field]:
     if any(run.record.case.division != "closed" for run in runs):
         present.add("division")
     if any(devices(run.record) > 1 for run in runs):
-        present |= {"parallel", "mem_stages"}
+        present |= {"config", "parallel", "mem_stages"}
     return [f for f in layout(runs[0].record.task.kind).fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]
 
 

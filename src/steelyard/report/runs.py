@@ -30,7 +30,7 @@ class Run:
     def title(self) -> str:
         case = self.record.case
         plan = self.record.plan
-        many = f" · {plan}" if plan.world > 1 else ""
+        many = f" · {plan.config} {plan}" if plan.world > 1 else ""
         return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}{many}"
 
 

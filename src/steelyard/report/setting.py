@@ -155,7 +155,7 @@ def setup(runs: list[Run], say: Words) -> list[Block]:
                 Fact(say(f"tool.{record.task.kind}"), record.engine.name + details),
                 Fact(say("tune.set"), changed(record, with_origin=True)),
                 Fact(say("tune.all"), spelled(_told(record))),
-                Fact(say("plan"), say("plan.text", parallel(record), *_plan_numbers(record))),
+                Fact(say("plan"), say("plan.text", parallel(record), record.plan.config, record.plan.launcher)),
             )
         )
 
@@ -188,7 +188,3 @@ def parallel(record: Record) -> str:
     sharding = record.tune.sharding
     divided = f" SH{sharding}" if record.task.kind == "train" and sharding else ""
     return f"{record.plan}{divided}"
-
-
-def _plan_numbers(record: Record) -> tuple[str, str, str]:
-    return counted(record.plan.devices), counted(record.plan.nodes), record.plan.launcher

@@ -30,6 +30,11 @@ SETTINGS = (
         ("赛道", "closed：计算每条序列的每个 token；open：任何得到相同答案的计算"),
     ),
     Setting(
+        "config",
+        ("Configuration", "nodes x devices of a node, such as 2x8"),
+        ("配置", "节点数 x 每节点卡数，例如 2x8"),
+    ),
+    Setting(
         "parallel",
         ("Parallel strategy", "degrees as TPxPPyDPz, such as TP2PP1DP4; SHn: sharding stage n"),
         ("并行策略", "格式为 TPxPPyDPz，例如 TP2PP1DP4；SHn 为 sharding 第 n 阶段"),

@@ -61,7 +61,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "tune.set": ("Optimisation strategy", "优化策略"),
     "tune.all": ("All settings", "全部设置"),
     "plan": ("Parallel strategy", "并行策略"),
-    "plan.text": ("{0}; devices {1}, nodes {2}, launcher {3}", "{0}；加速卡 {1}，节点 {2}，启动器 {3}"),
+    "plan.text": ("{1} (nodes x devices), {0}, launcher {2}", "{1}（节点数 x 每节点卡数），{0}，启动器 {2}"),
     # 4 results
     "results": ("Results ({0})", "运行情况（{0}）"),
     "metrics": ("Metric list", "指标列表"),
@@ -113,6 +113,24 @@ _TABLE: dict[str, tuple[str, str]] = {
     "instead.mfu_padded": ("nominal, padding counted", "名义，计填充"),
     "instead.mfu_one_sequence": ("nominal, one sequence a sample", "名义，每样本一条序列"),
     "instead.tokens_per_device_s_padded": ("padding counted", "计填充"),
+    # scaling
+    "scaling": ("Scaling", "扩展性"),
+    "scaling.config": ("config", "配置"),
+    "scaling.plan": ("plan", "并行策略"),
+    "scaling.runs": ("runs", "运行次数"),
+    "scaling.rate": ("rate", "吞吐量"),
+    "scaling.speedup": ("speed-up", "加速比"),
+    "scaling.efficiency": ("efficiency", "扩展效率"),
+    "scaling.source": ("interval from", "区间来源"),
+    "scaling.source.steps": ("the run's steps", "该次运行的各步"),
+    "scaling.source.runs": ("spread of the runs", "各次运行之间的差异"),
+    "scaling.base": ("base", "基准"),
+    "scaling.note": (
+        "Config: nodes x devices. Rate: work of all devices over wall time, the mean over runs. Efficiency: speed-up over the "
+        "ratio of devices. Below a number: its 95 % interval; errors of different runs are taken as independent.",
+        "配置：节点数 x 每节点卡数。吞吐量：全部设备的工作量除以总时间，取各次运行的平均。扩展效率：加速比除以卡数之比。"
+        "数字下方为其 95 % 区间；各次运行的误差视为相互独立。",
+    ),
     # details of a run
     "run": ("Run {0}", "运行 {0}"),
     "runs": ("Runs {0}", "运行 {0}"),
@@ -178,6 +196,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "chart.power_w": ("Device power", "设备功率"),
     "chart.sm_clock_mhz": ("Device clock", "设备频率"),
     # summary
+    "point": ("point", "取值"),
     "case": ("case", "用例"),
     "size": ("size", "规模"),
     "engine": ("engine", "引擎"),

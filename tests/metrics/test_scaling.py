@@ -1,0 +1,168 @@
+"""Speed-up and efficiency over made-up records: every number worked out by hand."""
+
+from math import hypot, sqrt
+from typing import Any
+
+import pytest
+
+from fixtures.report import ENVIRONMENT, make, question
+from steelyard.case import resolve
+from steelyard.metrics import scaling
+from steelyard.metrics.scaling import Estimate
+from steelyard.record.record import Record
+
+Ends = tuple[float, float] | None
+
+
+def run(nodes: int, devices: int, per_device: float | None, ends: Ends = None, tp: int = 1, **changes: Any) -> Record:
+    """A valid run whose every device does so many tokens a second."""
+    plan = {"nodes": nodes, "devices": devices, "tp": tp, "pp": 1, "dp": nodes * devices // tp, "launcher": "local"}
+    metrics = {"tokens_per_device_s": {"value": per_device, "unit": "tokens/s/device", "interval": ends}}
+    return make(plan=plan, metrics=metrics, **changes)
+
+
+def table(*records: Record) -> list[tuple[str, str, int, float, float, float]]:
+    [group] = scaling.groups(records)
+    return [
+        (row.plan.config, str(row.plan), len(row.records), row.rate.value, row.speedup.value, row.efficiency.value)
+        for row in group.rows
+    ]
+
+
+def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
+    assert table(run(2, 8, 60.0), run(1, 2, 100.0), run(1, 8, 75.0)) == [
+        ("1x2", "TP1PP1DP2", 1, 200.0, 1.0, 1.0),
+        ("1x8", "TP1PP1DP8", 1, 600.0, 3.0, 0.75),
+        ("2x8", "TP1PP1DP16", 1, 960.0, 4.8, 0.6),
+    ]
+
+
+def test_rate_is_that_of_all_devices_with_its_interval() -> None:
+    assert scaling.rate(run(2, 4, 10.0, (9.0, 12.0))) == Estimate(80.0, (72.0, 96.0))
+    assert scaling.rate(run(1, 1, 10.0)) == Estimate(10.0, None)
+    assert scaling.rate(run(1, 1, None)) is None
+    assert scaling.rate(run(1, 1, 0.0)) is None
+    assert scaling.rate(make(metrics={})) is None
+
+
+def test_division_open_counts_samples() -> None:
+    metrics = {
+        "tokens_per_device_s": {"value": 5.0, "unit": "tokens/s/device"},
+        "samples_per_s": {"value": 30.0, "unit": "questions/s", "interval": (29.0, 31.0)},
+    }
+    plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
+    found = make(case__division="open", metrics=metrics, plan=plan)
+    assert scaling.rate(found) == Estimate(30.0, (29.0, 31.0))
+    other = make(case__division="open", metrics={"samples_per_s": {"value": 20.0, "unit": "questions/s"}})
+    [group] = scaling.groups([found, other])
+    assert (group.unit, group.base.plan.config, group.rows[1].speedup) == ("questions/s", "1x1", Estimate(1.5))
+
+
+def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
+    [group] = scaling.groups([run(1, 1, 100.0, (97.0, 104.0)), run(1, 2, 80.0, (77.6, 84.0))])
+    base, row = group.rows
+    assert (base.source, base.rate, base.speedup, base.efficiency, base.base) == (
+        "steps",
+        Estimate(100.0, (97.0, 104.0)),
+        Estimate(1.0),
+        Estimate(1.0),
+        True,
+    )
+    low, high = 1.6 * (1 - hypot(0.03, 0.04)), 1.6 * (1 + hypot(0.05, 0.03))  # 0.95 and 1.0583 of it
+    assert (row.source, row.base, row.speedup.value) == ("steps", False, 1.6)
+    assert row.speedup.interval == pytest.approx((low, high), rel=1e-12)
+    assert low == pytest.approx(1.52)
+    assert row.efficiency.value == 0.8
+    assert row.efficiency.interval == pytest.approx((low / 2, high / 2), rel=1e-12)
+
+
+def test_interval_is_unknown_where_one_of_the_rates_has_none() -> None:
+    [group] = scaling.groups([run(1, 1, 100.0), run(1, 2, 80.0, (77.6, 84.0))])
+    assert [row.source for row in group.rows] == [None, "steps"]
+    assert [row.speedup.interval for row in group.rows] == [None, None]
+    assert group.rows[1].rate.interval == (155.2, 168.0)
+
+
+def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
+    three = [run(1, 1, value, (1.0, 1000.0)) for value in (98.0, 100.0, 102.0)]
+    [group] = scaling.groups([*three, run(1, 2, 90.0, (90.0, 90.0))])
+    base, row = group.rows
+    half = 4.303 * sqrt(4.0 / 3)  # Student's t of two degrees of freedom, standard error of three runs
+    assert (len(base.records), base.source, base.rate.value) == (3, "runs", 100.0)
+    assert base.rate.interval == pytest.approx((100 - half, 100 + half), rel=1e-12)
+    assert row.speedup.value == 1.8
+    assert row.speedup.interval == pytest.approx((1.8 * (1 - half / 100), 1.8 * (1 + half / 100)), rel=1e-12)
+
+
+def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
+    [group] = scaling.groups([run(1, 1, 50.0), run(1, 1, 150.0), run(1, 2, 60.0), run(1, 2, 60.0)])
+    base, row = group.rows
+    half = 12.706 * sqrt(5000.0 / 2)
+    assert base.rate.interval == pytest.approx((0.0, 100 + half))
+    assert row.rate == Estimate(120.0, (120.0, 120.0))
+    assert row.speedup.interval == pytest.approx((0.0, 1.2 * 2))  # the base may be slower by all of its rate, and no more
+
+
+def test_plans_of_one_number_of_devices_are_rows_of_their_own() -> None:
+    tp2, dp2, spread = run(1, 2, 70.0, tp=2, tune__parallel="TP"), run(1, 2, 90.0), run(2, 1, 80.0)
+    assert table(run(1, 1, 100.0), spread, tp2, dp2) == [
+        ("1x1", "TP1PP1DP1", 1, 100.0, 1.0, 1.0),
+        ("1x2", "TP1PP1DP2", 1, 180.0, 1.8, 0.9),
+        ("1x2", "TP2PP1DP1", 1, 140.0, 1.4, 0.7),
+        ("2x1", "TP1PP1DP2", 1, 160.0, 1.6, 0.8),
+    ]
+    # Of several plans on the fewest devices the fastest is the base, and the others are below it.
+    assert [row[4] for row in table(tp2, dp2, run(1, 4, 90.0))] == [1.0, 140 / 180, 2.0]
+    assert scaling.groups([spread, tp2, dp2]) == []
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "key": {"case__key": "another"},
+    "division": {"case__division": "open"},
+    "precision": {"case__precision": "fp16"},
+    "engine": {"engine__name": "transformers"},
+    "tune": {"tune__batch_tokens": 7},
+    "scope": {"scope": {"kind": "window", "steps": 4}},
+    "device": {"environment__hardware": ENVIRONMENT["hardware"] | {"devices": [{"name": "Abacus"}]}},
+    "host": {"hosts": [{"name": "a", "ranks": [0], "devices": [{"name": "Abacus"}]}]},
+    "invalid": {"status": "invalid"},
+    "failed": {"status": "failed"},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_cannot_be_compared_is_in_no_group(what: str) -> None:
+    changes = OTHERS[what]
+    other = run(1, 2, 90.0, **changes)
+    if what == "division":
+        other = make(**changes, plan=other.plan.model_dump(), metrics={"samples_per_s": {"value": 1.0, "unit": "questions/s"}})
+    assert scaling.groups([run(1, 1, 100.0), run(1, 2, 90.0)]) != []
+    assert scaling.groups([run(1, 1, 100.0), other]) == []
+
+
+def test_samples_of_different_size_are_apart_and_numbers_of_steps_are_not() -> None:
+    def window(devices: int, **scope: int) -> Record:
+        return run(1, devices, 10.0, scope={"kind": "window"} | scope)
+
+    assert scaling.groups([window(1, sample=8), window(2, sample=16)]) == []
+    assert [len(group.rows) for group in scaling.groups([window(1, sample=8, steps=4), window(2, sample=8, steps=9)])] == [2]
+
+
+def test_groups_come_in_the_order_of_their_records() -> None:
+    small, large = {"tune__batch_tokens": 8}, {"tune__batch_tokens": 16}
+    records = [run(1, 1, 2.0, **large), run(1, 1, 1.0, **small), run(1, 2, 1.0, **small), run(1, 2, 2.0, **large)]
+    found = scaling.groups(records)
+    assert [group.records[0].tune.batch_tokens for group in found] == [16, 8]
+    assert [[row.speedup.value for row in group.rows] for group in found] == [[1.0, 2.0], [1.0, 2.0]]
+
+
+def test_training_counts_tokens_and_a_cloze_counts_samples() -> None:
+    metrics = {"tokens_per_device_s": {"value": 7.0, "unit": "tokens/s/device"}, "samples_per_s": {"value": 3.0, "unit": "x"}}
+    cloze = resolve.resolve("glm-large-record").case.question.model_dump(mode="json")
+    assert scaling.rate(make(case__question=question(), metrics=metrics)) == Estimate(7.0)
+    assert scaling.rate(make(case__question=cloze, metrics=metrics)) == Estimate(3.0)
+
+
+@pytest.mark.parametrize("value", [1e300, 1e-300])
+def test_absurd_rates_are_unknown(value: float) -> None:
+    assert scaling.groups([run(1, 1, value), run(1, 2, value)]) == []
