@@ -300,12 +300,17 @@ def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (tmp_path / str(pid) / "statm").write_text(f"9999 {pages} 5 1 0 60 0\n")
     monkeypatch.setattr(cpu, "PROC", tmp_path)
     monkeypatch.setattr(cpu, "PAGE_BYTES", 1)
+    monkeypatch.setattr(cpu, "LOOK", 2)
     source: Source = cpu.source()
     assert source.device == "cpu"
     assert source.read((1,)) == {"memory_bytes": 320}
     assert source.read((1, 5)) == {"memory_bytes": 327}
+    assert source.read((5,)) == {"memory_bytes": 7}
+    (tmp_path / "5/task/5/children").write_text("1")
+    assert source.read((5,)) == {"memory_bytes": 7}
+    assert source.read((5,)) == {"memory_bytes": 327}
     assert source.read((4,)) == {"memory_bytes": None}
-    assert source.read(()) == {"memory_bytes": None}
+    assert cpu.source().read(()) == {"memory_bytes": None}
 
 
 def test_the_cpu_device() -> None:

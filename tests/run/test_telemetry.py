@@ -174,7 +174,7 @@ def test_memory_of_this_process() -> None:
     finally:
         child.kill()
         child.wait()
-    assert cpu._resident((child.pid,)) == {"memory_bytes": None}
+    assert cpu.source().read((child.pid,)) == {"memory_bytes": None}
 
 
 def test_window_includes_its_borders() -> None:

@@ -36,7 +36,7 @@ from steelyard.run.ranks import Ranks
 from steelyard.run.telemetry import Sampler
 from steelyard.schema import Frozen
 
-POLL_S = 0.05
+POLL_S = 0.1
 SEND_S = 1.0  # telemetry is sent so often
 OPEN_S = 60.0  # to hear the first message
 REACH_S = 5.0
