@@ -15,7 +15,7 @@ from steelyard.accelerators.cpu_torch import Device
 from steelyard.case import resolve
 from steelyard.engines.job import Job, Keep
 from steelyard.engines.torch.train import TorchTrain
-from steelyard.engines.work import Work
+from steelyard.engines.work import Phase, Work
 from steelyard.models import tensors
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
@@ -67,9 +67,11 @@ def train(engine: TorchTrain) -> dict:
     out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
     for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
         engine.prepare(name, lambda part: nullcontext())
-        works = [item for item in engine.work(name) if isinstance(item, Work) and item.counts]
+        items = list(engine.work(name))
+        works = [item for item in items if isinstance(item, Work) and item.counts]
         out[name] = engine.outputs(name)
         if name == "train":
+            out["phases"] = [item.name for item in items[: items.index(works[0])] if isinstance(item, Phase)]
             out["losses"] = [float(work.values["loss"]) for work in works]
             out["curve"] = [float(loss) for loss in engine.curve]
             out["norms"] = [float(work.values["grad_norm"]) for work in works]

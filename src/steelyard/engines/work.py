@@ -6,7 +6,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step begins: `data`, `compute`, `evaluate`, `checkpoint`, `score`."""
+    """A phase of a step begins: `data`, `compute`, `exchange`, `evaluate`, `checkpoint`, `score`. `exchange` is what ranks
+    exchange in a step, waiting for one another included; an engine marks it where it lies between other phases."""
 
     name: str
 

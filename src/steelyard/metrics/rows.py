@@ -1,6 +1,6 @@
 """The rows of the metric table: every number that no task brings itself, in the order in which a page lists them."""
 
-from steelyard.metrics import rates, training
+from steelyard.metrics import rates, stragglers, training
 from steelyard.metrics.metric import Metric
 from steelyard.metrics.spans import compute_s, wall_s
 from steelyard.tasks.task import Task
@@ -351,6 +351,15 @@ OTHERS = (
         rates.padded_share,
         ("Padding", "share of computed positions that were padding; never counted as work"),
         ("填充比例", "计算位置中填充所占比例，不计入工作量"),
+        form="percent",
+    ),
+    Metric(
+        "straggler_share",
+        "",
+        "lower",
+        stragglers.share,
+        ("Cost of the slowest rank", "share of a step (scoring: of the pass) saved if it were as fast as the others' median"),
+        ("最慢进程的代价", "若最慢进程与其余进程的中位数一样快，每步（推理为整遍）可节省的时间比例"),
         form="percent",
     ),
     Metric(

@@ -70,13 +70,21 @@ def wall_s(record: Record, name: str) -> float | None:
     return max((window.wall_s for window in windows(record, name)), default=None)
 
 
+def computing_s(sample: Sample) -> float | None:
+    """Compute time of a step: from when its inputs are on the device to its last kernel. What ranks exchange meanwhile is in
+    it, whether or not the engine marks it. None where an engine does not separate it."""
+    own_s = sample.phases.get("compute")
+    return None if own_s is None else own_s + sample.phases.get("exchange", 0.0)
+
+
 def compute_s(record: Record, name: str) -> float | None:
     """Compute time of a pass: that of the slowest rank. None where an engine does not separate it."""
     sums = []
     for steps in working(record, name).values():
-        if any("compute" not in sample.phases for sample in steps):
+        times = [time_s for time_s in map(computing_s, steps) if time_s is not None]
+        if len(times) < len(steps):
             return None
-        sums.append(fsum(sample.phases["compute"] for sample in steps))
+        sums.append(fsum(times))
     return max(sums, default=None)
 
 
@@ -117,6 +125,10 @@ def _steady(record: Record, name: str) -> Span | None:
 
 def _compute_by_step(kept: dict[int, list[Sample]]) -> float | None:
     """Per step the slowest rank's, summed: ranks wait for one another in every step."""
-    if any("compute" not in sample.phases for steps in kept.values() for sample in steps):
-        return None
-    return fsum(max(sample.phases["compute"] for sample in step) for step in zip(*kept.values(), strict=True))
+    slowest = []
+    for step in zip(*kept.values(), strict=True):
+        times = [time_s for time_s in map(computing_s, step) if time_s is not None]
+        if len(times) < len(step):
+            return None
+        slowest.append(max(times))
+    return fsum(slowest)

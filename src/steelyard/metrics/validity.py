@@ -5,7 +5,7 @@ from math import fsum
 
 from steelyard.accelerators import nvml
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import readings, stats, training
+from steelyard.metrics import readings, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
 from steelyard.tasks.task import Stopped, Tally
@@ -328,4 +328,10 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     return out
 
 
-RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, _interval, _device, _gate, _asked)
+def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """A rank that all others wait for is no fault of the measurement, and worth knowing."""
+    slow = stragglers.note(record)
+    return [] if slow is None else [(None, None, slow)]
+
+
+RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, _interval, _device, _even, _gate, _asked)

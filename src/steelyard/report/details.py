@@ -10,7 +10,7 @@ from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.plan import degrees as plan
 from steelyard.record.record import Quality, Record
-from steelyard.report import charts
+from steelyard.report import charts, stragglers
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
@@ -26,6 +26,7 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("all", [_metrics(record, say)]),
         ("budget", _budget(record, say)),
         ("ranks", _ranks(record, say)),
+        ("stragglers", stragglers.section(record, say)),
         ("checks", _checks(record, say)),
     )
     for key, blocks in sections:

@@ -179,6 +179,40 @@ _TABLE: dict[str, tuple[str, str]] = {
     "ranks.step": ("Mean step", "平均步时"),
     "ranks.slowest": ("Slowest step", "最慢步时"),
     "ranks.matmul": ("Matmul rate", "矩阵乘速率"),
+    "stragglers": ("Stragglers", "慢进程"),
+    "stragglers.rank": ("rank {0}", "进程 {0}"),
+    "stragglers.host": ("rank {0} on host {1}", "主机 {1} 上的进程 {0}"),
+    "stragglers.step": ("each step", "每步"),
+    "stragglers.pass": ("the pass", "整遍"),
+    "stragglers.slow": (
+        "Slowest: {0}. It costs {1} of {2}: its own time is {3} s, the median of the others {4} s.",
+        "最慢：{0}，使{2}多耗 {1} 的时间：其自身用时 {3} 秒，其余的中位数为 {4} 秒。",
+    ),
+    "stragglers.even": (
+        "No rank is clearly slow. Slowest: {0}, which costs {1} of {2}.",
+        "没有明显的慢进程。最慢：{0}，占{2}的 {1}。",
+    ),
+    "stragglers.work": ("It had {0} times the tokens of the others.", "其 token 数为其余的 {0} 倍。"),
+    "stragglers.own.compute": (
+        "Own time: phases data and compute, mean over the steps of the steady window. Waiting: phase exchange, in which "
+        "ranks wait for one another.",
+        "自身用时：data 与 compute 阶段，取稳态窗口各步均值。等待：exchange 阶段，进程在其中互相等待。",
+    ),
+    "stragglers.own.pass": (
+        "Own time: the whole pass. Replicas do not meet in it; the ranks of one replica do, and stand together.",
+        "自身用时：整遍时间。各副本在其中互不等待；同一副本的进程互相等待，合为一行。",
+    ),
+    "stragglers.own.data": (
+        "Own time: phase data alone, mean over the steps of the steady window. In the rest of a step this plan's ranks wait "
+        "for one another, and a slow one cannot be told.",
+        "自身用时：仅 data 阶段，取稳态窗口各步均值。此并行策略下，每步其余时间进程互相等待，无法分辨快慢。",
+    ),
+    "stragglers.most": ("The {0} slowest of {1}.", "仅列出 {1} 行中最慢的 {0} 行。"),
+    "stragglers.at": ("Host", "主机"),
+    "stragglers.own": ("Own time", "自身用时"),
+    "stragglers.wait": ("Waiting", "等待"),
+    "stragglers.median": ("Against the median of the others", "与其余中位数之差"),
+    "stragglers.tokens": ("Tokens", "token 数"),
     "checks": ("Checks", "检查"),
     "checks.name": ("Check", "检查项"),
     "checks.ok": ("Result", "结果"),

@@ -5,7 +5,7 @@ computed, never how: the global batch, its order and the normalisation of the lo
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -234,10 +234,7 @@ class Loop:
             packs = coming.result()
             coming = self._prefetch(step + 1)
             micros = [self.batches.to_device(one) for one in packs]
-            targets = self.trainer.total(sum(map(self.batches.targets, packs)))
-            yield Phase("compute")
-            self.batches.seed(step)
-            loss = self.trainer.learn(micros, targets)
+            loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
             lr = rate(self.train, step)
             norm = self.trainer.update(lr)
             self.watch.add(step, loss)
@@ -248,6 +245,23 @@ class Loop:
             yield from self._between(step + 1)
             if self.evaluation.reached:
                 return
+
+    def _learn(self, step: int, micros: list[Any], targets: int) -> Generator[Phase, None, Tensor]:
+        """Forward and backward of a step, and between them marks where ranks meet. Phase `data` ends before they first do, so
+        it is each rank's own under every plan."""
+        separate = self.trainer.separate
+        yield Phase("exchange" if separate else "compute")
+        total = self.trainer.total(targets)
+        if separate:
+            yield Phase("compute")
+        self.batches.seed(step)
+        loss = self.trainer.backward(micros, total)
+        if separate:
+            yield Phase("exchange")
+        loss = self.trainer.reduce(loss)
+        if separate:
+            yield Phase("compute")
+        return loss
 
     def _between(self, taken: int) -> Iterator[Phase | Work]:
         """What is done after so many steps that trains nothing."""
@@ -281,7 +295,8 @@ class Loop:
         return self.trainer.model.weights
 
     def details(self) -> dict[str, Any]:
-        return {**self.trainer.details(), "micro_batches": len(self._groups(0))}
+        met = {"exchange": "separate" if self.trainer.separate else "inside"} if self.job.world > 1 else {}
+        return {**self.trainer.details(), "micro_batches": len(self._groups(0)), **met}
 
 
 def _float(loss: Tensor | float | None) -> float | None:

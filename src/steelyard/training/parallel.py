@@ -56,6 +56,12 @@ class Parallel:
         self.sharding, self.device, self.make_pipeline = sharding, device, pipeline
         self.wide = torch.promote_types(compute, torch.float32)
 
+    @property
+    def separate(self) -> bool:
+        """Whole replicas: tensor parallelism, pipelines and shards meet inside forward and backward."""
+        whole = not self.sharding and self._size("tensor") == self._size("stages") == 1
+        return whole and self._size("copies") > 1
+
     def attach(self, model: Model, optimizer: Adam) -> None:
         self.model, self.optimizer, self.pipeline = model, optimizer, None
         optimizer.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale too

@@ -48,6 +48,11 @@ class Placement(Protocol):
 
     lockstep: bool  # replicas have micro-batches of the same sizes, and may meet while they warm up
 
+    @property
+    def separate(self) -> bool:
+        """Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange. Not where they meet
+        inside forward and backward, nor where there is nobody to meet."""
+
     def attach(self, model: Model, optimizer: Adam) -> None: ...
 
     def no_losses(self) -> list[Tensor]:
@@ -70,6 +75,7 @@ class Placement(Protocol):
 
 class SingleDevice:
     lockstep = True
+    separate = False
 
     def attach(self, model: Model, optimizer: Adam) -> None:
         """Nobody is met."""
@@ -101,7 +107,7 @@ class Replicated:
     lockstep = False
 
     def __init__(self, replicas: int, compute: torch.dtype, device: torch.device) -> None:
-        self.replicas, self.device = replicas, device
+        self.replicas, self.device, self.separate = replicas, device, replicas > 1
         self.wide = torch.promote_types(compute, torch.float32)
         self.buckets: list[Tensor] = []
 

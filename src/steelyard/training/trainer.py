@@ -36,8 +36,13 @@ class Trainer:
             if self.placement.lockstep:
                 self.learn([one], self.total(1))
             else:
-                self._backward([one], torch.ones((), device=self.device))
+                self.backward([one], torch.ones((), device=self.device))
             self.optimizer.zero_grad()
+
+    @property
+    def separate(self) -> bool:
+        """Whether ranks meet in `total` and `reduce` alone."""
+        return self.placement.separate
 
     def evaluate(self, micro: Any) -> Tensor:
         """What an evaluation reads of a micro-batch: its summed loss, or scores."""
@@ -46,9 +51,10 @@ class Trainer:
 
     def learn(self, micros: list[Any], targets: Tensor) -> Tensor:
         """Forward and backward of a step: gradients of Σ loss / targets. Returns that mean loss over all replicas."""
-        return self.placement.reduce(self._backward(micros, targets))
+        return self.reduce(self.backward(micros, targets))
 
-    def _backward(self, micros: list[Any], targets: Tensor) -> Tensor:
+    def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
+        """What `learn` does before ranks meet; where `separate` does not hold, they meet in it too."""
         losses = self.placement.no_losses()
 
         def weigh(nll: Tensor) -> Tensor:
@@ -58,6 +64,10 @@ class Trainer:
 
         self.placement.backward(self.model, micros, weigh)
         return torch.stack(losses).sum()
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """What `learn` does where ranks meet: sums gradients and the loss over replicas."""
+        return self.placement.reduce(loss)
 
     def update(self, lr: float) -> Tensor:
         """Clip, step, zero the gradients. Returns their norm before clipping."""

@@ -1,0 +1,44 @@
+"""A rank that is really slow, in a run of real processes: it is named, and what it costs is what it is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import Shell
+from steelyard.metrics import stragglers, verify
+
+PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "slow_engine"
+RUN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu", "--engine", "slowed", "--devices", "2")
+SMALL = ("--set=question.model.layers=1", "--set=question.train.batch=2", "--set=question.train.length=16")
+COST_S, STEP_S = 0.2, 1.2  # of the sleeps in slow_engine.py: 1.2 s on rank 1, 1.0 s on rank 0
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path, (PACKAGE,))
+    yield one
+    one.clean()
+
+
+@pytest.mark.full
+def test_a_slow_rank_is_named_with_its_cost(shell: Shell) -> None:
+    done = shell(*RUN, *SMALL, "--steps", "6", "--out", shell.out)
+    assert done.code == 0, done.err
+    [path] = shell.out.iterdir()
+    record = verify.read(path)
+    found = stragglers.find(record)
+    assert isinstance(found, stragglers.Stragglers)
+    assert (found.rank, found.basis, found.slow) == (1, "compute", True)
+    assert found.cost_s == pytest.approx(COST_S, rel=0.1)
+    assert found.share == pytest.approx(COST_S / STEP_S, rel=0.1)
+    slow, other = found.rows
+    assert other.wait_s is not None
+    assert slow.wait_s is not None
+    assert other.wait_s - slow.wait_s == pytest.approx(COST_S, rel=0.25)  # what one is late the other waits
+    [note] = [one for one in record.notes if "slow" in one]
+    assert note.startswith("rank 1")
+    assert record.metrics["straggler_share"].value == found.share
+    page = shell("report", shell.out)
+    assert "Stragglers" in page.out
+    assert "Slowest: rank 1" in page.out

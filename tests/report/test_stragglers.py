@@ -1,0 +1,105 @@
+"""The section of a page that says which rank is slow."""
+
+from typing import Any
+
+import pytest
+
+from fixtures.report import COUNTS, training
+from steelyard import report
+from steelyard.record.record import Record
+from steelyard.report.document import Block, Heading, Paragraph, Table
+from steelyard.report.stragglers import section
+from steelyard.report.words import Words
+
+
+def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: int = 100) -> Record:
+    """Three equal steps; two ranks a host."""
+    samples = []
+    for rank, time_s in enumerate(own_s):
+        for step in range(3):
+            at = {"start_s": step * step_s, "end_s": (step + 1) * step_s, "host_start_s": 0.0, "host_end_s": 0.0}
+            phases = {"data": 0.25, "exchange": step_s - time_s, "compute": time_s - 0.25}
+            counts = COUNTS | {"tokens": tokens if rank else 100}
+            samples.append({"pass": "train", "rank": rank, "step": step, **at, "phases": phases, "counts": counts})
+    ranks = [{"rank": r, "device": f"cuda:{r % 2}", "host": host and host.format(r // 2)} for r in range(len(own_s))]
+    return training([[step_s] * 3] * len(own_s), samples=samples, ranks=ranks)
+
+
+def shown(record: Record, lang: Any = "en") -> tuple[str, Table]:
+    sentence, found = section(record, Words(lang))
+    assert isinstance(sentence, Paragraph)
+    assert isinstance(found, Table)
+    return sentence.text, found
+
+
+def texts(found: Table) -> list[list[str]]:
+    return [[cell.text for cell in row.cells] for row in found.rows]
+
+
+def test_the_slowest_rank_comes_first_and_is_named():
+    said, found = shown(run(1.25, 1.25, 1.25, 1.75))
+    assert said == (
+        "Slowest: rank 3 on host fh1. It costs 25.0% of each step: its own time is 1.750 s, the median of the others 1.250 s."
+    )
+    heads = [(column.title, column.sub) for column in found.columns]
+    assert heads == [
+        ("Rank", ""),
+        ("Host", ""),
+        ("Device", ""),
+        ("Own time", "s"),
+        ("Waiting", "s"),
+        ("Against the median of the others", ""),
+        ("Tokens", ""),
+    ]
+    assert texts(found) == [
+        ["3", "fh1", "cuda:1", "1.750", "0.2500", "+40.0%", "200"],
+        ["0", "fh0", "cuda:0", "1.250", "0.7500", "0.0%", "200"],
+        ["1", "fh0", "cuda:1", "1.250", "0.7500", "0.0%", "200"],
+        ["2", "fh1", "cuda:0", "1.250", "0.7500", "0.0%", "200"],
+    ]
+    assert [cell.tone for row in found.rows for cell in row.cells[:1]] == ["strong", "plain", "plain", "plain"]
+    assert len(found.footnotes) == 1
+
+
+def test_the_same_in_chinese():
+    said, found = shown(run(1.25, 1.75), "zh")
+    assert said == "最慢：主机 fh0 上的进程 1，使每步多耗 25.0% 的时间：其自身用时 1.750 秒，其余的中位数为 1.250 秒。"
+    heads = ["进程", "主机", "设备", "自身用时", "等待", "与其余中位数之差", "token 数"]
+    assert [column.title for column in found.columns] == heads
+
+
+def test_even_ranks_are_called_even_and_hosts_that_nobody_told_have_no_column():
+    said, found = shown(run(1.25, 1.26, host=None))
+    assert said == "No rank is clearly slow. Slowest: rank 1, which costs 0.50% of each step."
+    assert [column.title for column in found.columns][:3] == ["Rank", "Device", "Own time"]
+
+
+def test_more_work_is_said():
+    assert shown(run(1.25, 1.75, tokens=150))[0].endswith(" It had 1.50 times the tokens of the others.")
+
+
+def test_of_many_ranks_the_slowest_are_shown():
+    said, found = shown(run(*[1.25] * 19, 1.75))
+    assert "rank 19 on host fh9" in said
+    assert len(found.rows) == 16
+    assert found.footnotes[0] == "The 16 slowest of 20."
+
+
+def test_why_nothing_can_be_told():
+    [reason] = section(training(((2.0, 1.0, 1.0),) * 2), Words("en"))
+    assert reason == Paragraph("the engine does not say where ranks wait for one another", "muted")
+    assert section(training(), Words("en")) == []
+
+
+def headings(blocks: tuple[Block, ...]) -> list[str]:
+    return [block.text for block in blocks if isinstance(block, Heading)]
+
+
+@pytest.mark.parametrize(("lang", "title"), [("en", "Stragglers"), ("zh", "慢进程")])
+def test_a_page_has_the_section_where_there_is_more_than_one_rank(lang: Any, title: str):
+    assert title in headings(report.page([run(1.25, 1.75)], lang).blocks)
+    assert title not in headings(report.page([training()], lang).blocks)
+    for format in report.FORMATS:
+        text = report.render([run(1.25, 1.75)], format, lang)
+        assert title in text
+        assert "fh0" in text

@@ -1,0 +1,141 @@
+"""What the training loop yields: where a step's phases begin, for ranks that meet at its ends and for others."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.glm import CPU, TRAINING
+from steelyard.engines.work import Phase, Work
+from steelyard.training.loop import COUNTS, Loop
+from steelyard.training.parallel import DIMS, Parallel
+from steelyard.training.placement import Replicated, SingleDevice
+from steelyard.training.trainer import Trainer
+
+PACK = SimpleNamespace(counts=dict.fromkeys(COUNTS, 5))
+
+
+class Placed:
+    """Two replicas, of which this one does the same as the other."""
+
+    lockstep = True
+
+    def __init__(self, log: list[str], separate: bool) -> None:
+        self.log, self.separate = log, separate
+
+    def no_losses(self) -> list[Tensor]:
+        return [torch.zeros(())]
+
+    def backward(self, model: Any, micros: list[Any], weigh: Any) -> None:
+        self.log.append("backward")
+        weigh(torch.tensor(6.0 * len(micros)))
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        self.log.append("reduce")
+        return 2 * loss
+
+    def total(self, count: Tensor) -> Tensor:
+        self.log.append("total")
+        return 2 * count
+
+
+class Batches:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def groups(self, keys: list[Any], size: int | None = None) -> list[list[Any]]:
+        return [keys, keys]
+
+    def pack(self, keys: list[Any]) -> Any:
+        return PACK
+
+    def to_device(self, pack: Any) -> str:
+        self.log.append("to_device")
+        return "micro"
+
+    def targets(self, pack: Any) -> int:
+        return 3
+
+    def seed(self, step: int) -> None:
+        self.log.append(f"seed {step}")
+
+
+def loop(log: list[str], placement: Any, steps: int = 2) -> Loop:
+    question = SimpleNamespace(train=TRAINING)
+    case = SimpleNamespace(question=question, tune=SimpleNamespace(compile=False))
+    inputs = SimpleNamespace(batch=lambda step: [step])
+    job = SimpleNamespace(case=case, steps=steps, inputs=inputs, keep=None, world=2, device=SimpleNamespace(torch_device=CPU))
+    trainer = Trainer(job, SimpleNamespace(details=dict), placement)
+
+    def update(lr: float) -> Tensor:
+        log.append("update")
+        return torch.tensor(1.0)
+
+    trainer.optimizer = SimpleNamespace(scale=lambda loss: loss, step=update)
+    evaluation = SimpleNamespace(reached=False, due=lambda taken: False)
+    return Loop(job, trainer, Batches(log), evaluation)
+
+
+def run(separate: bool) -> tuple[list[str], list[Work]]:
+    """Marks among what is done, and the steps."""
+    log: list[str] = []
+    works = []
+    for item in loop(log, Placed(log, separate)).work("train"):
+        log.append(f"<{item.name}>" if isinstance(item, Phase) else "<>")
+        works += [item] if isinstance(item, Work) else []
+    return log, works
+
+
+def test_ranks_that_meet_at_the_ends_of_a_step_have_their_exchange_marked():
+    step = ["<data>", "to_device", "to_device", "<exchange>", "total", "<compute>", "seed {}", "backward", "<exchange>"]
+    step += ["reduce", "<compute>", "update", "<>"]
+    assert run(separate=True)[0] == [one.format(number) for number in (0, 1) for one in step]
+
+
+def test_ranks_that_meet_inside_a_step_have_no_mark_of_it_and_data_of_their_own():
+    step = ["<data>", "to_device", "to_device", "<compute>", "total", "seed {}", "backward", "reduce", "update", "<>"]
+    assert run(separate=False)[0] == [one.format(number) for number in (0, 1) for one in step]
+
+
+def test_marks_change_no_number():
+    (_, one), (_, other) = run(separate=True), run(separate=False)
+    assert [float(work.values["loss"]) for work in one] == [2 * 12.0 / (2 * 6)] * 2  # both replicas' losses over all targets
+    assert one == other
+
+
+@pytest.mark.parametrize(("separate", "said"), [(True, "separate"), (False, "inside")])
+def test_a_loop_says_where_ranks_meet(separate, said):
+    made = loop([], Placed([], separate))
+    assert made.details() == {"micro_batches": 2, "exchange": said}
+    made.job.world = 1
+    assert made.details() == {"micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharding", "separate"),
+    [
+        ((4, 1, 1, 1), 0, True),
+        ((1, 4, 1, 1), 1, False),
+        ((2, 2, 1, 1), 2, False),
+        ((4, 1, 2, 1), 0, False),
+        ((4, 1, 1, 2), 0, False),
+        ((1, 1, 1, 2), 0, False),
+    ],
+)
+def test_only_whole_replicas_are_separate(sizes, sharding, separate, monkeypatch):
+    """Of copies, shards, stages and tensor so many."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: group)
+    by_name = dict(zip(DIMS, sizes, strict=True))
+
+    class Mesh:
+        def __getitem__(self, name: str) -> Any:
+            return SimpleNamespace(get_group=lambda: by_name[name])
+
+    assert Parallel(Mesh(), sharding, torch.float32, CPU).separate is separate
+
+
+def test_one_device_meets_nobody():
+    assert not SingleDevice().separate
+    assert [Replicated(replicas, torch.float32, CPU).separate for replicas in (1, 2)] == [False, True]
