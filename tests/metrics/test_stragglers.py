@@ -40,7 +40,7 @@ def replica(host: Host, backward_s: Sequence[float], slowest_s: Sequence[float])
     for own_s, all_s in zip(backward_s, slowest_s, strict=True):
         yield Phase("data")
         host.now += 0.25
-        yield Phase("exchange")
+        yield Phase("meet")
         yield Phase("compute")
         host.now += own_s
         yield Phase("exchange")

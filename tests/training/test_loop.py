@@ -89,13 +89,13 @@ def run(separate: bool) -> tuple[list[str], list[Work]]:
 
 
 def test_ranks_that_meet_at_the_ends_of_a_step_have_their_exchange_marked():
-    step = ["<data>", "to_device", "to_device", "<exchange>", "total", "<compute>", "seed {}", "backward", "<exchange>"]
+    step = ["<data>", "to_device", "to_device", "<meet>", "total", "<compute>", "seed {}", "backward", "<exchange>"]
     step += ["reduce", "<compute>", "update", "<>"]
     assert run(separate=True)[0] == [one.format(number) for number in (0, 1) for one in step]
 
 
 def test_ranks_that_meet_inside_a_step_have_no_mark_of_it_and_data_of_their_own():
-    step = ["<data>", "to_device", "to_device", "<compute>", "total", "seed {}", "backward", "reduce", "update", "<>"]
+    step = ["<data>", "to_device", "to_device", "<meet>", "total", "<compute>", "seed {}", "backward", "reduce", "update", "<>"]
     assert run(separate=False)[0] == [one.format(number) for number in (0, 1) for one in step]
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step begins: `data`, `compute`, `exchange`, `evaluate`, `checkpoint`, `score`. `exchange` is what ranks
-    exchange in a step, waiting for one another included; an engine marks it where it lies between other phases."""
+    """A phase of a step begins: `data`, `meet`, `compute`, `exchange`, `evaluate`, `checkpoint`, `score`. In `meet` ranks wait
+    until all have their data; `exchange` is what they exchange in a step, waiting for one another included. An engine marks
+    them where they lie between other phases."""
 
     name: str
 

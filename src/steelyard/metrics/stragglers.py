@@ -149,12 +149,16 @@ def _training(record: Record) -> Stragglers | Unknown:
     others = list(zip(*map(_medians_of_others, zip(*owns, strict=True)), strict=True))
     rows, told = [], _by_rank(record)
     for (rank, of_rank), own, other in zip(steps.items(), owns, others, strict=True):
-        wait_s = _mean([sample.phases["exchange"] for sample in of_rank]) if basis == "compute" else None
+        wait_s = _mean([_waiting_s(sample) for sample in of_rank]) if basis == "compute" else None
         tokens = _tokens(of_rank) if basis == "compute" else None
         spread_s = _spread([mine - theirs for mine, theirs in zip(own, other, strict=True)])
         rows.append(_row(told, (rank,), _mean(own), _mean(other), spread_s, wait_s, tokens))
     slowest = [max(sample.end_s - sample.start_s for sample in step) for step in zip(*steps.values(), strict=True)]
     return _ordered(basis, _mean(slowest), rows)
+
+
+def _waiting_s(sample: Sample) -> float:
+    return fsum(sample.phases.get(name, 0.0) for name in ("meet", "exchange"))
 
 
 def _scoring(record: Record) -> Stragglers | Unknown:

@@ -247,13 +247,13 @@ class Loop:
                 return
 
     def _learn(self, step: int, micros: list[Any], targets: int) -> Generator[Phase, None, Tensor]:
-        """Forward and backward of a step, and between them marks where ranks meet. Phase `data` ends before they first do, so
-        it is each rank's own under every plan."""
+        """Forward and backward of a step, with marks where ranks wait for one another. Phase `data` ends before they first do,
+        so it is each rank's own under every plan; waiting for another's data is `meet`, which is no compute time."""
         separate = self.trainer.separate
-        yield Phase("exchange" if separate else "compute")
+        if self.job.world > 1:
+            yield Phase("meet")
         total = self.trainer.total(targets)
-        if separate:
-            yield Phase("compute")
+        yield Phase("compute")
         self.batches.seed(step)
         loss = self.trainer.backward(micros, total)
         if separate:
