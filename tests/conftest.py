@@ -37,6 +37,7 @@ LONGEST = (
     "ranks/test_train",
     "run/",
     "real/",
+    "hosts/",
     "cli/test_cli",
     "cli/test_sweep",
     "tasks/test_superglue_case",

@@ -194,8 +194,8 @@ _TABLE: dict[str, tuple[str, str]] = {
     ),
     "stragglers.work": ("It had {0} times the tokens of the others.", "其 token 数为其余的 {0} 倍。"),
     "stragglers.own.compute": (
-        "Own time: phases data and compute, mean over the steps of the steady window. Waiting: phases meet and exchange, in which "
-        "ranks wait for one another.",
+        "Own time: phases data and compute, mean over the steps of the steady window. Waiting: phases meet and exchange, in "
+        "which ranks wait for one another.",
         "自身用时：data 与 compute 阶段，取稳态窗口各步均值。等待：meet 与 exchange 阶段，进程在其中互相等待。",
     ),
     "stragglers.own.pass": (

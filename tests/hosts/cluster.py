@@ -1,0 +1,318 @@
+"""Three hosts on one machine: a network, a name and an sshd of their own each, a file system and a CPU together.
+
+A host is a set of namespaces (network, host name, mounts) kept by one process (`host.py`); one more, the hub, holds the bridge
+that joins them. None has a name on the machine, so any number of clusters can be up at once, at the same addresses.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fixtures.commands import SRC, wait_for
+from hosts.host import network_of, processes_in
+from hosts.packages import UnavailableError, tool
+
+COMPUTE = ("node1", "node2")
+LOGIN = "login"
+HUB = "hub"
+ADDRESS = {"node1": "10.213.0.1", "node2": "10.213.0.2", "login": "10.213.0.3"}
+HOST_PROGRAM = Path(__file__).with_name("host.py")
+# A mark in a command's environment goes with it through ssh, as srun hands it on by itself.
+MARK = "TEST_MARK"
+# Variables of the process that runs the tests which are no business of the hosts.
+FOREIGN = ("FAULTY", "STEELYARD_", "PYTEST", "SLURM")
+BRIDGE_FORWARDS = "3"  # BR_STATE_FORWARDING in linux/if_bridge.h
+
+SSHD_CONFIG = """\
+ListenAddress {address}
+PidFile {folder}/{host}.sshd.pid
+HostKey {folder}/{host}.key
+AuthorizedKeysFile {folder}/user.key.pub
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+AcceptEnv {mark}
+SetEnv {variables}
+"""
+SSH_CONFIG = """\
+Host *
+  User root
+  BatchMode yes
+  IdentityFile {folder}/user.key
+  IdentitiesOnly yes
+  StrictHostKeyChecking yes
+  UserKnownHostsFile {folder}/known_hosts
+  GlobalKnownHostsFile none
+  SendEnv {mark}
+"""
+
+
+@dataclass
+class Cluster:
+    """Hosts with an sshd each, from `start` to `end`."""
+
+    folder: Path
+    hosts: tuple[str, str] = COMPUTE
+    login: str = LOGIN
+    keepers: dict[str, "subprocess.Popen[str]"] = field(default_factory=dict)
+    _cut: set[str] = field(default_factory=set)
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        return (*self.hosts, self.login)
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.folder / "ssh_config"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.folder / "known_hosts"
+
+    def address(self, host: str) -> str:
+        return ADDRESS[host]
+
+    def env(self, **variables: str) -> dict[str, str]:
+        """What a command finds in its environment on a host that has the package and, once it is up, Slurm."""
+        keep = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
+        return {**keep, **self.site_variables, **variables}
+
+    @property
+    def site_variables(self) -> dict[str, str]:
+        """What is set on every host, for a command through ssh too."""
+        return {"PYTHONPATH": str(SRC), "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def on(
+        self,
+        host: str,
+        argv: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        **popen: Any,
+    ) -> "subprocess.Popen[Any]":
+        """Start a command on a host, in the cluster's folder if nothing else is said. `env` is added to `Cluster.env`. All that
+        enters the host gives way to the command itself, so that the process returned is the command's own."""
+        # Entering the mounts leaves the working directory, so env goes back to it. A test runner in the background hands down
+        # that SIGINT is ignored.
+        there = ["env", f"--chdir={cwd or self.folder}", "--default-signal=INT", *map(str, argv)]
+        return subprocess.Popen([*self._enter(host), *there], env=self.env(**(env or {})), **popen)
+
+    def run(
+        self,
+        host: str,
+        argv: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        *,
+        input: str | None = None,
+        timeout_s: float = 30.0,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command on a host to its end."""
+        pipe = subprocess.PIPE
+        stdin = subprocess.DEVNULL if input is None else pipe
+        with self.on(host, argv, env, cwd, stdin=stdin, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                out, err = process.communicate(input, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def ssh(self, host: str, *command: str, options: Sequence[str] = ()) -> list[str]:
+        """The command line of `ssh host command`."""
+        return ["ssh", "-F", str(self.ssh_config), *options, host, *command]
+
+    def cut(self, host: str) -> None:
+        """Pull the host's cable."""
+        self._ip(HUB, f"link set {host} down")
+        self._cut.add(host)
+
+    def mend(self, host: str) -> None:
+        self._ip(HUB, f"link set {host} up")
+        self._await_link(host)
+        self._cut.discard(host)
+
+    def mend_all(self) -> None:
+        for host in tuple(self._cut):
+            self.mend(host)
+
+    def processes(self, mark: str) -> list[int]:
+        """All processes of the machine with a text in their environment."""
+        found = []
+        for one in Path("/proc").iterdir():
+            try:
+                if one.name.isdigit() and mark.encode() in (one / "environ").read_bytes():
+                    found.append(int(one.name))
+            except OSError:  # it has ended meanwhile
+                continue
+        return found
+
+    def pids(self, host: str, *programs: str) -> list[int]:
+        """The processes on a host that were started by one of these names."""
+        network = network_of(self.keepers[host].pid)
+        assert network is not None, f"{host} is not up"
+        keeper = self.keepers[host].pid
+        return [pid for pid in processes_in(network) if pid != keeper and _program(pid) in programs]
+
+    def kill_sshd_sessions(self, host: str) -> list[int]:
+        """Kill the sshd of every connection to a host, not the one that listens; the killed process ids."""
+        listening = self._sshd_pid(host)
+        sessions = [pid for pid in self.pids(host, "sshd", "sshd-session") if pid != listening]
+        return kill(sessions)
+
+    @contextmanager
+    def clock_offset(self, host: str, seconds: int) -> Iterator[None]:
+        """The monotonic clocks of all that ssh starts on a host are so many seconds ahead, or behind."""
+        self._restart_sshd(host, seconds)
+        try:
+            yield
+        finally:
+            self._restart_sshd(host, 0)
+
+    def start(self) -> None:
+        entries = "".join(f"{ADDRESS[host]} {host}\n" for host in self.names)
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{entries}")
+        for name in (HUB, *self.names):
+            self.keepers[name] = self._keep(name)
+        for name, keeper in self.keepers.items():
+            assert keeper.stdout is not None
+            assert keeper.stderr is not None
+            if keeper.stdout.readline() != "ready\n":
+                raise UnavailableError(f"no namespaces for {name}: {keeper.stderr.read().strip()[-300:]}")
+        self._join_networks()
+        self._write_ssh()
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and only a system that has booted has made it
+        for host in self.names:
+            self._start_sshd(host)
+        for host in self.names:
+            self._await_sshd(host)
+
+    def end(self) -> None:
+        """End every process on the hosts, and with the last one of each its namespaces."""
+        for keeper in self.keepers.values():
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+        for keeper in self.keepers.values():
+            keeper.wait(timeout=30)
+        self.keepers.clear()
+
+    def _keep(self, name: str) -> "subprocess.Popen[str]":
+        program = [sys.executable, "-I", str(HOST_PROGRAM), name, str(self.folder / "hosts"), str(network_of("self"))]
+        pipe = subprocess.PIPE
+        command = [tool("unshare"), "--net", "--uts", "--mount", *program]
+        # In a session of its own: Ctrl-C in the terminal is for pytest, which then ends the hosts in order.
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+    def _enter(self, host: str) -> list[str]:
+        return [tool("nsenter"), "--target", str(self.keepers[host].pid), "--net", "--uts", "--mount"]
+
+    def _ip(self, host: str, *lines: str) -> None:
+        command = [*self._enter(host), tool("ip"), "-batch", "-"]
+        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UnavailableError(f"ip on {host}: {done.stderr.splitlines()[0]}")
+
+    def _join_networks(self) -> None:
+        """A bridge in the hub; to each host a cable whose end in the hub has the host's name."""
+        lines = ["link add bridge type bridge", "link set bridge up"]
+        for host in self.names:
+            lines.append(f"link add {host} type veth peer name eth0 netns {self.keepers[host].pid}")
+            lines.append(f"link set {host} master bridge up")
+        self._ip(HUB, *lines)
+        for host in self.names:
+            self._ip(host, "link set lo up", f"addr add {ADDRESS[host]}/24 dev eth0", "link set eth0 up")
+        for host in self.names:
+            self._await_link(host)
+
+    def _await_link(self, host: str) -> None:
+        """The kernel takes up to a second until a link that is up carries anything."""
+
+        def carries() -> bool:
+            ours = self._link_fact(host, "eth0/operstate")
+            return (ours, self._link_fact(HUB, f"{host}/brport/state")) == ("up", BRIDGE_FORWARDS)
+
+        if not wait_for(carries, 10):
+            raise RuntimeError(f"the link of {host} does not come up")
+
+    def _link_fact(self, host: str, name: str) -> str:
+        return Path(f"/proc/{self.keepers[host].pid}/root/sys/class/net/{name}").read_text().strip()
+
+    def _write_ssh(self) -> None:
+        variables = " ".join(f"{key}={value}" for key, value in self.site_variables.items())
+        make_key(self.folder / "user.key")
+        known = []
+        for host in self.names:
+            kind, value = make_key(self.folder / f"{host}.key").split()[:2]
+            known.append(f"{host},{ADDRESS[host]} {kind} {value}\n")
+            text = SSHD_CONFIG.format(folder=self.folder, host=host, address=ADDRESS[host], mark=MARK, variables=variables)
+            (self.folder / f"{host}.sshd_config").write_text(text)
+        self.known_hosts.write_text("".join(known))
+        self.ssh_config.write_text(SSH_CONFIG.format(folder=self.folder, mark=MARK))
+
+    def _start_sshd(self, host: str, offset_s: int = 0) -> None:
+        clock = [tool("unshare"), "--time", f"--monotonic={offset_s}", f"--boottime={offset_s}", "--fork"] if offset_s else []
+        sshd = [tool("sshd"), "-f", self.folder / f"{host}.sshd_config", "-E", self.folder / f"{host}.sshd.log"]
+        self.on(host, [*clock, *sshd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).wait(timeout=30)
+
+    def _await_sshd(self, host: str) -> None:
+        """It writes the file once it listens."""
+        log = self.folder / f"{host}.sshd.log"
+        if not wait_for(lambda: self._sshd_pid(host) is not None, 30):
+            raise RuntimeError(f"sshd on {host} does not start: {log.read_text()[-300:]}")
+
+    def _sshd_pid(self, host: str) -> int | None:
+        path = self.folder / f"{host}.sshd.pid"
+        return int(path.read_text()) if path.exists() and path.read_text() else None
+
+    def _restart_sshd(self, host: str, offset_s: int) -> None:
+        listening = self._sshd_pid(host)
+        assert listening is not None
+        kill([listening])
+        (self.folder / f"{host}.sshd.pid").unlink()
+        self._start_sshd(host, offset_s)
+        self._await_sshd(host)
+
+
+def kill(pids: Sequence[int]) -> list[int]:
+    """Kill processes and wait until they are gone."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: not any(_program(pid) for pid in pids), 10), pids
+    return list(pids)
+
+
+def make_key(path: Path) -> str:
+    """A new key pair; its public half."""
+    subprocess.run([tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
+    return path.with_name(f"{path.name}.pub").read_text()
+
+
+def _program(pid: int) -> str | None:
+    """The name that a process was started by, which on Debian is a link's for Slurm's; None once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() if network_of(pid) else None
+    except OSError:
+        return None
+
+
+@contextmanager
+def running_cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="steelyard-hosts-"))
+    folder.chmod(0o755)  # munged insists that all may reach its socket
+    cluster = Cluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+        shutil.rmtree(folder)

@@ -1,0 +1,46 @@
+"""Hosts for tests, made once a test process: `cluster` has three with an sshd each, `slurm` adds a Slurm.
+
+Where they cannot be made, the tests that want them are skipped, and the reason says why.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from hosts import packages
+from hosts.cluster import Cluster, running_cluster
+from hosts.slurm import Slurm
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as until_the_end:
+        try:
+            packages.provide(packages.HOSTS)
+            yield until_the_end.enter_context(running_cluster())
+        except packages.UnavailableError as why:
+            pytest.skip(str(why))
+
+
+@pytest.fixture(scope="session")
+def slurm(cluster: Cluster) -> Slurm:
+    try:
+        packages.provide(packages.SLURM)
+    except packages.UnavailableError as why:
+        pytest.skip(str(why))
+    one = Slurm(cluster)
+    one.start()
+    return one
+
+
+@pytest.fixture(autouse=True)
+def as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test did to the hosts, the next one finds them whole: links up, daemons running, no jobs."""
+    cluster: Cluster | None = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
+    slurm: Slurm | None = request.getfixturevalue("slurm") if "slurm" in request.fixturenames else None
+    yield
+    if cluster is not None:
+        cluster.mend_all()
+    if slurm is not None:
+        slurm.tidy()

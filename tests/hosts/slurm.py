@@ -1,0 +1,140 @@
+"""A real Slurm on the hosts of a cluster: its controller and its munged on the login host, a slurmd on each of the others."""
+
+import os
+import stat
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fixtures.commands import wait_for
+from hosts.cluster import Cluster, kill
+from hosts.packages import tool
+
+GPUS = 2
+NULL_DEVICE = os.makedev(1, 3)
+
+# Slurm takes from this file, not from the machine, what a node has. The munged is the cluster's own.
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost={login}({login_address})
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmdParameters=config_overrides
+KillWait=2
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+GresTypes=gpu
+{nodes}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+# Left to find out for itself, slurmd needs the control groups of a booted system. Of the first kind it needs none until it is
+# told to use them.
+CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
+NODE = "NodeName={host} NodeAddr={address} CPUs=2 RealMemory=8000 Gres=gpu:fake:{gpus} State=UNKNOWN"
+
+
+@dataclass
+class Slurm:
+    cluster: Cluster
+    _killed: set[str] = field(default_factory=set)
+
+    @property
+    def folder(self) -> Path:
+        return self.cluster.folder
+
+    def __call__(self, *argv: str | Path, env: Mapping[str, str] | None = None) -> str:
+        """What a command prints on the login host; it must succeed."""
+        done = self.cluster.run(self.cluster.login, argv, env)
+        assert done.returncode == 0, (argv, done.stdout, done.stderr)
+        return done.stdout.strip()
+
+    def job_state(self, job: str) -> str | None:
+        """As squeue says it (`RUNNING`, `PENDING`, …); None for a job that has ended."""
+        return dict(line.split() for line in self("squeue", "--noheader", "--format=%i %T").splitlines()).get(job)
+
+    def kill_slurmd(self, host: str) -> list[int]:
+        """Kill slurmd and what it has for each step, as when a host falls over; the steps' own processes stay."""
+        self._killed.add(host)
+        return kill(self.cluster.pids(host, "slurmd", "slurmstepd"))
+
+    def start_slurmd(self, host: str) -> None:
+        """Start slurmd again and wait until the node is idle."""
+        self._daemon(host, "slurmd")
+        self._killed.discard(host)
+        self._await_idle(host)
+
+    def tidy(self) -> None:
+        """Cancel what a test left in the queue, start what it killed, and wait until all nodes are idle."""
+        self("scancel", "--user=root")
+        for host in tuple(self._killed):
+            self._daemon(host, "slurmd")
+        self._killed.clear()
+        self._await_idle(*self.cluster.hosts)
+
+    def start(self) -> None:
+        cluster = self.cluster
+        self._write_config()
+        self._start_munged()
+        self._daemon(cluster.login, "slurmctld", "-c")
+        for host in cluster.hosts:
+            self._daemon(host, "slurmd")
+        self._await_idle(*self.cluster.hosts)
+
+    def _write_config(self) -> None:
+        cluster, folder = self.cluster, self.folder
+        for name in ("state", *(f"spool.{host}" for host in cluster.hosts)):
+            (folder / name).mkdir()
+        for number in range(GPUS):  # gres.conf takes character devices only; any one does
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, NULL_DEVICE)
+        nodes = "\n".join(NODE.format(host=host, address=cluster.address(host), gpus=GPUS) for host in cluster.hosts)
+        address = cluster.address(cluster.login)
+        text = SLURM_CONF.format(folder=folder, login=cluster.login, login_address=address, nodes=nodes)
+        (folder / "slurm.conf").write_text(text)
+        (folder / "cgroup.conf").write_text(CGROUP_CONF)
+        devices = f"{folder}/gpu[0-{GPUS - 1}]"
+        (folder / "gres.conf").write_text(f"NodeName={','.join(cluster.hosts)} Name=gpu Type=fake File={devices}\n")
+
+    def _start_munged(self) -> None:
+        """With a key and a socket of the cluster's own: the machine's munged, if there is one, is left alone."""
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        files = {"key-file": key, **{f"{name}-file": self.folder / f"munge.{name}" for name in ("pid", "log", "seed")}}
+        options = [f"--{name}={path}" for name, path in files.items()]
+        self._daemon(self.cluster.login, "munged", f"--socket={self.folder}/munge.socket", *options)
+
+    def _daemon(self, host: str, name: str, *options: str) -> None:
+        """Start a daemon; it returns once it runs by itself."""
+        error = self.folder / f"{host}.{name}.err"
+        with error.open("w") as file:
+            process = self.cluster.on(host, [tool(name), *options], stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            code = process.wait(timeout=30)
+        if code:
+            raise RuntimeError(f"{name} on {host} ends with {code}: {error.read_text().strip()[-300:]}")
+
+    def _await_idle(self, *hosts: str) -> None:
+        states: list[str] = []
+
+        def idle() -> bool:
+            states[:] = self("sinfo", "--noheader", "--Node", "--format=%T", f"--nodes={','.join(hosts)}").split()
+            return states == ["idle"] * len(hosts)
+
+        if not wait_for(idle, 30):
+            raise RuntimeError(f"Slurm's nodes {hosts} are {states}, not idle: {self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return " | ".join(path.read_text()[-300:] for path in sorted(self.folder.glob("slurm*.log")))

@@ -1,0 +1,304 @@
+"""The hosts that other tests run on: that they are separate, that they can be broken, and what real ssh and Slurm then do."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import SRC, finish, wait_for
+from hosts import packages
+from hosts.cluster import MARK, Cluster, make_key
+from hosts.host import processes_in
+from hosts.slurm import Slurm
+
+HOLD = ["sh", "-c", "echo $SLURM_JOB_ID; exec cat"]
+WHICH = "import steelyard; print(steelyard.__file__)"
+PACKAGE = str(SRC / "steelyard" / "__init__.py")
+ECHO = [sys.executable, "-c", "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"]
+OUTLIVED = """
+import sys
+from hosts.cluster import running_cluster
+from hosts.host import network_of
+from hosts.slurm import Slurm
+
+with running_cluster() as cluster:
+    Slurm(cluster).start()
+    print(cluster.folder, *(network_of(keeper.pid) for keeper in cluster.keepers.values()), flush=True)
+    sys.stdin.read()
+"""
+
+Process = subprocess.Popen[str]
+
+
+def piped(cluster: Cluster, argv: list[str], **variables: str) -> Process:
+    pipe = subprocess.PIPE
+    return cluster.on(cluster.login, argv, variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def say(process: Process, line: str) -> None:
+    process.stdin.write(line)
+    process.stdin.flush()
+
+
+def ended(process: Process) -> tuple[int, str]:
+    """The exit code of a process that ends while its stdin is open, and what it wrote to stderr."""
+    code = process.wait(timeout=20)
+    return code, process.stderr.read()
+
+
+def allocate(slurm: Slurm, *options: str) -> tuple[Process, str]:
+    """An allocation that lasts as long as the pipe to its process, and its job's number."""
+    process = piped(slurm.cluster, ["salloc", "--nodes=2", "--exclusive", *options, *HOLD])
+    return process, process.stdout.readline().strip()
+
+
+def step(slurm: Slurm, job: str, host: str, *argv: str, **variables: str) -> Process:
+    """A step on one node, from outside the process that holds the allocation."""
+    options = [f"--jobid={job}", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
+    return piped(slurm.cluster, ["srun", *options, *argv], **variables)
+
+
+def echoing(slurm: Slurm, job: str, host: str, mark: str = "") -> Process:
+    """A step that has answered once, so that it is known to run."""
+    process = step(slurm, job, host, *ECHO, **{MARK: mark})
+    say(process, "ready\n")
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def released(slurm: Slurm, job: str) -> bool:
+    return wait_for(lambda: slurm.job_state(job) is None, 20)
+
+
+def test_hosts_have_names_addresses_and_links_of_their_own(cluster: Cluster):
+    assert (cluster.hosts, cluster.login) == (("node1", "node2"), "login")
+    for host in cluster.names:
+        assert cluster.run(host, ["uname", "-n"]).stdout == f"{host}\n"
+        assert f"inet {cluster.address(host)}/24" in cluster.run(host, ["ip", "-4", "address"]).stdout
+        assert cluster.run(host, ["ls", "/sys/class/net"]).stdout.split() == ["eth0", "lo"]
+    assert os.uname().nodename not in cluster.names
+
+
+def test_a_command_runs_where_and_with_what_it_is_told(cluster: Cluster, tmp_path: Path):
+    code = f"import os; print(os.getcwd(), os.environ['COLOUR']); {WHICH}"
+    process = cluster.on("node1", [sys.executable, "-c", code], {"COLOUR": "red"}, tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=20)[0].split() == [str(tmp_path), "red", PACKAGE]
+    process = cluster.on("node1", ["sleep", "60"])
+    assert wait_for(lambda: cluster.pids("node1", "sleep") == [process.pid])
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("host", ["node1", "node2"])
+def test_ssh_reaches_a_host_that_has_the_package(cluster: Cluster, host: str):
+    done = cluster.run("login", cluster.ssh(host, f"uname -n; {sys.executable} -c '{WHICH}'"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [host, PACKAGE]
+
+
+def test_ssh_refuses_a_host_with_another_key(cluster: Cluster, tmp_path: Path):
+    known = tmp_path / "known_hosts"
+    known.write_text(f"node1 {make_key(tmp_path / 'other.key')}")
+    done = cluster.run("login", cluster.ssh("node1", "uname -n", options=["-o", f"UserKnownHostsFile={known}"]))
+    assert (done.returncode, done.stdout) == (255, "")
+    assert done.stderr.splitlines()[-1] == "Host key verification failed."
+
+
+def test_a_cut_link_is_a_host_that_cannot_be_reached(cluster: Cluster):
+    cluster.cut("node1")
+    done = cluster.run("login", cluster.ssh("node1", "uname -n", options=["-o", "ConnectTimeout=1"]))
+    assert (done.returncode, done.stdout) == (255, "")
+    assert done.stderr.strip() == "ssh: connect to host node1 port 22: Connection timed out"
+    assert cluster.run("login", cluster.ssh("node2", "uname -n")).stdout == "node2\n"
+    cluster.mend("node1")
+    assert cluster.run("login", cluster.ssh("node1", "uname -n")).stdout == "node1\n"
+
+
+def test_a_cut_link_ends_a_connection_that_asks_for_answers(cluster: Cluster):
+    alive = ["-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=2"]
+    process = piped(cluster, cluster.ssh("node1", "cat", options=alive), TEST_MARK="mark-of-a-cut")
+    say(process, "ready\n")
+    assert process.stdout.readline() == "ready\n"
+    cluster.cut("node1")
+    assert ended(process) == (255, "Timeout, server node1 not responding.\n")
+    assert cluster.pids("node1", "cat") == cluster.processes("mark-of-a-cut")  # the host does not know yet
+    cluster.kill_sshd_sessions("node1")
+    assert wait_for(lambda: not cluster.pids("node1", "cat"), 10)
+
+
+def test_killed_sshd_sessions_end_connections_and_not_the_host(cluster: Cluster):
+    process = piped(cluster, cluster.ssh("node2", "cat"), TEST_MARK="mark-of-a-session")
+    say(process, "ready\n")
+    assert process.stdout.readline() == "ready\n"
+    assert cluster.pids("node2", "cat")[0] in cluster.processes("mark-of-a-session")
+    cluster.kill_sshd_sessions("node2")
+    assert ended(process) == (255, "Connection to node2 closed by remote host.\n")
+    assert wait_for(lambda: not cluster.processes("mark-of-a-session"), 10)
+    assert cluster.run("login", cluster.ssh("node2", "uname -n")).stdout == "node2\n"
+
+
+@pytest.mark.parametrize("seconds", [5, -5])
+def test_a_host_may_have_another_clock(cluster: Cluster, seconds: int):
+    command = cluster.ssh("node2", f"{sys.executable} -c 'import time; print(time.monotonic(), time.clock_gettime(7))'")
+    with cluster.clock_offset("node2", seconds):
+        before = time.monotonic()
+        there = [float(value) - seconds for value in cluster.run("login", command).stdout.split()]
+        assert before < there[0] < time.monotonic()
+        assert there[1] < time.clock_gettime(time.CLOCK_BOOTTIME)
+    before = time.monotonic()
+    assert before < float(cluster.run("login", command).stdout.split()[0]) < time.monotonic()
+
+
+def test_slurm_runs_on_both_hosts_with_their_devices(slurm: Slurm):
+    show = ["sh", "-c", "echo $(uname -n) $CUDA_VISIBLE_DEVICES"]
+    lines = slurm("srun", "--nodes=2", "--ntasks=2", "--gpus-per-node=2", *show).splitlines()
+    assert sorted(lines) == ["node1 0,1", "node2 0,1"]
+
+
+def test_closing_the_pipe_releases_an_allocation(slurm: Slurm):
+    process, job = allocate(slurm)
+    assert slurm.job_state(job) == "RUNNING"
+    process.stdin.close()
+    code, error = ended(process)
+    assert code == 0
+    assert error.splitlines()[:2] == [f"salloc: Granted job allocation {job}", f"salloc: Relinquishing job allocation {job}"]
+    assert released(slurm, job)
+
+
+def test_the_death_of_who_holds_the_pipe_releases_an_allocation(slurm: Slurm):
+    command = ["salloc", "--nodes=2", "--exclusive", *HOLD]
+    code = f"import subprocess; subprocess.Popen({command}, stdin=subprocess.PIPE).wait()"
+    holder = piped(slurm.cluster, [sys.executable, "-c", code])
+    job = holder.stdout.readline().strip()
+    assert slurm.job_state(job) == "RUNNING"
+    holder.kill()
+    assert released(slurm, job)
+    assert slurm.cluster.pids("login", "salloc", "cat") == []
+
+
+def test_the_death_of_salloc_does_not_release_an_allocation(slurm: Slurm):
+    process, job = allocate(slurm)
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    assert wait_for(lambda: not slurm.cluster.pids("login", "cat"), 10)
+    assert slurm.job_state(job) == "RUNNING"
+    slurm("scancel", job)
+    assert released(slurm, job)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_waiting_allocation_can_be_interrupted(slurm: Slurm, number: signal.Signals):
+    allocate(slurm)
+    waiting = piped(slurm.cluster, ["salloc", "--nodes=2", "--exclusive", *HOLD])
+    job = waiting.stderr.readline().split()[-1]
+    assert wait_for(lambda: slurm.job_state(job) == "PENDING")
+    assert waiting.stderr.readline() == f"salloc: job {job} queued and waiting for resources\n"
+    waiting.send_signal(number)
+    code, error = ended(waiting)
+    assert code == 1
+    assert "salloc: Job aborted due to signal" in error.splitlines()  # beside it often, not always, that it has been revoked
+    assert waiting.stdout.read() == ""
+    assert slurm.job_state(job) is None
+
+
+def test_a_step_a_node_has_a_pipe_of_its_own(slurm: Slurm):
+    _, job = allocate(slurm)
+    steps = [echoing(slurm, job, host) for host in slurm.cluster.hosts]
+    lines = [letter * (1 << 20) + "\n" for letter in "ab"]
+    for one, line in zip(steps, lines, strict=True):
+        say(one, line)
+    assert [one.stdout.readline() for one in steps] == lines
+    for one in steps:
+        assert finish(one).code == 0
+
+
+def test_a_cancelled_job_ends_its_steps_and_not_salloc(slurm: Slurm):
+    process, job = allocate(slurm)
+    steps = [echoing(slurm, job, host) for host in slurm.cluster.hosts]
+    slurm("scancel", job)
+    for host, (code, error) in zip(slurm.cluster.hosts, map(ended, steps), strict=True):
+        assert code == 128 + signal.SIGTERM
+        assert f"srun: error: {host}: task 0: Terminated\n" in error
+    assert process.stderr.readline() == f"salloc: Granted job allocation {job}\n"
+    assert process.stderr.readline() == f"salloc: Job allocation {job} has been revoked.\n"
+    assert process.poll() is None
+    process.stdin.close()
+    assert ended(process) == (0, "")
+
+
+def test_salloc_can_be_told_to_end_with_its_job(slurm: Slurm):
+    process, job = allocate(slurm, "--kill-command")
+    slurm("scancel", job)
+    revoked = f"salloc: Granted job allocation {job}\nsalloc: Job allocation {job} has been revoked.\n"
+    assert ended(process) == (1, revoked)
+
+
+def test_srun_tells_how_its_process_ended(slurm: Slurm):
+    _, job = allocate(slurm)
+    killed = echoing(slurm, job, "node1", "mark-of-a-step")
+    (pid,) = slurm.cluster.pids("node1", "python")
+    assert pid in slurm.cluster.processes("mark-of-a-step")
+    os.kill(pid, signal.SIGKILL)
+    code, error = ended(killed)
+    assert code == 128 + signal.SIGKILL
+    assert error.startswith("srun: error: node1: task 0: Killed\nsrun: Force Terminated StepId=")
+    code, error = ended(step(slurm, job, "node2", "sh", "-c", "exit 3"))
+    assert (code, error) == (3, "srun: error: node2: task 0: Exited with exit code 3\n")
+
+
+def test_the_death_of_srun_ends_its_step(slurm: Slurm):
+    _, job = allocate(slurm)
+    process = step(slurm, job, "node1", "sleep", "300")
+    assert wait_for(lambda: slurm.cluster.pids("node1", "sleep"), 10)
+    process.kill()
+    assert wait_for(lambda: not slurm.cluster.pids("node1", "sleep"), 10)
+
+
+def test_srun_does_not_notice_a_killed_slurmd(slurm: Slurm):
+    allocation, job = allocate(slurm)
+    lost, other = (echoing(slurm, job, host) for host in slurm.cluster.hosts)
+    assert len(slurm.kill_slurmd("node1")) >= 2
+    assert wait_for(lambda: not slurm.cluster.pids("node1", "python"), 10)  # its stdin has closed
+    say(other, "still there\n")
+    assert other.stdout.readline() == "still there\n"
+    assert lost.poll() is None
+    assert slurm.job_state(job) == "RUNNING"
+    allocation.stdin.close()
+    code, error = ended(lost)
+    assert code == 0  # an exit code of srun is no proof that all went well
+    assert error.splitlines()[-1] == "srun: error: Timed out waiting for job step to complete"
+    assert slurm.job_state(job) == "COMPLETING"
+    slurm.start_slurmd("node1")
+    assert released(slurm, job)
+
+
+def test_a_killed_test_process_leaves_nothing_running(slurm: Slurm):
+    path = os.pathsep.join((str(Path(__file__).parents[1]), str(SRC)))
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVED], env={**os.environ, "PYTHONPATH": path}, stdin=pipe, stdout=pipe, text=True
+    )
+    folder, *networks = process.stdout.readline().split()
+    assert len(networks) == 4
+    assert all(processes_in(network) for network in networks)
+    process.kill()
+    process.wait()
+    assert wait_for(lambda: not any(processes_in(network) for network in networks), 20)
+    subprocess.run(["rm", "-r", folder], check=True)
+
+
+def test_why_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch):
+    unknown = {"no-such-program": "no-such-package"}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1000)
+        with pytest.raises(packages.UnavailableError, match=r"^hosts on one machine need root$"):
+            packages.provide(packages.HOSTS)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(packages.UnavailableError, match=r"^missing here, and no apt-get to install them: no-such-program$"):
+        packages.provide(unknown)
