@@ -190,6 +190,8 @@ class Cluster:
                 raise UnavailableError(f"no namespaces for {name}: {keeper.stderr.read().strip()[-300:]}")
         self._join_networks()
         self._write_ssh()
+        # The system's configuration on the login host is ours: ssh there needs no options to know the hosts.
+        self.run(self.login, ["mount", "--bind", self.ssh_config, "/etc/ssh/ssh_config"]).check_returncode()
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and only a system that has booted has made it
         for host in self.names:
             self._start_sshd(host)
