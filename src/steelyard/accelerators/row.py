@@ -28,11 +28,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Source:
-    """A device and its reading now, the same columns every time. `read` takes the run's workers on this host."""
+    """A device and its reading now, the same columns every time. `read` takes the run's workers on this host. It may leave a
+    slow column None most of the time; `whole` never does, and is asked first and last."""
 
     device: str
     read: Callable[[tuple[int, ...]], Reading]
     severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means for a result
+    whole: Callable[[tuple[int, ...]], Reading] | None = None
 
 
 class TorchDevice(Protocol):

@@ -41,7 +41,7 @@ class Sampler:
         self._thread = Thread(target=self._loop, name="telemetry", daemon=True)
 
     def start(self) -> None:
-        self._sample()
+        self._sample(whole=True)
         self._thread.start()
 
     def watch(self, pids: tuple[int, ...]) -> None:
@@ -54,7 +54,7 @@ class Sampler:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        self._sample()
+        self._sample(whole=True)
 
     def take(self) -> tuple[float, list[Rows]]:
         """The period, and the rows of each source since the last call."""
@@ -69,8 +69,9 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - a thread has no caller: `stop` raises it, whatever it is
             self._error = error
 
-    def _sample(self) -> None:
-        rows: list[Reading] = [{"t_s": self._clock() - self._origin_s, **one.read(self._pids)} for one in self.sources]
+    def _sample(self, whole: bool = False) -> None:
+        reads = [one.whole if whole and one.whole is not None else one.read for one in self.sources]
+        rows: list[Reading] = [{"t_s": self._clock() - self._origin_s, **read(self._pids)} for read in reads]
         with self._lock:
             for row, columns in zip(rows, self._new, strict=True):
                 for name, value in row.items():
