@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
-from hosts.cluster import Cluster
 from hosts.runs import Runs
 from hosts.slurm import Slurm
 
