@@ -146,7 +146,7 @@ READ = """
 import json
 from steelyard.accelerators import nvml
 found = nvml.sources(nvml.find(None))
-print(json.dumps([[source.device, source.whole(()), *(source.read(()) for _ in range(5))] for source in found]))
+print(json.dumps([[source.device, source.whole(()), *(source.read(()) for _ in range(10))] for source in found]))
 """
 FIRST = {
     "memory_bytes": 1000,
@@ -172,8 +172,8 @@ SECOND = {
 
 def test_readings(fake: str) -> None:
     got = python(READ, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
-    between = [{**FIRST, "energy_j": None}] * 4
-    assert got == [["cuda:0", FIRST, *between, {**FIRST, "energy_j": 5000.5}], ["cuda:1", *[SECOND] * 6]]
+    between = [{**FIRST, "energy_j": None}] * 9
+    assert got == [["cuda:0", FIRST, *between, {**FIRST, "energy_j": 5000.5}], ["cuda:1", *[SECOND] * 11]]
 
 
 def test_readings_of_an_old_driver(tmp_path: Path) -> None:
@@ -187,8 +187,8 @@ def test_readings_of_an_old_driver(tmp_path: Path) -> None:
 def test_what_a_driver_lacks_is_none(tmp_path: Path) -> None:
     folder = library(tmp_path / "bare", "-DBARE")
     assert python(READ, LD_LIBRARY_PATH=folder) == [
-        ["cuda:0", *[dict.fromkeys(FIRST)] * 6],
-        ["cuda:1", *[dict.fromkeys(FIRST)] * 6],
+        ["cuda:0", *[dict.fromkeys(FIRST)] * 11],
+        ["cuda:1", *[dict.fromkeys(FIRST)] * 11],
     ]
     _, found = python(FIND, LD_LIBRARY_PATH=folder)
     assert [row["memory_bytes"] for row in found] == [None, None]

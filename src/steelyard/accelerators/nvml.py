@@ -141,9 +141,9 @@ READERS: dict[str, tuple[Read, ...]] = {
 
 
 # The energy counter takes the driver 4 ms of a core (H200), a hundred times any other reading: read five times a second it
-# would cost 2 % of a core for each device. Energy is taken between two readings, so that one a second does.
+# would cost 2 % of a core for each device. Energy is taken between two readings, so that one in two seconds does.
 SLOW = ("energy_j",)
-SELDOM = 5
+SELDOM = 10
 
 
 def free(found: list[Found]) -> list[int | None]:

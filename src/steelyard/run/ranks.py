@@ -24,7 +24,7 @@ TAIL_BYTES = 4000
 STACK_BYTES = 32 << 10
 STACK_S = 2.0  # for workers to say where they are
 STOPPED_S = 3.0  # a worker that is stopped for so long does not go on
-LOOK_S = 0.5  # whether one is stopped
+LOOK_S = 1.0  # whether one is stopped
 
 
 class Worker:
