@@ -1,6 +1,6 @@
 """Formulas over a record: rates, FLOPs and their shares of a peak, memory, energy, quality."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 
 from steelyard.metrics import readings, stats
@@ -149,12 +149,21 @@ def mem_total(record: Record) -> Result:
     return Result(min(sizes) / GIB) if sizes else Result(None, "the device does not tell its memory")
 
 
-def energy(record: Record) -> Result:
+def host_mem(record: Record, host: str) -> float | None:
+    """GiB in use on the fullest device of one host in the headline pass."""
+    name = headline(record)
+    return None if name is None else _peak_memory(record, name, [one for one in record.telemetry if one.host == host]).value
+
+
+def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
+    """Of the devices of all ranks, or of some."""
     found = span(record)
     if found is None or not found.borders:
         return _missing(record)
     used = 0.0
     for rank, (begin, end) in found.borders.items():
+        if ranks is not None and rank not in ranks:
+            continue
         series = _series_of(record, rank)
         joules = readings.energy_j(series, begin, end) if series else None
         if joules is None:

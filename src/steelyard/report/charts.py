@@ -101,10 +101,11 @@ def _telemetry(record: Record, say: Words) -> list[Block]:
 
 
 def _device_series(telemetry: list[Readings], column: str) -> Iterable[Curve]:
+    hosts = {one.host for one in telemetry}
     for index, device in enumerate(telemetry):
         points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
         if any(y is not None for _, y in points):
-            yield Curve(f"device {index}", _thinned(points))
+            yield Curve(f"device {index}" if len(hosts) < 2 else f"{device.host} {device.device}", _thinned(points))
 
 
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:

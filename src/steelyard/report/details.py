@@ -1,16 +1,11 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
-from math import fsum
 from typing import Any
 
-from steelyard.metrics import rates
-from steelyard.metrics import spans as passes
-from steelyard.metrics.result import GIB
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
-from steelyard.plan import degrees as plan
 from steelyard.record.record import Quality, Record
-from steelyard.report import charts, stragglers
+from steelyard.report import charts, hosts, stragglers
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
@@ -25,7 +20,8 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("failure", _failure(record, say)),
         ("all", [_metrics(record, say)]),
         ("budget", _budget(record, say)),
-        ("ranks", _ranks(record, say)),
+        ("hosts", hosts.hosts(record, say)),
+        ("ranks", hosts.ranks(record, say)),
         ("stragglers", stragglers.section(record, say)),
         ("checks", _checks(record, say)),
     )
@@ -70,10 +66,12 @@ def _failure(record: Record, say: Words) -> list[Block]:
     failure = record.failure
     if failure is None:
         return []
-    known = (("rank", failure.rank), ("exit", failure.exit_code), ("error", failure.error))
+    known = (("rank", failure.rank), ("host", failure.host), ("exit", failure.exit_code), ("error", failure.error))
     out: list[Block] = [Facts(tuple(Fact(say(f"failure.{key}"), spelled(value)) for key, value in known))]
     if failure.stderr_tail.strip():
         out += [Paragraph(say("failure.stderr"), "muted"), Code(failure.stderr_tail)]
+    for rank, stack in sorted(failure.stacks.items()):
+        out += [Paragraph(say("failure.stack", counted(rank)), "muted"), Code(stack)]
     return out
 
 
@@ -119,47 +117,6 @@ def _budget(record: Record, say: Words) -> list[Block]:
 def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> TableRow:
     texts = (name, formed("seconds", time_s), formed("percent", share))
     return TableRow(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
-
-
-def _ranks(record: Record, say: Words) -> list[Block]:
-    """Memory and time of every rank in the headline pass, where there is more than one."""
-    name = passes.headline(record)
-    spans = passes.windows(record, name) if name else []
-    if len(spans) < 2:
-        return []
-    steps = _step_times(record)
-    rows = []
-    for span in sorted(spans, key=lambda span: span.rank):
-        told = next((one for one in record.ranks if one.rank == span.rank), None)
-        at = plan.place(record.plan, span.rank)
-        sizes = (rates.rank_mem(record, span.rank), *(_gib(b) for b in (span.allocated_bytes, span.reserved_bytes)))
-        cells = (counted(span.rank), spelled(told.device if told else None), _standing(record, at))
-        rate = told.matmul_flops_per_s if told else None
-        times = (span.wall_s, *steps.get(span.rank, (None, None))) if steps else (span.wall_s,)
-        numbers = (*(formed("gib", size) for size in sizes), *(formed("seconds", time_s) for time_s in times))
-        rows.append(TableRow(tuple(map(Cell, (*cells, *numbers, formed("number", rate / 1e12 if rate else None))))))
-    timed = ("wall", "step", "slowest") if steps else ("wall",)
-    units = {"mem": "GiB", "allocated": "GiB", "reserved": "GiB", **dict.fromkeys(timed, "s"), "matmul": "TFLOP/s"}
-    names = ("rank", "device", "place", *units)
-    heads = tuple(Column(say(f"ranks.{key}"), units.get(key, ""), "right" if key in units else "left") for key in names)
-    return [Table(heads, tuple(rows))]
-
-
-def _step_times(record: Record) -> dict[int, tuple[float, float]]:
-    """Mean and slowest step of every rank in the steady window of training; batches of scoring differ by design."""
-    found = passes.span(record) if record.task.kind == "train" else None
-    times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
-    return {rank: (fsum(each) / len(each), max(each)) for rank, each in times.items()}
-
-
-def _standing(record: Record, at: plan.Place) -> str:
-    """A rank's place in each degree that divides anything, counted from 1."""
-    degrees = (("TP", at.tp, record.plan.tp), ("PP", at.pp, record.plan.pp), ("DP", at.dp, record.plan.dp))
-    return ", ".join(f"{name} {index + 1} of {count}" for name, index, count in degrees if count > 1)
-
-
-def _gib(size: int | None) -> float | None:
-    return None if size is None else size / GIB
 
 
 def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:

@@ -1,0 +1,79 @@
+"""The sections of a page on hosts and ranks."""
+
+from typing import Any
+
+from fixtures.report import GIB, training
+from steelyard.record.record import Record
+from steelyard.report import details
+from steelyard.report.document import Code, Table
+from steelyard.report.hosts import hosts, ranks
+from steelyard.report.runs import Run
+from steelyard.report.words import Words
+
+EN = Words("en")
+
+
+def host(name: str, *numbers: int, **clock: float) -> dict[str, Any]:
+    devices = [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB} for _ in numbers]
+    return {"name": name, "ranks": list(numbers), "devices": devices, "cpu": "a CPU", **clock}
+
+
+def readings(where: str, device: str, used_gib: int, joules: float) -> dict[str, Any]:
+    times = [float(second) for second in range(1001)]
+    columns = {"t_s": times, "memory_bytes": [used_gib * GIB] * 1001, "energy_j": [joules * t / 1000 for t in times]}
+    return {"device": device, "host": where, "period_s": 1.0, "columns": columns}
+
+
+def run(**changes: Any) -> Record:
+    """Two hosts of two ranks, devices of the same names."""
+    places = [("north", "cuda:0"), ("north", "cuda:1"), ("south", "cuda:0"), ("south", "cuda:1")]
+    told = [
+        {"rank": r, "host": where, "device": name, "all_reduce_bytes_per_s": 1e9 * (r + 1)}
+        for r, (where, name) in enumerate(places)
+    ]
+    base: dict[str, Any] = {
+        "plan__nodes": 2,
+        "plan__devices": 2,
+        "hosts": [
+            host("north", 0, 1, clock_offset_s=0.0, clock_uncertainty_s=0.0001),
+            host("south", 2, 3, clock_offset_s=5.25, clock_uncertainty_s=0.0005),
+        ],
+        "ranks": told,
+        "telemetry": [readings(where, name, 10 + r, 1000.0 * (r + 1)) for r, (where, name) in enumerate(places)],
+    }
+    return training([[2.0] * 3] * 4, **(base | changes))
+
+
+def texts(blocks: list[Any]) -> list[list[str]]:
+    (found,) = blocks
+    assert isinstance(found, Table)
+    return [[cell.text for cell in row.cells] for row in found.rows]
+
+
+def test_hosts() -> None:
+    first, second = texts(hosts(run(), EN))
+    assert first[:5] == ["north", "0 – 1", "2x chip (80.0 GiB)", "a CPU", "0.000000 ± 0.000100"]
+    assert second[:5] == ["south", "2 – 3", "2x chip (80.0 GiB)", "a CPU", "5.250000 ± 0.000500"]
+
+
+def test_devices_of_the_same_name_are_told_apart() -> None:
+    found = run()
+    assert [row[1] for row in texts(ranks(found, EN))] == ["north cuda:0", "north cuda:1", "south cuda:0", "south cuda:1"]
+    assert [row[-1] for row in texts(ranks(found, EN))] == ["1.000", "2.000", "3.000", "4.000"]
+    # Each rank's own device: 1000 to 4000 J over 1000 s.
+    a, b = (float(row[6].replace(",", "")) for row in texts(hosts(found, EN)))
+    assert (round(a / (a + b), 6), round(b / (a + b), 6)) == (0.3, 0.7)
+    energy = found.metrics["energy"].value
+    assert energy is not None
+    assert round(a + b, 3) == round(energy, 3)
+
+
+def test_one_host_has_no_section() -> None:
+    assert hosts(run(hosts=[host("localhost", 0, 1, 2, 3)]), EN) == []
+
+
+def test_where_ranks_hung_is_on_the_page() -> None:
+    stuck = {"rank": None, "exit_code": None, "error": "nothing was heard", "stderr_tail": ""}
+    stuck |= {"stacks": {"1": "Thread 1: in all_reduce"}}
+    blocks = details.details(Run(1, run(failure=stuck)), "E1", 2, EN)
+    assert Code("Thread 1: in all_reduce") in blocks
