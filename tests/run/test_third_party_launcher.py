@@ -1,0 +1,26 @@
+"""A launcher from another package: one function and a row."""
+
+import sys
+from pathlib import Path
+
+from fixtures.commands import SMOKE, Shell
+
+PACKAGE = Path(__file__).parent.parent / "fixtures" / "packages" / "shell_launcher"
+
+
+def test_a_launcher_from_another_package(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, (PACKAGE,))
+    (tmp_path / "site.toml").write_text(f'launcher = "shell"\nhosts = ["attic"]\npython = "{sys.executable}"\n')
+    done = shell(*SMOKE, "--out", shell.out)
+    assert done.code == 0, done.err
+    assert done.lines[0] == "site: site.toml"
+    (record,) = shell.records()
+    assert record["plan"]["launcher"] == "shell"
+    assert [host["name"] for host in record["hosts"]] == ["attic"]
+    assert {rank["host"] for rank in record["ranks"]} == {"attic"}
+    assert shell.nothing_left(2)
+
+
+def test_it_is_known_by_name(tmp_path: Path) -> None:
+    done = Shell(tmp_path, (PACKAGE,))(*SMOKE, "--launcher", "rocket")
+    assert (done.code, done.lines) == (2, ["error: --launcher 'rocket' is unknown; known: local, ssh, slurm, shell"])
