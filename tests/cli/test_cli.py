@@ -50,7 +50,7 @@ def test_help_names_every_verb_and_a_start(shell: Shell) -> None:
 def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) -> None:
     page = shell.folder / "page.html"
     for verb, keys in {
-        ("list",): {"cases", "engines", "accelerators"},
+        ("list",): {"cases", "engines", "accelerators", "launchers"},
         ("show", CASE): {"name", "size", "values", "reference"},
         ("report", smoke["closed"], smoke["open"]): {"format", "lang", "page", "path"},
         ("report", smoke["closed"], "--format", "html", "--to", page): {"format", "lang", "page", "path"},

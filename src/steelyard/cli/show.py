@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 
 def list_(as_json: Json = False) -> None:
-    """Cases, what each engine can run of them, and the accelerators found on this machine.
+    """Cases, what each engine can run of them, the accelerators found on this machine, and the launchers.
 
     Example: steelyard list
     """
     from steelyard import accelerators, engines
     from steelyard.case import resolve
+    from steelyard.run import launch
 
+    launchers = list(launch.table())
     found: list[dict[str, Any]] = [
         {"accelerator": row.name, "index": i, "device": one.name, "memory_bytes": one.memory_bytes}
         for row in accelerators.table().values()
@@ -29,7 +31,7 @@ def list_(as_json: Json = False) -> None:
     cases = [{"name": case.name, "title": case.title} for case in known]
     rows = [_engine(row, known) for _, row in sorted(engines.table().items())]
     if as_json:
-        dump({"cases": cases, "engines": rows, "accelerators": found})
+        dump({"cases": cases, "engines": rows, "accelerators": found, "launchers": launchers})
         return
     width = max(len(row["name"]) for row in cases)
     lines = ["cases", *(f"  {row['name']:<{width}}  {row['title']}" for row in cases), "engines"]
@@ -44,7 +46,7 @@ def list_(as_json: Json = False) -> None:
     for device in found:
         memory = f"  {device['memory_bytes'] / (1 << 30):.0f} GiB" if device["memory_bytes"] else ""
         lines.append(f"  {device['accelerator']}:{device['index']}  {device['device']}{memory}")
-    answer("\n".join(lines))
+    answer("\n".join([*lines, "launchers", f"  {', '.join(launchers)}"]))
 
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
