@@ -145,7 +145,7 @@ def test_an_agent_that_is_told_to_end_says_so(agent: Agent, number: int) -> None
 def test_stop_before_start(agent: Agent) -> None:
     agent.open()
     agent.send(Stop(token=TOKEN))
-    assert agent.process.wait(60) == 0
+    assert (agent.hear("bye")["code"], agent.process.wait(60)) == (None, 0)  # without it the parent would take it for lost
 
 
 @pytest.mark.parametrize("number,code", [("ENOSPC", "disk_full"), ("EACCES", "not_started")])
