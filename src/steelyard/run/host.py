@@ -61,6 +61,7 @@ class Host:
             token=self.asked.token,
             protocol=PROTOCOL,
             host=socket.gethostname(),
+            machine=_machine(),
             version=__version__,
             package=environment.package_hash(),
             folder=str(environment.PACKAGE),
@@ -89,6 +90,13 @@ class Host:
             )
             for device, bytes_ in zip(self.found, free, strict=True)
         ]
+
+
+def _machine() -> str:
+    """The boot of its kernel, its network and its name: containers with a network of their own are hosts of their own."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    parts = [boot.read_text().strip(), str(network.readlink())] if boot.exists() and network.exists() else []
+    return " ".join([*parts, socket.gethostname()])
 
 
 def _interface(asked: Open) -> str:

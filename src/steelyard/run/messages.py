@@ -105,6 +105,7 @@ class Hello(Frozen):
     token: str
     protocol: int
     host: str
+    machine: str = Field(description="the same for two names of one machine")
     version: str
     package: str = Field(description="hash of this package's files")
     folder: str = Field(description="where the package lies")

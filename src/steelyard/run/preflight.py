@@ -48,7 +48,10 @@ def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], p
     """Warnings; a host that cannot take part raises RequestError."""
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
+    machines: dict[str, str] = {}
     for name, hello in hosts.items():
+        if machines.setdefault(hello.machine, name) != name:
+            raise RequestError(f"hosts {machines[hello.machine]} and {name} are one machine ({hello.host}); name it once")
         _same_package(name, hello, package)
         _able(name, hello, plan, asked)
         _same_software(name, hello, first_name, first)
