@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 
 LOOPBACK = "lo"
 SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what torch's and others' libraries listen on
+# What torch's and others' libraries listen on. NCCL takes a bare name for the beginning of one.
+INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -51,8 +53,8 @@ class Host:
         """The environment of workers: inherited, then what the accelerator needs, the network, and what the run says."""
         inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
         needed = self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
-        network = dict.fromkeys(INTERFACES, self.interface) if self.interface is not None else {}
-        network = {name: value for name, value in network.items() if name not in self.asked.environment}
+        wanted = {} if self.interface is None else {name: text.format(self.interface) for name, text in INTERFACES.items()}
+        network = {name: value for name, value in wanted.items() if name not in self.asked.environment}
         return {**inherited, **needed, **network, **self.asked.variables}
 
     def hello(self) -> Hello:
@@ -61,9 +63,11 @@ class Host:
             token=self.asked.token,
             protocol=PROTOCOL,
             host=socket.gethostname(),
+            machine=_machine(),
             version=__version__,
             package=environment.package_hash(),
             folder=str(environment.PACKAGE),
+            python=sys.executable,
             accelerator=row.name,
             divisible=row.divisible,
             most=row.most(self.found),
@@ -89,6 +93,13 @@ class Host:
             )
             for device, bytes_ in zip(self.found, free, strict=True)
         ]
+
+
+def _machine() -> str:
+    """The boot of its kernel, its network and its name: containers with a network of their own are hosts of their own."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    parts = [boot.read_text().strip(), str(network.readlink())] if boot.exists() and network.exists() else []
+    return " ".join([*parts, socket.gethostname()])
 
 
 def _interface(asked: Open) -> str:

@@ -159,8 +159,8 @@ class Agent:
     def _finish(self, ended: Ended) -> None:
         """End what was started, tell what it left, and go."""
         if self._ranks is None or self._sampler is None:
-            if ended.problem is not None and self._token is not None:
-                self._last(Bye(token=self._token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem))
+            if self._host is not None:
+                self._last(Bye(token=self._known_token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem))
             return
         stacks = self._ranks.stacks() if ended.stacks else {}
         count = self._ranks.end()

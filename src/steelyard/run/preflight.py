@@ -8,18 +8,21 @@ from steelyard.case.case import Case
 from steelyard.errors import RequestError
 from steelyard.plan import memory
 from steelyard.plan.degrees import Plan
+from steelyard.run.environment import PACKAGE
 from steelyard.run.messages import PROTOCOL, Hello
 
 SCARCE = 0.9  # of a device's memory that is free: less is worth a warning
 
 # What ssh, srun and Python say of an agent that did not start, and what helps. The first that fits.
 HINTS = (
-    ("No module named 'steelyard'", "that Python has no steelyard: {install}"),
-    ("No module named steelyard", "that Python has no steelyard: {install}"),
+    ("No module named 'steelyard'", "that Python has no steelyard; install it there: {install}"),
+    ("No module named", "that Python has not all that steelyard needs; install it there: {install}"),
+    ("does not understand a message", "another steelyard is there; install this one there: {install}"),
     ("Unknown option: -P", "that Python is older than 3.11; name another with python = in the site file"),
     ("Host key verification failed", "its host key is not known: ssh {host} once by hand and check it"),
     ("Permission denied", "ssh has no key that it takes: try ssh {host} true, which must not ask for anything"),
     ("Could not resolve hostname", "the name leads nowhere; see hosts in the site file"),
+    ("ssh: connect to host", "it does not answer; see that it is up, or leave it out of hosts in the site file"),
     ("not found", "no such Python there; name one with python = in the site file"),
     ("No such file or directory", "no such Python there; name one with python = in the site file"),
 )
@@ -27,28 +30,34 @@ HINTS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A file that every host must have: the option that names it, and its names."""
+    """A file that every host must have, under one of its names, and what is said where one has not."""
 
-    option: str
     names: tuple[str, ...]
+    problem: str
 
 
-def not_started(host: str, command: list[str], code: int | None, said: str) -> str:
+def not_started(host: str, python: str, command: list[str], code: int | None, said: str) -> str:
     """Why an agent did not start."""
     hint = next((hint for text, hint in HINTS if text in said), "")
-    install = shlex.join(["ssh", host, "python3", "-m", "pip", "install", f"steelyard=={__version__}"])
     why = said.splitlines()[-1].strip() if said else f"{command[0]} ended"
     told = "" if code is None else f" (exit code {code})"
     return f"host {host}: the agent did not start{told}: {why}" + (
-        f"; {hint.format(host=host, install=install)}" if hint else ""
+        f"; {hint.format(host=host, install=_install(python))}" if hint else ""
     )
+
+
+def _install(python: str) -> str:
+    return shlex.join([python, "-m", "pip", "install", f"steelyard=={__version__}"])
 
 
 def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], package: str) -> list[str]:
     """Warnings; a host that cannot take part raises RequestError."""
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
+    machines: dict[str, str] = {}
     for name, hello in hosts.items():
+        if machines.setdefault(hello.machine, name) != name:
+            raise RequestError(f"hosts {machines[hello.machine]} and {name} are one machine ({hello.host}); name it once")
         _same_package(name, hello, package)
         _able(name, hello, plan, asked)
         _same_software(name, hello, first_name, first)
@@ -59,8 +68,9 @@ def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], p
 
 def _same_package(name: str, hello: Hello, package: str) -> None:
     if hello.protocol != PROTOCOL or hello.version != __version__:
-        install = shlex.join(["ssh", name, "python3", "-m", "pip", "install", f"steelyard=={__version__}"])
-        raise RequestError(f"host {name} has steelyard {hello.version}, and this is {__version__}: {install}")
+        raise RequestError(
+            f"host {name} has steelyard {hello.version}, and this is {__version__}; install it there: {_install(hello.python)}"
+        )
     if hello.package != package:
         raise RequestError(
             f"host {name} has another steelyard {hello.version} (files {hello.package}, here {package}): "
@@ -69,8 +79,7 @@ def _same_package(name: str, hello: Hello, package: str) -> None:
 
 
 def _copy(name: str, hello: Hello) -> str:
-    from_ = "$(python3 -c 'import steelyard; print(*steelyard.__path__)')/"
-    return f"rsync -a --delete {from_} {shlex.quote(f'{name}:{hello.folder}/')}"
+    return shlex.join(["rsync", "-a", "--delete", f"{PACKAGE}/", f"{name}:{hello.folder}/"])
 
 
 def _able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
@@ -79,7 +88,7 @@ def _able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
     if hello.lacking:
         raise RequestError(f"host {name}: {hello.lacking[0]} is not installed there, and the engine needs it")
     for index in hello.missing:
-        raise RequestError(f"host {name}: {asked[index].option} {asked[index].names[0]!r} does not exist there")
+        raise RequestError(f"host {name}: {asked[index].problem}")
     if not hello.devices:
         raise RequestError(f"host {name}: no {hello.accelerator} device was found; see steelyard list there")
     if plan.devices > hello.most:
