@@ -10,7 +10,7 @@ from typing import Any
 from steelyard.run import messages
 from steelyard.run.clock import now
 from steelyard.run.clocks import HostClock, Reading
-from steelyard.run.messages import HEARTBEAT_S, TO_PARENT, Bye, Hello, MessageError, Ping, Pong, Reached
+from steelyard.run.messages import HEARTBEAT_S, TO_PARENT, Bye, Hello, MessageError, Ping, Pong, Reached, UnknownError
 from steelyard.schema import Frozen
 
 TAIL_LINES = 40
@@ -47,6 +47,9 @@ class Connection:
         while stream is not None and (line := stream.readline(messages.MAX_LINE_BYTES + 1)):
             try:
                 message = messages.decode(line, TO_PARENT, self.token)
+            except UnknownError as error:
+                self._said.append(str(error).encode())
+                break  # and no more of what follows it would be understood
             except MessageError:
                 self._said.append(line[:LINE_BYTES])  # what a login shell prints, or a stranger
                 continue

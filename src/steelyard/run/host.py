@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +66,7 @@ class Host:
             version=__version__,
             package=environment.package_hash(),
             folder=str(environment.PACKAGE),
+            python=sys.executable,
             accelerator=row.name,
             divisible=row.divisible,
             most=row.most(self.found),

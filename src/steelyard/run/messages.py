@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from steelyard import __version__
 from steelyard.record.facts import Environment
 from steelyard.schema import Frozen, first_problem
 
@@ -109,6 +110,7 @@ class Hello(Frozen):
     version: str
     package: str = Field(description="hash of this package's files")
     folder: str = Field(description="where the package lies")
+    python: str = Field(description="the interpreter")
     accelerator: str
     divisible: bool = Field(description="several ranks may share a device")
     most: int = Field(description="ranks that the devices can serve")
@@ -209,6 +211,10 @@ class MessageError(Exception):
     """A line that is no message of this run."""
 
 
+class UnknownError(MessageError):
+    """A message of this run that another version wrote."""
+
+
 def token() -> str:
     return secrets.token_hex(16)
 
@@ -240,4 +246,4 @@ def decode(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
     try:
         return adapter.validate_python(table)
     except ValidationError as error:
-        raise MessageError(first_problem(error)) from error
+        raise UnknownError(f"steelyard {__version__} does not understand a message: {first_problem(error)}") from error

@@ -8,18 +8,21 @@ from steelyard.case.case import Case
 from steelyard.errors import RequestError
 from steelyard.plan import memory
 from steelyard.plan.degrees import Plan
+from steelyard.run.environment import PACKAGE
 from steelyard.run.messages import PROTOCOL, Hello
 
 SCARCE = 0.9  # of a device's memory that is free: less is worth a warning
 
 # What ssh, srun and Python say of an agent that did not start, and what helps. The first that fits.
 HINTS = (
-    ("No module named 'steelyard'", "that Python has no steelyard: {install}"),
-    ("No module named steelyard", "that Python has no steelyard: {install}"),
+    ("No module named 'steelyard'", "that Python has no steelyard; install it there: {install}"),
+    ("No module named", "that Python has not all that steelyard needs; install it there: {install}"),
+    ("does not understand a message", "another steelyard is there; install this one there: {install}"),
     ("Unknown option: -P", "that Python is older than 3.11; name another with python = in the site file"),
     ("Host key verification failed", "its host key is not known: ssh {host} once by hand and check it"),
     ("Permission denied", "ssh has no key that it takes: try ssh {host} true, which must not ask for anything"),
     ("Could not resolve hostname", "the name leads nowhere; see hosts in the site file"),
+    ("ssh: connect to host", "it does not answer; see that it is up, or leave it out of hosts in the site file"),
     ("not found", "no such Python there; name one with python = in the site file"),
     ("No such file or directory", "no such Python there; name one with python = in the site file"),
 )
@@ -33,15 +36,18 @@ class Asked:
     names: tuple[str, ...]
 
 
-def not_started(host: str, command: list[str], code: int | None, said: str) -> str:
+def not_started(host: str, python: str, command: list[str], code: int | None, said: str) -> str:
     """Why an agent did not start."""
     hint = next((hint for text, hint in HINTS if text in said), "")
-    install = shlex.join(["ssh", host, "python3", "-m", "pip", "install", f"steelyard=={__version__}"])
     why = said.splitlines()[-1].strip() if said else f"{command[0]} ended"
     told = "" if code is None else f" (exit code {code})"
     return f"host {host}: the agent did not start{told}: {why}" + (
-        f"; {hint.format(host=host, install=install)}" if hint else ""
+        f"; {hint.format(host=host, install=_install(python))}" if hint else ""
     )
+
+
+def _install(python: str) -> str:
+    return shlex.join([python, "-m", "pip", "install", f"steelyard=={__version__}"])
 
 
 def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], package: str) -> list[str]:
@@ -62,8 +68,9 @@ def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], p
 
 def _same_package(name: str, hello: Hello, package: str) -> None:
     if hello.protocol != PROTOCOL or hello.version != __version__:
-        install = shlex.join(["ssh", name, "python3", "-m", "pip", "install", f"steelyard=={__version__}"])
-        raise RequestError(f"host {name} has steelyard {hello.version}, and this is {__version__}: {install}")
+        raise RequestError(
+            f"host {name} has steelyard {hello.version}, and this is {__version__}; install it there: {_install(hello.python)}"
+        )
     if hello.package != package:
         raise RequestError(
             f"host {name} has another steelyard {hello.version} (files {hello.package}, here {package}): "
@@ -72,8 +79,7 @@ def _same_package(name: str, hello: Hello, package: str) -> None:
 
 
 def _copy(name: str, hello: Hello) -> str:
-    from_ = "$(python3 -c 'import steelyard; print(*steelyard.__path__)')/"
-    return f"rsync -a --delete {from_} {shlex.quote(f'{name}:{hello.folder}/')}"
+    return shlex.join(["rsync", "-a", "--delete", f"{PACKAGE}/", f"{name}:{hello.folder}/"])
 
 
 def _able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
