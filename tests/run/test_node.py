@@ -1,6 +1,7 @@
 """A real agent, with the test as its parent."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from fixtures.commands import Shell
 from steelyard.run import messages
+from steelyard.run.host import Host
 from steelyard.run.messages import Open, Ping, Start, Stop, Sweep
 
 TOKEN = "c" * 32
@@ -213,3 +215,18 @@ def test_devices_are_claimed_by_one_agent(agent: Agent, shell: Shell) -> None:
     finally:
         second.process.kill()
         second.process.wait()
+
+
+@pytest.mark.parametrize(
+    "environment,told",
+    [
+        ({}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib"}),
+    ],
+)
+def test_workers_are_told_one_interface(
+    environment: dict[str, str], told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL takes lo for every name that begins so; a site that names what it wants gets it."""
+    monkeypatch.setattr(os, "environ", {})
+    assert Host(opening(environment=environment)).variables() == told

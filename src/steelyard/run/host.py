@@ -17,7 +17,8 @@ from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 
 LOOPBACK = "lo"
 SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what torch's and others' libraries listen on
+# What torch's and others' libraries listen on. NCCL takes a bare name for the beginning of one.
+INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -52,8 +53,8 @@ class Host:
         """The environment of workers: inherited, then what the accelerator needs, the network, and what the run says."""
         inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
         needed = self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
-        network = dict.fromkeys(INTERFACES, self.interface) if self.interface is not None else {}
-        network = {name: value for name, value in network.items() if name not in self.asked.environment}
+        wanted = {} if self.interface is None else {name: text.format(self.interface) for name, text in INTERFACES.items()}
+        network = {name: value for name, value in wanted.items() if name not in self.asked.environment}
         return {**inherited, **needed, **network, **self.asked.variables}
 
     def hello(self) -> Hello:
