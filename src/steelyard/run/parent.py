@@ -268,10 +268,13 @@ def _files(ready: Ready) -> list[Asked]:
     request = ready.request
     named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
     named["--resume"] = ready.resume.path if ready.resume else None
+    found = {option: path.resolve() for option, path in named.items() if path is not None}
     return [
-        Asked(option, (str(path.resolve()), str(path.resolve().with_name(f"{path.name}{IDS}"))))
-        for option, path in named.items()
-        if path is not None
+        Asked(
+            (str(path), str(path.with_name(f"{path.name}{IDS}"))),
+            f"{option} {str(path)!r} does not exist there; hosts of a run need the same files in the same place",
+        )
+        for option, path in found.items()
     ]
 
 
@@ -281,10 +284,11 @@ def _shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Asked]]:
     if kept is None or not ready.launcher.remote:
         yield []
         return
-    probe = ready.request.out.resolve() / f".shared-{secrets.token_hex(8)}"
+    out = ready.request.out.resolve()
+    probe = out / f".shared-{secrets.token_hex(8)}"
     probe.touch(exist_ok=False)
     try:
-        yield [Asked("checkpoints need a folder that all hosts share, and the probe in --out", (str(probe),))]
+        yield [Asked((str(probe),), f"--out {str(out)!r} is another folder there; checkpoints need one that all hosts share")]
     finally:
         probe.unlink()
 

@@ -30,10 +30,10 @@ HINTS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A file that every host must have: the option that names it, and its names."""
+    """A file that every host must have, under one of its names, and what is said where one has not."""
 
-    option: str
     names: tuple[str, ...]
+    problem: str
 
 
 def not_started(host: str, python: str, command: list[str], code: int | None, said: str) -> str:
@@ -88,7 +88,7 @@ def _able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
     if hello.lacking:
         raise RequestError(f"host {name}: {hello.lacking[0]} is not installed there, and the engine needs it")
     for index in hello.missing:
-        raise RequestError(f"host {name}: {asked[index].option} {asked[index].names[0]!r} does not exist there")
+        raise RequestError(f"host {name}: {asked[index].problem}")
     if not hello.devices:
         raise RequestError(f"host {name}: no {hello.accelerator} device was found; see steelyard list there")
     if plan.devices > hello.most:
