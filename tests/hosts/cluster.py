@@ -145,6 +145,15 @@ class Cluster:
         for host in tuple(self._cut):
             self.mend(host)
 
+    @contextmanager
+    def empty(self, host: str, folder: Path) -> Iterator[None]:
+        """On one host a folder is another one, with nothing in it."""
+        self.run(host, ["mount", "-t", "tmpfs", "none", folder]).check_returncode()
+        try:
+            yield
+        finally:
+            self.run(host, ["umount", folder]).check_returncode()
+
     def processes(self, mark: str) -> list[int]:
         """All processes of the machine with a text in their environment."""
         found = []

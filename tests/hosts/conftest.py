@@ -5,11 +5,13 @@ Where they cannot be made, the tests that want them are skipped, and the reason 
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from hosts import packages
 from hosts.cluster import Cluster, running_cluster
+from hosts.runs import Runs
 from hosts.slurm import Slurm
 
 
@@ -32,6 +34,14 @@ def slurm(cluster: Cluster) -> Slurm:
     one = Slurm(cluster)
     one.start()
     return one
+
+
+@pytest.fixture
+def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
+    """The command line on the login host, with the others through ssh."""
+    one = Runs(cluster, tmp_path)
+    yield one
+    one.clean()
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,16 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fixtures.commands import Done, finish, wait_for
-from hosts.cluster import MARK, Cluster
+from hosts.cluster import MARK, Cluster, kill
+from hosts.host import network_of
 
+STEELYARD = [sys.executable, "-P", "-m", "steelyard"]
 SILENCE_S = 5.0  # a host that is not heard of for so long is lost
 
 
@@ -25,18 +28,23 @@ class Runs:
 
     def __post_init__(self) -> None:
         self.write_site(**self.site)
-        (self.folder / "tmp").mkdir(exist_ok=True)
+        self.tmp.mkdir(exist_ok=True)
 
     @property
     def out(self) -> Path:
         return self.folder / "records"
 
     @property
+    def tmp(self) -> Path:
+        """Of all hosts: they have a file system together."""
+        return self.folder / "tmp"
+
+    @property
     def mark(self) -> str:
         return f"test:{self.folder}"
 
-    def write_site(self, more: str = "", **keys: Any) -> None:
-        """Top-level keys, then tables as text."""
+    def write_site(self, more: str = "", environment: dict[str, str] | None = None, **keys: Any) -> None:
+        """Top-level keys, then tables as text. Whatever hosts put into a temporary folder is put into ours."""
         told: dict[str, Any] = {
             "launcher": self.launcher,
             "hosts": list(self.cluster.hosts),
@@ -44,16 +52,21 @@ class Runs:
             "python": sys.executable,
             "silence_s": SILENCE_S,
         } | keys
+        variables = {"TMPDIR": str(self.tmp)} | (environment or {})
+        told |= {f"environment.{name}": value for name, value in variables.items()}
         lines = [f"{key} = {json.dumps(value)}" for key, value in told.items() if value is not None]
         (self.folder / "site.toml").write_text("\n".join([*lines, more]))
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
         """`steelyard ARGUMENTS` on the login host, in the folder."""
-        command = [sys.executable, "-P", "-m", "steelyard", *map(str, arguments)]
-        mine = {MARK: self.mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp")}
+        return self.command([*STEELYARD, *map(str, arguments)], **variables)
+
+    def command(self, argv: Sequence[str | Path], **variables: str) -> "subprocess.Popen[str]":
+        """Any command there."""
+        mine = {MARK: self.mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
         return self.cluster.on(
             self.cluster.login,
-            command,
+            argv,
             env={**mine, **variables},
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
@@ -69,12 +82,56 @@ class Runs:
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("*.json"))]
 
+    def record(self, *arguments: str | Path, **variables: str) -> dict[str, Any]:
+        """Of one run that ends well, whose record verifies, and that leaves nothing else behind."""
+        out = self.folder / f"records-{len(list(self.folder.glob('records*')))}"
+        done = self("run", *arguments, "--out", out, **variables)
+        assert done.code == 0, done.err
+        assert self.left() == []
+        [path] = out.iterdir()
+        checked = self("verify", path)
+        assert (checked.code, checked.err) == (0, ""), checked.out
+        made: dict[str, Any] = json.loads(path.read_text())
+        assert made["status"] == "valid"
+        return made
+
+    def refusal(self, *arguments: str | Path, **variables: str) -> str:
+        """The line that says why a run was not even started: nothing of it may be left on any host."""
+        done = self("run", *arguments, **variables)
+        assert (done.code, done.out) == (2, ""), done.err
+        assert self.left() == []
+        assert not list(self.out.glob("**/*"))
+        site, line = done.lines
+        assert site == "site: site.toml"
+        return line.removeprefix("error: ")
+
     def processes(self) -> list[int]:
         """All that carry the mark, on any host."""
         return self.cluster.processes(self.mark)
 
+    def workers(self, host: str) -> list[int]:
+        """The ranks of a host."""
+        there = network_of(self.cluster.keepers[host].pid)
+        ours = [pid for pid in self.processes() if network_of(pid) == there]
+        return [pid for pid in ours if b"steelyard.run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def phase(self) -> str | None:
+        """What rank 0 does."""
+        for path in self.tmp.glob("steelyard-*/progress.json"):
+            return str(json.loads(path.read_text())["phase"])
+        return None
+
+    def left(self, within_s: float = 5.0) -> list[int | str]:
+        """Processes on any host and files in the temporary folder, once there are none, or after so long."""
+        self.nothing_left(within_s)
+        return [*self.processes(), *(path.name for path in self.tmp.iterdir())]
+
     def nothing_left(self, within_s: float = 0.0) -> bool:
         return wait_for(lambda: not self.processes(), within_s)
+
+    def clean(self) -> None:
+        """End what a failed test left behind: the processes that carry this folder's own mark."""
+        kill(self.processes())
 
 
 def _listen() -> None:

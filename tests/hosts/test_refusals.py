@@ -1,0 +1,208 @@
+"""Hosts that cannot take part: one line names the host and what helps, no rank was started, nothing is left anywhere."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.commands import SRC
+from hosts.cluster import Cluster, make_key
+from hosts.runs import Runs
+from steelyard import __version__
+from steelyard.run.environment import package_hash
+
+SMOKE = ("--size", "smoke", "--accelerator", "cpu", "--nodes", "2")
+SCORE = ("llama2-7b-mmlu", *SMOKE)
+TRAIN = ("llama1-7b-openwebtext", *SMOKE)
+SYSTEM_PYTHON = "/usr/bin/python3"
+INSTALL = f"-m pip install steelyard=={__version__}"
+
+
+def on_node2(**keys: str) -> str:
+    """A table of the site file."""
+    return "\n".join(["[host.node2]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())])
+
+
+def with_path(*folders: Path) -> str:
+    """Another search path on node2."""
+    return on_node2(prologue=f"export PYTHONPATH={':'.join(map(str, folders))}")
+
+
+def test_a_host_that_cannot_be_reached(cluster: Cluster, runs: Runs) -> None:
+    cluster.cut("node2")
+    line = runs.refusal(*SCORE)
+    assert line.startswith("host node2: the agent did not start (exit code 255): ssh: connect to host node2 port 22: ")
+    assert line.endswith("; it does not answer; see that it is up, or leave it out of hosts in the site file")
+
+
+@pytest.fixture
+def unknown_key(cluster: Cluster) -> Iterator[None]:
+    """The login host has never seen node2."""
+    known = cluster.known_hosts.read_text()
+    cluster.known_hosts.write_text("".join(line for line in known.splitlines(True) if not line.startswith("node2,")))
+    yield
+    cluster.known_hosts.write_text(known)
+
+
+@pytest.fixture
+def other_key(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
+    """The login host knows node2 by another key."""
+    known = cluster.known_hosts.read_text()
+    others = [line for line in known.splitlines(True) if not line.startswith("node2,")]
+    cluster.known_hosts.write_text("".join([*others, f"node2 {make_key(tmp_path / 'other.key')}"]))
+    yield
+    cluster.known_hosts.write_text(known)
+
+
+@pytest.mark.parametrize("key", ["unknown_key", "other_key"])
+def test_a_host_with_a_key_that_is_not_known(runs: Runs, key: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(key)
+    assert runs.refusal(*SCORE) == (
+        "host node2: the agent did not start (exit code 255): Host key verification failed.; "
+        "its host key is not known: ssh node2 once by hand and check it"
+    )
+
+
+@pytest.fixture
+def no_user_key(cluster: Cluster) -> Iterator[None]:
+    """node2 takes another key than the user's."""
+    path = cluster.folder / "node2.sshd_config"
+    before = path.read_text()
+    path.write_text(before.replace(f"{cluster.folder}/user.key.pub", f"{cluster.folder}/node1.key.pub"))
+    with cluster.clock_offset("node2", 0):  # it reads its configuration when it starts
+        yield
+        path.write_text(before)
+
+
+@pytest.mark.usefixtures("no_user_key")
+def test_a_host_that_does_not_take_the_users_key(runs: Runs) -> None:
+    line = runs.refusal(*SCORE)
+    assert line.startswith("host node2: the agent did not start (exit code 255): root@node2: Permission denied (publickey")
+    assert line.endswith("; ssh has no key that it takes: try ssh node2 true, which must not ask for anything")
+
+
+# Site file, options, and the line: its beginning and its end.
+SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
+    "a name that leads nowhere": (
+        {"hosts": ["node1", "nowhere"]},
+        (),
+        "host nowhere: the agent did not start (exit code 255): ssh: Could not resolve hostname nowhere: ",
+        "; the name leads nowhere; see hosts in the site file",
+    ),
+    "no such Python": (
+        {"more": on_node2(python="/no/such/python")},
+        (),
+        "host node2: the agent did not start (exit code 127): ",
+        "; no such Python there; name one with python = in the site file",
+    ),
+    "a Python without steelyard": (
+        {"more": on_node2(python=SYSTEM_PYTHON, prologue="unset PYTHONPATH")},
+        (),
+        "host node2: the agent did not start (exit code 1): ",
+        f"; that Python has no steelyard; install it there: {SYSTEM_PYTHON} {INSTALL}",
+    ),
+    "a Python without what steelyard needs": (
+        {"more": on_node2(python=SYSTEM_PYTHON)},
+        (),
+        "host node2: the agent did not start (exit code 1): ModuleNotFoundError: No module named ",
+        f"; that Python has not all that steelyard needs; install it there: {SYSTEM_PYTHON} {INSTALL}",
+    ),
+    "a prologue that fails": (
+        {"more": on_node2(prologue="module() { echo no module $2 >&2; exit 4; }; module load cuda")},
+        (),
+        "host node2: the agent did not start (exit code 4): no module cuda",
+        "no module cuda",
+    ),
+    "an interface that is not there": ({"interface": "ib0"}, (), "host node1: no interface 'ib0'; there are: ", "eth0"),
+    "more devices than a host has": (
+        {},
+        ("--devices", "99"),
+        "--devices 99: host node1 has 1 cpu device(s); allowed: 1 to ",
+        "",
+    ),
+    "more hosts than there are": ({}, ("--nodes", "3"), "--nodes 3: the site file names 2 host(s); allowed: 1 to 2", ""),
+    "two names of one machine": (
+        {"hosts": ["node1", "10.213.0.1"]},
+        (),
+        "hosts node1 and 10.213.0.1 are one machine (node1); name it once",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_a_site_that_is_not_so(runs: Runs, name: str) -> None:
+    site, options, begin, end = SITES[name]
+    runs.write_site(**site)
+    line = runs.refusal(*SCORE, *options)
+    assert (line[: len(begin)], line[len(line) - len(end) :]) == (begin, end)
+
+
+def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
+    """This package with another line in one of its files."""
+    shutil.copytree(SRC / "steelyard", folder / "steelyard", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "steelyard" / name
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    return folder
+
+
+def test_another_state_of_the_package(runs: Runs, tmp_path: Path) -> None:
+    there = changed_copy(tmp_path / "copy", "errors.py", '"""', '"""And ')
+    runs.write_site(with_path(there))
+    assert runs.refusal(*SCORE) == (
+        f"host node2 has another steelyard {__version__} (files {package_hash(there / 'steelyard')}, here {package_hash()}): "
+        f"copy this one: rsync -a --delete {SRC}/steelyard/ node2:{there}/steelyard/"
+    )
+
+
+def test_another_version_of_the_package(runs: Runs, tmp_path: Path) -> None:
+    runs.write_site(with_path(changed_copy(tmp_path / "copy", "__init__.py", __version__, "0.0.1")))
+    assert runs.refusal(*SCORE) == (
+        f"host node2 has steelyard 0.0.1, and this is {__version__}; install it there: {sys.executable} {INSTALL}"
+    )
+
+
+@pytest.mark.parametrize("old", ["    needs: list[str]", "    lacking: list[str]"])
+def test_another_version_of_the_messages(runs: Runs, tmp_path: Path, old: str) -> None:
+    """What is written by one side is not understood by the other: of `open` it is the agent, of `hello` the parent."""
+    new = old.replace(": ", "_now: ", 1)
+    there = changed_copy(tmp_path / "copy", "run/messages.py", old, new)
+    if "lacking" in old:
+        path = there / "steelyard" / "run" / "host.py"
+        path.write_text(path.read_text().replace("lacking=", "lacking_now="))
+    runs.write_site(with_path(there))
+    line = runs.refusal(*SCORE)
+    assert line.startswith("host node2: the agent did not start")
+    assert f"steelyard {__version__} does not understand a message: " in line
+    assert line.endswith(f"; another steelyard is there; install this one there: {sys.executable} {INSTALL}")
+
+
+def test_another_version_of_a_package(runs: Runs, tmp_path: Path) -> None:
+    info = tmp_path / "other" / "numpy-9.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9\n")
+    runs.write_site(with_path(info.parent, SRC))
+    line = runs.refusal(*SCORE)
+    assert line.startswith("host node2 has numpy 9.9, and node1 has ")
+    assert line.endswith("; hosts of a run must have the same")
+
+
+def test_data_that_one_host_has_not(cluster: Cluster, runs: Runs, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    with cluster.empty("node2", data):
+        (data / "questions.csv").touch()
+        line = runs.refusal(*SCORE, "--data", data / "questions.csv")
+    assert line.startswith(f"host node2: --data '{data}/questions.csv' does not exist there; ")
+
+
+def test_checkpoints_that_one_host_does_not_see(cluster: Cluster, runs: Runs) -> None:
+    runs.out.mkdir()
+    with cluster.empty("node2", runs.out):
+        line = runs.refusal(*TRAIN, "--checkpoint-every", "3")
+    assert line == f"host node2: --out '{runs.out}' is another folder there; checkpoints need one that all hosts share"
