@@ -210,6 +210,7 @@ class Run:
         ready, request = self.ready, self.ready.request
         hosts = [_host(one, index, ready.plan) for index, one in enumerate(self.session.connections)]
         clocks = {one.name: one.on_the_parents_clock for one in hosts}
+        read = sorted(self.session.heard.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host))
         facts = RunFacts(
             id=self.id,
             origin_s=self.origin_s,
@@ -220,7 +221,7 @@ class Run:
             environment=_environment(list(self.hellos.values())),
             site=ready.site.about(),
             hosts=hosts,
-            telemetry=[kept.series(clocks[kept.host]) for kept in self.session.heard.telemetry.values()],
+            telemetry=[kept.series(clocks[kept.host]) for kept in read],
             plan=ready.plan,
             scope=ready.scope,
             resume=ready.resume,
