@@ -11,8 +11,11 @@ import pytest
 
 from hosts import packages
 from hosts.cluster import Cluster, running_cluster
-from hosts.runs import Runs
 from hosts.slurm import Slurm
+
+pytest.register_assert_rewrite("hosts.runs")
+
+from hosts.runs import Runs  # noqa: E402  only now its assertions say what they found
 
 
 @pytest.fixture(scope="session")

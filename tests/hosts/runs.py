@@ -122,9 +122,9 @@ class Runs:
         return None
 
     def left(self, within_s: float = 5.0) -> list[int | str]:
-        """Processes on any host and files in the temporary folder, once there are none, or after so long."""
+        """Processes on any host, once there are none or after so long, and folders of runs. Torch leaves caches beside them."""
         self.nothing_left(within_s)
-        return [*self.processes(), *(path.name for path in self.tmp.iterdir())]
+        return [*self.processes(), *(path.name for path in self.tmp.glob("steelyard-*"))]
 
     def nothing_left(self, within_s: float = 0.0) -> bool:
         return wait_for(lambda: not self.processes(), within_s)
