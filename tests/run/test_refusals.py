@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.commands import Shell
+from steelyard.run import site
+
 CASE = "llama2-7b-mmlu"
 SMOKE = ["--size", "smoke", "--accelerator", "cpu"]
 
@@ -222,3 +225,14 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
     ).stdout
     assert "llama2-7b-mmlu · smoke · question.model.layers=1" in page
     assert "another question than the case's: question.model.layers changed on the command line" in " ".join(page.split())
+
+
+def test_an_interrupt_is_said_before_a_run_too(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
+    """Ctrl-C while a request is worked out, or waits in a queue: nothing was started, and there is no record."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(site, "find", interrupted)
+    done = shell.ask("run", "llama2-7b-mmlu")
+    assert (done.code, done.lines) == (1, ["interrupted"])

@@ -16,6 +16,7 @@ from steelyard.errors import LostError, RequestError
 UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
+INTERRUPTED = 130  # what newer versions of typer answer an interrupt with, and no verb of ours
 
 app = typer.Typer(
     name="steelyard",
@@ -51,6 +52,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
     except RequestError as error:
         say(f"error: {one_line(error)}")
         sys.exit(2)
