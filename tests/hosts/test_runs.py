@@ -55,10 +55,9 @@ def losses(record: Record) -> list[float]:
 def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
     """A rank on node2 is killed after a checkpoint, in a pipeline over both hosts; one process goes on. In float64."""
     path = engine(runs, "double_engine")
-    wide = [f"--set=question.model.{key}" for key in ("hidden=128", "ffn=512", "layers=4")]
-    asked = (*TRAIN, *wide, "--engine", "double", "--steps", "10")
-    alone = ("--launcher", "local")
-    unbroken = runs.record(*asked, *alone, **path)
+    asked = (*TRAIN, "--engine", "double")
+    alone = (*asked, "--launcher", "local", "--steps", "20")  # of 40: the other is killed long before its end
+    unbroken = runs.record(*alone, **path)
 
     process = runs.start("run", *asked, "--nodes", "2", "--parallel", "PP2", "--checkpoint-every", "3", **path)
     assert wait_for(lambda: list(runs.out.glob("checkpoints/*/step-*[0-9]")), 120)
@@ -72,10 +71,10 @@ def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
     assert (died["failure"]["rank"], died["failure"]["host"]) == (1, "node2")
 
     [path_of_died] = runs.out.glob("*.json")
-    again = runs.record(*asked, *alone, "--resume", path_of_died, **path)
+    again = runs.record(*alone, "--resume", path_of_died, **path)
     [restart] = again["restarts"]
     assert (restart["record"], restart["plan"]) == (died["id"], "TP1PP2DP1")
-    assert 3 <= restart["step"] < 10
+    assert 3 <= restart["step"] < 20
     assert losses(again) == pytest.approx(losses(unbroken), abs=0, rel=1e-8)
     for name in ("loss_before", "loss_after"):
         assert again["metrics"][name]["value"] == pytest.approx(unbroken["metrics"][name]["value"], rel=1e-8)
