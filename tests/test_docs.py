@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from steelyard.case import resolve
 from steelyard.metrics import table, validity
 from steelyard.metrics.verify import verify
 from steelyard.record import record
+from steelyard.run import launch
+from steelyard.run.messages import SILENCE_S
+from steelyard.run.session import OPEN_S
+from steelyard.run.site import HostSettings, Site, SlurmSettings
 
 ROOT = Path(__file__).parent.parent
 DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
@@ -65,6 +70,22 @@ def test_every_key_of_a_case_is_documented():
             assert leaf in DOCS["cases.md"], key
 
 
+def test_every_key_of_a_site_is_documented():
+    for of, keys in (("", Site), ("host.", HostSettings), ("slurm.", SlurmSettings)):
+        for name in keys.model_fields:
+            told = (f"`{name}`", f"`[{name}]`", f"`[{name}.NAME]`")
+            assert any(text in DOCS["clusters.md"] for text in told), f"{of}{name}"
+    assert f"| {SILENCE_S:g} |" in DOCS["clusters.md"]
+    assert f"within {OPEN_S:g} s" in DOCS["clusters.md"]
+
+
+def test_site_files_in_the_docs_are_sound():
+    found = re.findall(r"^```toml\n(.*?)^```", DOCS["clusters.md"], re.DOTALL | re.MULTILINE)
+    sites = [Site.model_validate(tomllib.loads(text)) for text in found]
+    assert [one.launcher for one in sites] == ["ssh", "slurm"]
+    assert all(one.launcher in launch.table() for one in sites)
+
+
 @pytest.mark.parametrize("verb", VERBS + GROUPS)
 def test_every_verb_is_in_the_readme_and_teaches(verb):
     assert f"steelyard {verb}" in DOCS["README.md"]
@@ -81,7 +102,8 @@ def test_verbs_are_all_there_are():
 
 def commands(text: str) -> list[str]:
     """Lines that a reader would paste: those of code blocks that begin with steelyard."""
-    blocks = re.findall(r"```(?:sh|console)?\n(.*?)```", text, re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in found if language in ("", "sh", "console")]
     lines = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.startswith("steelyard ")]
 
@@ -94,10 +116,10 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "Llama-2-7b-hf").mkdir()
     here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
-    if any(word in line for word in ("records", "RECORD", "mine.toml")):
-        here = [*here[:4], "--help"]  # the verbs themselves are run on real records elsewhere
+    if any(word in line for word in ("records", "RECORD", "mine.toml", "run smoke")):
+        here = [*here[:4], "--help"]  # the verbs themselves are run on real records elsewhere, and all of smoke by make run
     done = subprocess.run(here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
-    absent = ("data.tar: ", "tokenizer.model: ", "site.toml", "is no folder", "does not exist")
+    absent = ("data.tar: ", "tokenizer.model: ", "site.toml", "is no folder", "does not exist", "this host only", "salloc")
     refused = done.returncode == 2 and any(text in done.stderr for text in absent)
     assert done.returncode == 0 or refused, done.stderr
 

@@ -105,9 +105,7 @@ class Session:
                 if one.closed or one.bye is not None:
                     said = one.bye.problem if one.bye is not None and one.bye.problem else one.said()
                     python = self.site.python_on(one.name)
-                    raise RequestError(
-                        preflight.not_started(one.name, python, self.commands[one.name], one.exit_code(), said)
-                    )
+                    raise RequestError(preflight.not_started(one.name, python, self.commands[one.name], one.exit_code(), said))
                 if now() > end_s:
                     late = [c for c in self.connections if c.hello is None] or self.connections
                     raise RequestError(f"host {late[0].name}: {what} for {limit_s:.0f} s")

@@ -1,0 +1,125 @@
+"""Runs over two hosts by ssh: the recipe of docs/clusters.md, a run that dies and goes on elsewhere, a slow rank, and ports."""
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.commands import SRC, finish, wait_for
+from fixtures.sockets import listening
+from hosts import recipes
+from hosts.cluster import Cluster
+from hosts.host import network_of
+from hosts.runs import Runs
+from steelyard.metrics import stragglers, verify
+
+PACKAGES = Path(__file__).parents[1] / "fixtures" / "packages"
+TRAIN = ("llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu")
+TOKEN = re.compile(r"[0-9a-f]{32}")
+
+Record = dict[str, Any]
+
+
+def engine(runs: Runs, package: str) -> dict[str, str]:
+    """An engine of another package, on all hosts; what the command finds it by."""
+    path = os.pathsep.join((str(PACKAGES / package), str(SRC)))
+    runs.write_site(environment={"PYTHONPATH": path})
+    return {"PYTHONPATH": path}
+
+
+def test_ssh_recipe(runs: Runs) -> None:
+    """Hosts that answer without a question, then a sweep over one and two of them."""
+    recipes.write_site(runs, "ssh")
+    asked = finish(runs.command(["sh", "-e", "-c", recipes.block("sh", "ssh north")]))
+    assert (asked.code, asked.out, asked.err) == (0, "", "")
+    path = f"{recipes.BIN}:{os.environ['PATH']}"
+    done = finish(runs.command(["sh", "-e", "-c", recipes.block("sh", "--sweep nodes=1,2")], PATH=path))
+    assert done.code == 0, done.err
+    rows = [line.split()[:3] for line in done.out[done.out.index("Scaling: ") :].splitlines() if re.match(r"\dx\d ", line)]
+    assert rows == [["1x1", "TP1PP1DP1", "1"], ["2x1", "TP1PP1DP2", "1"]]
+    one, two = runs.records()
+    assert [[host["name"] for host in record["hosts"]] for record in (one, two)] == [["node1"], ["node1", "node2"]]
+    assert two["site"] == {"machine": "2x NVIDIA HGX H200", "network": "8x 400 Gb/s InfiniBand"}
+    assert runs.left() == []
+
+
+def losses(record: Record) -> list[float]:
+    """Of all steps, those before a restart too."""
+    own = [s["values"]["loss"] for s in record["samples"] if s["pass"] == "train" and s["rank"] == 0 and s["counts"]]
+    return [*(record["restarts"][0]["losses"] if record["restarts"] else []), *own]
+
+
+def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
+    """A rank on node2 is killed after a checkpoint, in a pipeline over both hosts; one process goes on. In float64."""
+    path = engine(runs, "double_engine")
+    asked = (*TRAIN, "--engine", "double")
+    alone = (*asked, "--launcher", "local", "--steps", "20")  # of 40: the other is killed long before its end
+    unbroken = runs.record(*alone, **path)
+
+    process = runs.start("run", *asked, "--nodes", "2", "--parallel", "PP2", "--checkpoint-every", "3", **path)
+    assert wait_for(lambda: list(runs.out.glob("checkpoints/*/step-*[0-9]")), 120)
+    [rank] = runs.workers("node2")
+    os.kill(rank, signal.SIGKILL)
+    assert finish(process).code == 1
+    assert runs.left() == []
+    [died] = runs.records()
+    assert died["reasons"][0]["code"] == "killed"
+    assert died["reasons"][0]["text"].startswith("rank 1 on node2 was ended by SIGKILL")
+    assert (died["failure"]["rank"], died["failure"]["host"]) == (1, "node2")
+
+    [path_of_died] = runs.out.glob("*.json")
+    again = runs.record(*alone, "--resume", path_of_died, **path)
+    [restart] = again["restarts"]
+    assert (restart["record"], restart["plan"]) == (died["id"], "TP1PP2DP1")
+    assert 3 <= restart["step"] < 20
+    assert losses(again) == pytest.approx(losses(unbroken), abs=0, rel=1e-8)
+    for name in ("loss_before", "loss_after"):
+        assert again["metrics"][name]["value"] == pytest.approx(unbroken["metrics"][name]["value"], rel=1e-8)
+
+
+def test_ranks_of_several_hosts_listen_on_the_interface_alone(cluster: Cluster, runs: Runs) -> None:
+    """All that the run started on any host, once ranks have met and train. None has the token on its command line."""
+    process = runs.start("run", *TRAIN, "--nodes", "2", "--parallel", "PP2", "--set=question.train.steps=1000000")
+    assert wait_for(lambda: runs.phase() == "train", 120)
+    hosts = {network_of(cluster.keepers[host].pid): host for host in cluster.names}
+    found = [(hosts[network_of(pid)], kind, address) for pid in runs.processes() for kind, address, _ in listening(pid)]
+    allowed = {(host, "tcp", cluster.address(host)) for host in cluster.hosts}
+    assert set(found) == allowed
+    for host in cluster.hosts:
+        [rank] = runs.workers(host)
+        assert listening(rank)
+    assert len({_mark(rank) for host in cluster.hosts for rank in runs.workers(host)}) == 2
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in runs.processes()]
+    assert sum("steelyard.run.node" in command for command in commands) >= 4  # the agents, and what leads to them
+    assert [command for command in commands if TOKEN.search(command)] == []
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 1
+    assert runs.left() == []
+    assert runs.records()[0]["reasons"][0]["code"] == "interrupted"
+
+
+def _mark(pid: int) -> str:
+    """What a worker and all it starts is found by."""
+    [found] = re.findall(r"STEELYARD_RUN=([^\0]+)", Path(f"/proc/{pid}/environ").read_text())
+    return str(found)
+
+
+@pytest.mark.long
+def test_a_slow_rank_is_named_with_its_host(runs: Runs) -> None:
+    """The sleeps of slow_engine.py: 1.2 s a step on rank 1, 1.0 s on rank 0."""
+    path = engine(runs, "slow_engine")
+    small = ("--set=question.model.layers=1", "--set=question.train.batch=2", "--set=question.train.length=16")
+    done = runs("run", *TRAIN, *small, "--engine", "slowed", "--nodes", "2", "--steps", "6", **path)
+    assert done.code == 0, done.err
+    record = verify.read(next(runs.out.glob("*.json")))
+    [note] = [one for one in record.notes if "slow" in one]
+    assert note.startswith("rank 1 on host node2 is slow: ")
+    found = stragglers.find(record)
+    assert isinstance(found, stragglers.Stragglers)
+    assert (found.rank, found.slow) == (1, True)
+    assert found.cost_s == pytest.approx(0.2, rel=0.1)
+    assert found.share == pytest.approx(0.2 / 1.2, rel=0.1)
+    assert "Slowest: rank 1 on host node2" in runs("report", runs.out).out
