@@ -21,10 +21,11 @@ Inbox = queue.SimpleQueue[tuple["Connection", Any]]
 
 
 class Connection:
-    """A host, by the process that leads to its agent. What it says is put into the inbox; None after its last word."""
+    """A host, by the process that leads to its agent. What it says is put into the inbox; None after its last word. `mark` is
+    what all that the agent starts is found by."""
 
-    def __init__(self, name: str, command: list[str], token: str, inbox: Inbox) -> None:
-        self.name, self.token = name, token
+    def __init__(self, name: str, command: list[str], token: str, mark: str, inbox: Inbox) -> None:
+        self.name, self.token, self.mark = name, token, mark
         self.clock = HostClock()
         self.hello: Hello | None = None
         self.reached: Reached | None = None

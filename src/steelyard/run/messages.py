@@ -32,7 +32,7 @@ class Open(Frozen):
     kind: Literal["open"] = "open"
     token: str
     protocol: int = PROTOCOL
-    mark: str
+    mark: str = Field(description="of all that is started on this host")
     accelerator: str | None
     devices: int
     matmul: str

@@ -109,7 +109,7 @@ class Run:
             self.hellos = self.session.open(
                 Open(
                     token=self.token,
-                    mark=self.session.mark,
+                    mark="",  # each host has its own
                     accelerator=ready.accelerator.name if ready.accelerator is not None else None,
                     devices=plan.devices,
                     matmul=case.question.precision.matmul,

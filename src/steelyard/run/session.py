@@ -56,7 +56,9 @@ class Session:
     def __init__(
         self, launcher: Launcher, site: Site, hosts: list[str], allocation: Allocation | None, token: str, mark: str
     ) -> None:
-        self.launcher, self.site, self.hosts, self.token, self.mark = launcher, site, hosts, token, mark
+        self.launcher, self.site, self.hosts, self.token = launcher, site, hosts, token
+        # One each: two names may lead to one machine, or to hosts that see each other's processes and temporary files.
+        self._marks = [f"{mark}-{index}" for index in range(len(hosts))]
         self.commands = {host: launcher.command(site, host, allocation) for host in hosts}
         self.heard = Heard()
         self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
@@ -65,15 +67,15 @@ class Session:
 
     def open(self, asked: Open) -> dict[str, Hello]:
         """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
-        for host in self.hosts:
+        for host, mark in zip(self.hosts, self._marks, strict=True):
             try:
-                self.connections.append(Connection(host, self.commands[host], self.token, self._inbox))
+                self.connections.append(Connection(host, self.commands[host], self.token, mark, self._inbox))
             except OSError as error:
                 raise RequestError(f"{self.commands[host][0]} cannot be started: {error.strerror}") from error
         several = len(self.hosts) > 1
         for index, one in enumerate(self.connections):
             peer = self.hosts[1 if index == 0 else 0].rpartition("@")[2] if several else None
-            one.send(asked.model_copy(update={"peer": peer}))
+            one.send(asked.model_copy(update={"peer": peer, "mark": one.mark}))
         self._until(lambda: all(one.hello is not None for one in self.connections), OPEN_S, "no hello")
         for _ in range(PINGS):
             for one in self.connections:
@@ -236,10 +238,10 @@ class Session:
         """Ask a new agent on that host to end what the lost one left. A host that cannot be reached ends it by itself: its
         agent hears nothing of us."""
         try:
-            again = Connection(lost.name, self.commands[lost.name], self.token, self._inbox)
+            again = Connection(lost.name, self.commands[lost.name], self.token, lost.mark, self._inbox)
         except OSError:
             return
-        again.send(Sweep(token=self.token, mark=self.mark, environment=self.site.environment))
+        again.send(Sweep(token=self.token, mark=lost.mark, environment=self.site.environment))
         end_s = now() + SWEEP_S
         while again.bye is None and not again.closed and now() < end_s:
             self._listen()
