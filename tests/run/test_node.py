@@ -128,6 +128,14 @@ def test_a_silent_parent_is_gone(agent: Agent) -> None:
     assert agent.process.wait(60) == 0
 
 
+@pytest.mark.full
+def test_a_parent_that_takes_nothing_holds_up_nobody(agent: Agent) -> None:
+    """A pipe has room for 64 KiB, and each answer has more than 80 bytes: the agent cannot say all it has to say."""
+    agent.open(silence_s=0.5)
+    agent.send(messages.encode(Ping(token=TOKEN, sent_s=0.0)) * 5000)
+    assert agent.process.wait(60) == 0
+
+
 def test_a_closed_pipe_is_a_parent_that_is_gone(agent: Agent) -> None:
     agent.open()
     assert agent.process.stdin is not None
@@ -193,6 +201,16 @@ def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
         for one in (ours, other):
             one.kill()
             one.wait()
+
+
+def test_sweep_ends_an_agent_that_is_stopped(agent: Agent, shell: Shell) -> None:
+    """As over ssh, where nobody else would: it is no child of the parent there, and its environment carries no mark."""
+    lost = Agent(shell)
+    lost.open(mark="m" * 16)
+    lost.process.send_signal(signal.SIGSTOP)
+    agent.send(Sweep(token=TOKEN, mark="m" * 16, environment={}))
+    assert agent.hear("bye")["ended"] == 1
+    assert lost.process.wait(10) == 0
 
 
 def test_what_a_plug_in_prints_is_no_message(shell: Shell) -> None:

@@ -340,8 +340,8 @@ def test_a_full_disk_leaves_a_record(shell: Shell, small_disk: Path) -> None:
     done = shell(*RUN, *KEEP, "--out", small_disk)
     assert done.code == 1, done.err
     [record] = records(small_disk)
-    assert (record["status"], record["reasons"][0]["code"]) == ("failed", "raised")
-    assert "the checkpoint after step 3 was not written: [Errno 28] No space left" in record["reasons"][0]["text"]
+    assert (record["status"], record["reasons"][0]["code"]) == ("failed", "disk_full")
+    assert "[Errno 28] the checkpoint after step 3 was not written: No space left on device" in record["reasons"][0]["text"]
     assert not list(small_disk.glob("checkpoints/*/step-*"))
 
 

@@ -5,6 +5,7 @@ import queue
 import subprocess
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from steelyard.run import messages
@@ -89,16 +90,31 @@ class Connection:
             return self.process.wait(ENDING_S)
         return None
 
-    def close(self) -> None:
-        """End it: an agent that lives sees its stdin closed and ends by itself."""
+    def hang_up(self) -> None:
+        """An agent that lives sees its stdin closed and ends by itself."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
-        if self.exit_code() is None:
-            self.process.terminate()
-        if self.exit_code() is None:
-            self.process.kill()
-            self.process.wait()
+
+    def forget(self) -> None:
+        """It has ended."""
+        self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None and not any(one.is_alive() for one in self._threads):
                 stream.close()
+
+
+def close(connections: Sequence[Connection]) -> None:
+    """End them all: kindly, then for certain. They are waited for together: many lost hosts take as long as one."""
+    for one in connections:
+        one.hang_up()
+    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        end_s = now() + ENDING_S
+        for one in connections:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.process.wait(max(0.0, end_s - now()))
+        for one in connections:
+            if one.process.poll() is None:
+                end(one.process)
+    for one in connections:
+        one.forget()

@@ -11,7 +11,7 @@ import psutil
 from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
-from steelyard.run import environment
+from steelyard.run import environment, locks
 from steelyard.run.locks import Claims
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 
@@ -29,6 +29,7 @@ class Host:
         self.asked = asked
         os.environ.update(asked.environment)
         self.claims = Claims()
+        self.claims.claim(locks.run(asked.mark))  # how this agent is found, should it stop
         self.accelerator: Accelerator | None = None
         self.found: list[Found] = []
         self.interface: str | None = None
@@ -89,10 +90,13 @@ class Host:
                 uuid=device.uuid,
                 memory_bytes=device.memory_bytes,
                 free_bytes=bytes_,
-                busy=self.claims.claim(device.uuid or f"{row.name}:{device.index}") if device in self.used else None,
+                busy=self._claim(row, device) if device in self.used else None,
             )
             for device, bytes_ in zip(self.found, free, strict=True)
         ]
+
+    def _claim(self, row: Accelerator, device: Found) -> str | None:
+        return self.claims.claim(locks.device(device.uuid or f"{row.name}:{device.index}"))
 
 
 def _machine() -> str:

@@ -40,6 +40,7 @@ POLL_S = 0.1
 SEND_S = 1.0  # telemetry is sent so often
 OPEN_S = 60.0  # to hear the first message
 REACH_S = 5.0
+LAST_S = 5.0  # for the parent to take the last words
 
 
 class Ended(Exception):  # noqa: N818  no error: the way out of the loop
@@ -50,9 +51,36 @@ class Ended(Exception):  # noqa: N818  no error: the way out of the loop
         self.code, self.problem, self.stacks = code, problem, stacks
 
 
+class Voice:
+    """What is said to the parent, from a thread of its own. A parent that is stopped, or behind a network that is cut, takes
+    nothing more once the pipe is full; the agent must not wait for it."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self.heard = True  # whether somebody takes it
+        self._out = out
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
+
+    def say(self, message: Frozen) -> None:
+        self._lines.put(messages.encode(message))
+
+    def _write(self) -> None:
+        try:
+            while (line := self._lines.get()) is not None:
+                self._out.write(line)
+                self._out.flush()
+        except OSError:
+            self.heard = False
+
+    def finish(self, within_s: float) -> None:
+        self._lines.put(None)
+        self._thread.join(within_s)
+
+
 class Agent:
-    def __init__(self, lines: "queue.SimpleQueue[bytes | None]", out: BinaryIO) -> None:
-        self._lines, self._out = lines, out
+    def __init__(self, lines: "queue.SimpleQueue[bytes | None]", voice: Voice) -> None:
+        self._lines, self._voice = lines, voice
         self._token: str | None = None
         self._heard_s = now()
         self._silence_s = OPEN_S
@@ -71,6 +99,7 @@ class Agent:
                 self._look()
         except Ended as ended:
             self._finish(ended)
+        self._voice.finish(LAST_S)
 
     def _told(self, number: int, frame: Any) -> None:
         self._signal = number
@@ -81,9 +110,10 @@ class Agent:
             line = self._lines.get(timeout=POLL_S)
             if line is None:
                 raise Ended("parent_gone", "the parent is gone")
-            message = messages.decode(line, TO_AGENT, self._token)
-            self._heard_s = now()
-            self._handle(message)
+            self._handle(messages.decode(line, TO_AGENT, self._token))
+            self._heard_s = now()  # after what was asked, which may take longer than a parent may be silent
+        if not self._voice.heard:
+            raise Ended("parent_gone", "the parent is gone")
         if self._signal is not None:
             raise Ended("agent_ended", f"the agent was ended by {processes.signal_name(self._signal)}")
         if now() - self._heard_s > self._silence_s:
@@ -94,16 +124,16 @@ class Agent:
             case Open() if self._host is None:
                 self._token, self._silence_s = message.token, message.silence_s
                 self._host = Host(message)
-                self._send(self._host.hello())
+                self._voice.say(self._host.hello())
             case Sweep() if self._host is None:
                 self._token = message.token
                 os.environ.update(message.environment)
-                self._send(Bye(token=message.token, exits={}, stderr_tails={}, ended=ranks.sweep(message.mark)))
+                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=ranks.sweep(message.mark)))
                 raise Ended
             case Ping():
-                self._send(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
+                self._voice.say(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
             case Reach():
-                self._send(Reached(token=message.token, problem=_reach(message)))
+                self._voice.say(Reached(token=message.token, problem=_reach(message)))
             case Start() if self._host is not None and self._ranks is None:
                 self._start(self._host, message)
             case Stop():
@@ -122,14 +152,14 @@ class Agent:
             code = "disk_full" if full else "not_started"
             raise Ended(code, f"the ranks could not be started: {error.strerror}; TMPDIR names another folder") from error
         self._sampler.watch(tuple(pids))
-        self._send(Started(token=start.token, pids=pids))
+        self._voice.say(Started(token=start.token, pids=pids))
 
     def _look(self) -> None:
         """Forward what is new."""
         if self._ranks is None or self._sampler is None:
             return
         for message in self._ranks.news():
-            self._send(message)
+            self._voice.say(message)
         if now() - self._sent_s > SEND_S:
             self._sent_s = now()
             self._telemetry(self._sampler)
@@ -140,7 +170,7 @@ class Agent:
         period_s, rows = sampler.take()
         for source, columns in zip(sampler.sources, rows, strict=True):
             if columns:
-                self._send(
+                self._voice.say(
                     TelemetryRows(
                         token=self._known_token,
                         device=source.device,
@@ -160,30 +190,17 @@ class Agent:
         """End what was started, tell what it left, and go."""
         if self._ranks is None or self._sampler is None:
             if self._host is not None:
-                self._last(Bye(token=self._known_token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem))
+                said = Bye(token=self._known_token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem)
+                self._voice.say(said)
             return
         stacks = self._ranks.stacks() if ended.stacks else {}
         count = self._ranks.end()
         self._sampler.stop()
-        with suppress(OSError):
-            for message in self._ranks.news():
-                self._send(message)
-            self._telemetry(self._sampler)
-        self._last(self._ranks.bye(stacks, count, ended.code, ended.problem))
+        for message in self._ranks.news():
+            self._voice.say(message)
+        self._telemetry(self._sampler)
+        self._voice.say(self._ranks.bye(stacks, count, ended.code, ended.problem))
         self._ranks.clean()
-
-    def _last(self, bye: Bye) -> None:
-        with suppress(OSError):  # nobody may be there to hear it
-            self._send(bye)
-
-    def _send(self, message: Frozen) -> None:
-        try:
-            self._out.write(messages.encode(message))
-            self._out.flush()
-        except BrokenPipeError as error:
-            if isinstance(message, Bye):
-                raise
-            raise Ended("parent_gone", "the parent is gone") from error
 
 
 def _reach(asked: Reach) -> str | None:
@@ -209,7 +226,7 @@ def main() -> None:
     threading.Thread(target=_read, args=(os.fdopen(os.dup(0), "rb"), lines), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        Agent(lines, out).run()
+        Agent(lines, Voice(out)).run()
     except MessageError as error:
         sys.stderr.write(f"steelyard.run.node: {error}\n")
         sys.stderr.flush()

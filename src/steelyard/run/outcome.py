@@ -46,7 +46,8 @@ class Verdict:
 
 def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list[str]) -> Verdict:
     """What ranks left behind. The first to fail is the cause: others fail for want of a peer, or because they were told to
-    end, which they say. One that says nothing was killed. `exits` are those that nobody asked for."""
+    end, which they say. One that says nothing was killed, as was one that was told to end by somebody else: `exits` are those
+    that nobody asked for."""
 
     def named(rank: int) -> str:
         return f"rank {rank}" if len(hosts) == 1 else f"rank {rank} on {hosts[rank // plan.devices]}"
@@ -56,7 +57,7 @@ def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list
         rank = min(stopped, key=lambda one: one.at_s).rank
         return Verdict("stopped", f"{named(rank)} was stopped by a signal, and nothing let it go on", rank)
     broken = [rank for rank in ranks if rank.status not in ("done", "running", "ended")]
-    told = {rank.rank for rank in ranks if rank.status != "running"}
+    told = {rank.rank for rank in ranks if rank.status != "running" and not (rank.status == "ended" and rank.rank in exits)}
     silent = [one for one in range(plan.world) if one not in told]
     cause = min(broken, key=lambda rank: rank.ended_s, default=None)
     if cause is not None and not (silent and PEER_LOST.search(str(cause.error))):
@@ -80,7 +81,8 @@ def _death(last: Exit, who: str) -> Verdict:
     if code == -signal.SIGILL:
         return Verdict("illegal_instruction", f"{who} was ended by SIGILL: {ILLEGAL_HINT}", last.rank)
     if code is not None and code < 0:
-        return Verdict("killed", f"{who} was ended by {signal_name(-code)} ({MEMORY})", last.rank)
+        hint = f" ({MEMORY})" if code == -signal.SIGKILL else ""
+        return Verdict("killed", f"{who} was ended by {signal_name(-code)}{hint}", last.rank)
     return Verdict("killed", f"{who} left no result; exit code {code}", last.rank)
 
 

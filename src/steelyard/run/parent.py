@@ -3,8 +3,6 @@
 import hashlib
 import re
 import secrets
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +13,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record
 from steelyard.record.facts import Environment, HostFacts
 from steelyard.record.record import Record
-from steelyard.run import assemble, environment, launch, messages, outcome, preflight, scheduler
+from steelyard.run import assemble, environment, interrupts, launch, messages, outcome, preflight, scheduler
 from steelyard.run.assemble import RunFacts
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
@@ -28,6 +26,8 @@ from steelyard.run.session import Session, Watch, last_words
 from steelyard.run.spec import WorkerSpec
 
 TAIL_CHARS = 4000
+LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here
+GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
 UNFINISHED = Verdict("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
@@ -63,7 +63,7 @@ class Run:
 
     def to_record(self, watch: Watch | None) -> tuple[Record, Path]:
         """The record lies there from the start, as one that has not ended: a parent that is killed leaves it."""
-        out = self.ready.request.out
+        out, draft = self.ready.request.out, None
         record.writable(out)
         with ExitStack() as undisturbed:
             try:
@@ -71,11 +71,11 @@ class Run:
                 draft = self._draft()
                 verdict = self._lead(watch)
             except KeyboardInterrupt:
-                if self.started_s == self.origin_s:
+                if draft is None:
                     raise  # nothing was started
                 verdict = Verdict("interrupted", f"interrupted by the user{self._where()}")
             finally:
-                undisturbed.enter_context(_ignoring_interrupts())
+                undisturbed.enter_context(interrupts.ignored())  # until the record is there
                 self.session.stop(stacks=False)
             made = self._outcome(verdict)
             if made.code == "request":
@@ -128,6 +128,7 @@ class Run:
         first = next(iter(self.hellos.values()))
         if plan.nodes > 1 and first.address is not None and first.port is not None:
             self.session.reach(first.address, first.port)
+        self.started_s = now()  # as far as a record knows that says no more
 
     def _lead(self, watch: Watch | None) -> Verdict:
         """Start the ranks and stay with them until none is left."""
@@ -187,7 +188,7 @@ class Run:
             verdict = outcome.judge(ranks, heard.exits, plan, hosts)
         if verdict.code is None:
             verdict = outcome.differing(ranks) or verdict
-        if verdict.code in ("connection_lost", "agent_ended") and self.allocation is not None:
+        if verdict.code in LOST and self.allocation is not None:
             verdict = _cancelled(verdict, self.allocation)
         tails = last_words(self.session.connections)
         tail = tails.get(verdict.rank, "") if verdict.rank is not None else "\n".join(filter(None, tails.values()))
@@ -297,22 +298,7 @@ def _shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Asked]]:
 def _cancelled(verdict: Verdict, allocation: Allocation) -> Verdict:
     """A host is also lost when its job is: Slurm knows."""
     state = scheduler.state(allocation.job)
-    if state is not None and state.startswith(("CANCEL", "COMPLETING")):
-        return Verdict("cancelled", f"Slurm job {allocation.job} was cancelled; {verdict.text}")
-    if state is not None and state.startswith(("TIMEOUT", "PREEMPT", "NODE_FAIL", "FAILED")):
-        return Verdict("cancelled", f"Slurm job {allocation.job} ended as {state}; {verdict.text}")
-    return verdict
-
-
-@contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """From the end of the workers until the record is there, a second Ctrl-C would only lose it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if state is None or state in GOES_ON:
+        return verdict
+    how = "was cancelled" if state.startswith(("CANCEL", "COMPLETING")) else f"ended as {state}"
+    return Verdict("cancelled", f"Slurm job {allocation.job} {how}; {verdict.text}")

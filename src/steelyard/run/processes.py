@@ -14,13 +14,19 @@ from steelyard.run.messages import MARK
 
 POLL_S = 0.02
 GRACE_S = 5.0
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl.h
+SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl.h
 
 
 def adopt_orphans() -> None:
     """Linux: what descendants leave behind becomes a child of this process, and so is found at the end."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Linux, in a child before it becomes another program: SIGTERM, should the thread that started it be gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def family(mark: str, root: int | None = None) -> list[psutil.Process]:

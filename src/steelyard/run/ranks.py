@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from steelyard.run import folder, messages, processes
+import psutil
+
+from steelyard.run import folder, locks, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.folder import Progress, Rendezvous
 from steelyard.run.host import Host
@@ -189,9 +191,19 @@ def _prefix(mark: str) -> str:
 
 
 def sweep(mark: str) -> int:
-    """End what an agent that died left: its processes, then its folder. Returns how many processes there were."""
-    ended = processes.end(lambda: processes.family(mark))
+    """End what an agent that is lost left: itself, where it is stopped, its processes, then its folder. Returns how many
+    processes there were."""
+    ended = processes.end(lambda: [*processes.family(mark), *_agent(mark)])
     for path in Path(tempfile.gettempdir()).glob(f"{_prefix(mark)}*"):
         if path.lstat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
     return ended
+
+
+def _agent(mark: str) -> list[psutil.Process]:
+    found = locks.holder(locks.run(mark))
+    if found is None or found[1] != os.getuid():
+        return []
+    with suppress(psutil.NoSuchProcess):
+        return [psutil.Process(found[0])]
+    return []

@@ -9,13 +9,15 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from steelyard.errors import RequestError
-from steelyard.run import launch
+from steelyard.run import interrupts, launch, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.launch import Allocation
 from steelyard.run.site import Site
 
 POLL_S = 0.1
 ANSWER_S = 60.0
+STATE_S = 5.0  # after a run: its end does not wait for a scheduler that is busy
+GONE = "GONE"  # our word for the state of a job that Slurm does not know any more
 Waiting = Callable[[float], None]  # told how long the wait in the queue has been
 
 
@@ -30,13 +32,20 @@ def allocated(site: Site, nodes: int, waiting: Waiting | None = None) -> Iterato
         raise RequestError("--launcher slurm: there is no salloc here; run on a host that has Slurm's commands, or choose ssh")
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            launch.salloc(site, nodes), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, start_new_session=True
+            launch.salloc(site, nodes),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=processes.end_with_parent,  # a wait in the queue does not see its stdin closed
         )
+        job = None
         try:
             job = _granted(process, said, waiting)
             yield Allocation(job, _hosts(_ask("squeue", "--noheader", f"--jobs={job}", "--format=%N")))
         finally:
-            _release(process)
+            with interrupts.ignored():
+                _release(process, job)
 
 
 def current(environment: Mapping[str, str]) -> Allocation | None:
@@ -47,10 +56,11 @@ def current(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def state(job: str) -> str | None:
-    """How Slurm calls the state of a job; None where it does not know or does not answer."""
-    with suppress(RequestError):
-        return _ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T") or None
-    return None
+    """How Slurm calls the state of a job; None where it does not answer."""
+    try:
+        return _ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T", within_s=STATE_S) or GONE
+    except RequestError as error:
+        return GONE if "Invalid job id" in str(error) else None
 
 
 def _granted(process: subprocess.Popen[bytes], said: IO[bytes], waiting: Waiting | None) -> str:
@@ -74,8 +84,12 @@ def _granted(process: subprocess.Popen[bytes], said: IO[bytes], waiting: Waiting
     return job
 
 
-def _release(process: subprocess.Popen[bytes]) -> None:
-    """Close its stdin: salloc's command ends and the hosts are given back. A wait in the queue is cancelled by SIGTERM."""
+def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
+    """Close its stdin: salloc's command ends and the hosts are given back. A wait in the queue is cancelled by SIGTERM, and a
+    job whose salloc was killed by its number."""
+    if process.poll() is not None and job is not None:
+        with suppress(RequestError):
+            _ask("scancel", job)
     if process.stdin is not None:
         process.stdin.close()
     try:
@@ -94,9 +108,9 @@ def _hosts(nodes: str) -> tuple[str, ...]:
     return tuple(_ask("scontrol", "show", "hostnames", nodes).split())
 
 
-def _ask(*command: str) -> str:
+def _ask(*command: str, within_s: float = ANSWER_S) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RequestError(f"{command[0]} does not answer: {error}") from error
     if done.returncode:

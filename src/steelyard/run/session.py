@@ -2,13 +2,14 @@
 
 import queue
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from steelyard.errors import RequestError
-from steelyard.run import messages, preflight
+from steelyard.run import connection, messages, preflight
 from steelyard.run.clock import now
 from steelyard.run.clocks import PINGS
 from steelyard.run.connection import Connection
@@ -223,30 +224,28 @@ class Session:
         end_s = now() + STOP_S
         while now() < end_s and any(self._talks(one, silent_s) for one in self.connections):
             self._listen()
-        for one in self.connections:
-            one.close()
+        connection.close(self.connections)
         while not self._inbox.empty():
             self._take(*self._inbox.get())
-        for one in self.connections:
-            if one.bye is None and one.hello is not None:
-                self._sweep(one)
+        self._sweep([one for one in self.connections if one.bye is None and one.hello is not None])
 
     @staticmethod
     def _talks(one: Connection, silent_s: float) -> bool:
         return one.bye is None and not one.closed and now() - one.heard_s <= silent_s
 
-    def _sweep(self, lost: Connection) -> None:
-        """Ask a new agent on that host to end what the lost one left. A host that cannot be reached ends it by itself: its
+    def _sweep(self, lost: list[Connection]) -> None:
+        """Ask new agents on those hosts to end what the lost ones left. A host that cannot be reached ends it by itself: its
         agent hears nothing of us."""
-        try:
-            again = Connection(lost.name, self.commands[lost.name], self.token, lost.mark, self._inbox)
-        except OSError:
-            return
-        again.send(Sweep(token=self.token, mark=lost.mark, environment=self.site.environment))
+        again = []
+        for one in lost:
+            with suppress(OSError):
+                again.append(Connection(one.name, self.commands[one.name], self.token, one.mark, self._inbox))
+        for one in again:
+            one.send(Sweep(token=self.token, mark=one.mark, environment=self.site.environment))
         end_s = now() + SWEEP_S
-        while again.bye is None and not again.closed and now() < end_s:
+        while now() < end_s and any(one.bye is None and not one.closed for one in again):
             self._listen()
-        again.close()
+        connection.close(again)
 
 
 def last_words(connections: list[Connection]) -> dict[int, str]:

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -44,7 +44,10 @@ PROGRESS_S = 0.1
 def main() -> None:
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
     rank = int(os.environ.get("RANK", "0"))
-    stacks = (spec.folder / folder.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
+    try:
+        stacks = (spec.folder / folder.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
+    except OSError as failure:
+        _end_without_result(failure)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_agent, daemon=True).start()
     worker = Worker(spec, rank)
@@ -61,12 +64,17 @@ def main() -> None:
     try:
         worker.write(status, error)
     except OSError as failure:
-        traceback.print_exc()
-        os._exit(DISK_FULL if failure.errno in FULL else 1)
+        _end_without_result(failure)
     if status == "done" and worker.framework is not None:
         worker.framework.leave()
     # Its work is done and told: what libraries do while they are taken down, and now and then abort in, is no part of a run.
     os._exit(0 if status == "done" else 1)
+
+
+def _end_without_result(failure: OSError) -> NoReturn:
+    """Where nothing can be written, the exit code says what there is to say."""
+    traceback.print_exc()
+    os._exit(DISK_FULL if failure.errno in FULL else 1)
 
 
 def _kind(failure: BaseException) -> RankStatus:

@@ -53,7 +53,7 @@ def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> N
     except CheckpointException as error:
         if rank == 0:
             shutil.rmtree(place, ignore_errors=True)  # where a disk is full, the record wants room
-        raise OSError(f"the checkpoint after step {state.step} was not written: {_cause(error)}") from error
+        raise _not_written(state.step, _cause(error)) from error
     _meet()
     if rank == 0:
         checkpoints.finish(place)
@@ -76,6 +76,12 @@ def _cause(error: CheckpointException) -> BaseException:
     """What went wrong first, on the lowest rank."""
     rank = min(error.failures)
     return error.failures[rank][0]
+
+
+def _not_written(step: int, cause: BaseException) -> OSError:
+    """With the number of the cause: a full disk is told by it."""
+    told = f"the checkpoint after step {step} was not written: "
+    return OSError(cause.errno, f"{told}{cause.strerror}") if isinstance(cause, OSError) else OSError(f"{told}{cause}")
 
 
 def _meet() -> None:

@@ -1,0 +1,243 @@
+"""What goes wrong inside a process of a run. The fault suite puts this folder on PYTHONPATH, so every Python of a run loads it.
+
+FAULT_WHO (a rank, `agent` or `parent`) and FAULT_PHASE say where, FAULT_ACT what. FAULT_MARK is a file that gets the process
+and its parent just before, so that a test knows when, and whom to do something to.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Phase → the part of the budget that it is, or the mark of the measured loop; by their beginning.
+PARTS = {
+    "imports": "imports",
+    "join": "join",
+    "data": "data",
+    "weights": "weights",
+    "compile": "compile_",
+    "warm-up": "warmup_",
+}
+MARKS = {"pass": "compute", "evaluation": "evaluate"}
+
+
+def who() -> str | None:
+    words = sys.orig_argv
+    if "steelyard.run.worker" in words:
+        return os.environ.get("RANK")
+    return "agent" if "steelyard.run.node" in words else "parent" if "steelyard" in words else None
+
+
+def happen() -> None:
+    """Once: a second batch is like any other."""
+    mark = Path(os.environ["FAULT_MARK"])
+    if mark.exists():
+        return
+    half = mark.with_suffix(".half")
+    half.write_text(f"{os.getpid()} {os.getppid()}")
+    half.rename(mark)
+    ACTS[os.environ.get("FAULT_ACT", "wait")]()
+
+
+def wait() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def stubborn() -> None:
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait()
+
+
+def memory() -> None:
+    raise MemoryError("no more of it")
+
+
+def device_memory() -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def allocate() -> None:
+    import torch
+
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def nan() -> None:
+    """All that this rank knows of the model is gone."""
+    import gc
+
+    import torch
+
+    with torch.no_grad():
+        for one in [found for found in gc.get_objects() if isinstance(found, torch.nn.Module)]:
+            for parameter in one.parameters(recurse=False):
+                parameter.fill_(float("nan"))
+
+
+def wrong_sum() -> None:
+    """What this rank brings into the all-reduce is not what it should be."""
+    import torch.distributed as dist
+
+    real = dist.all_reduce
+    dist.all_reduce = lambda tensor, *more, **options: real(tensor.add_(0.5), *more, **options)
+
+
+def full_disk() -> None:
+    """Whatever this process writes from now on, there is no room for it."""
+    import errno
+
+    from steelyard import files
+
+    def write(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files.write = write
+
+
+def die(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+ACTS: dict[str, Callable[[], None]] = {
+    "wait": wait,
+    "go_on": lambda: None,
+    "stubborn": stubborn,
+    "memory": memory,
+    "device_memory": device_memory,
+    "allocate": allocate,
+    "nan": nan,
+    "wrong_sum": wrong_sum,
+    "full_disk": full_disk,
+    "exit": lambda: os._exit(0),
+    "illegal": die(4),
+    "segfault": die(11),
+}
+
+
+def in_parts(begin: str) -> None:
+    from steelyard.run.measure import Budget
+
+    real = Budget.part
+
+    @contextmanager
+    def part(self: Budget, name: str) -> Iterator[None]:
+        with real(self, name):
+            if name.startswith(begin):
+                happen()
+            yield
+
+    Budget.part = part
+
+
+def at_marks(name: str) -> None:
+    """Where the engine says that a phase begins."""
+    from steelyard.engines.work import Phase
+
+    real = Phase.__init__
+
+    def made(self: Phase, told: str) -> None:
+        real(self, told)
+        if told == name:
+            happen()
+
+    Phase.__init__ = made
+
+
+def in_compiler() -> None:
+    """When all is compiled, and the processes that did it are still there."""
+    from steelyard.run.measure import Budget
+
+    real = Budget.part
+
+    @contextmanager
+    def part(self: Budget, name: str) -> Iterator[None]:
+        with real(self, name):
+            yield
+            if name.startswith("compile_"):
+                happen()
+
+    Budget.part = part
+
+
+def in_checkpoint() -> None:
+    """Within a checkpoint, of which a part is written."""
+    from steelyard.engines.work import Phase
+
+    real = Phase.__init__
+
+    def made(self: Phase, told: str) -> None:
+        real(self, told)
+        if told == "checkpoint":
+            writer = sys.modules["steelyard.training.checkpoint_files"].CheckpointWriter
+            write = writer.write_data
+
+            def then(*arguments: Any) -> Any:
+                written = write(*arguments)
+                happen()
+                return written
+
+            writer.write_data = then
+
+    Phase.__init__ = made
+
+
+def at_rank_file() -> None:
+    """When a rank leaves its result."""
+    from steelyard import files
+
+    real = files.write
+
+    def write(path: Path, content: Any, *more: Any, **options: Any) -> None:
+        if path.name.startswith("rank-") and b'"status":"done"' in content:
+            happen()
+        real(path, content, *more, **options)
+
+    files.write = write
+
+
+def at_hello() -> None:
+    from steelyard.run.host import Host
+
+    real = Host.hello
+    Host.hello = lambda self: (happen(), real(self))[1]
+
+
+def at_record() -> None:
+    """When the parent writes the record of a run that has ended."""
+    from steelyard.record import record
+
+    real = record.write
+
+    def write(table: Any, folder: Path, end: str = "") -> Path:
+        if not end:
+            happen()
+        return real(table, folder, end)
+
+    record.write = write
+
+
+def install(phase: str) -> None:
+    if phase in PARTS:
+        in_parts(PARTS[phase])
+    elif phase in MARKS:
+        at_marks(MARKS[phase])
+    else:
+        others = {
+            "compiler": in_compiler,
+            "checkpoint": in_checkpoint,
+            "record": at_record if who() == "parent" else at_rank_file,
+            "preflight": at_hello,
+        }
+        others[phase]()
+
+
+if os.environ.get("FAULT_PHASE") and os.environ.get("FAULT_WHO") == who():
+    install(os.environ["FAULT_PHASE"])

@@ -1,0 +1,97 @@
+"""Faults in every phase, on one host and on several: each is seen in time, and leaves its own reason, a sound record and
+nothing else."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from faults.faults import CHECKED, FAULTS, Fault
+from faults.scenes import Scene, read
+from faults.table import NO_RECORD, REFUSED, WHOLE, Seen, Table
+from fixtures.commands import Done, wait_for
+from steelyard.metrics.verify import verify
+
+DISKS = {"out": "2500k", "tmp": "24k"}
+
+
+def options(fault: Fault) -> list[str]:
+    launcher, _, size = fault.where.partition(" ")
+    nodes, devices = size.split("x")
+    asked = ["--accelerator", "cpu", "--devices", devices, *fault.options]
+    asked += ["--nodes", nodes] if launcher != "local" else []
+    return [*asked, "--set", "tune.compile=true"] if fault.phase.startswith("compile") else asked
+
+
+@contextmanager
+def small_disk(scene: Scene, which: str | None) -> Iterator[None]:
+    """A small file system of the records, or of the temporary files of the last host."""
+    if which is None:
+        yield
+        return
+    folder = {"out": scene.stage.out, "tmp": scene.stage.temporary}[which]
+    folder.mkdir(exist_ok=True)
+    here = partial(subprocess.run, capture_output=True, text=True, check=False)
+    run = here if scene.cluster is None else partial(scene.cluster.run, scene.cluster.hosts[-1])
+    assert run(["mount", "-t", "tmpfs", "-o", f"size={DISKS[which]}", "none", str(folder)]).returncode == 0
+    try:
+        yield
+        assert which == "out" or run(["find", str(folder), "-mindepth", "1"]).stdout == ""
+    finally:
+        assert run(["umount", str(folder)]).returncode == 0
+
+
+def params() -> list[object]:
+    marks = {True: (), False: (pytest.mark.long,)}
+    return [pytest.param(one.where, one, id=one.name, marks=marks[one.quick]) for one in FAULTS]
+
+
+@pytest.mark.parametrize("scene,fault", params(), indirect=["scene"])
+def test_fault(scene: Scene, fault: Fault, table: Table) -> None:
+    with small_disk(scene, fault.disk):
+        scene.start(fault.who, fault.phase, fault.act, fault.case, *options(fault))
+        assert scene.reached(), scene.ended(10).err
+        began = time.monotonic()
+        fault.deed(scene)
+        done = scene.ended(fault.bound_s + 60)
+        after_s = time.monotonic() - began
+        gone = wait_for(lambda: not scene.left(), fault.left_s or CHECKED)
+        left_s = time.monotonic() - began
+        assert gone, scene.left()
+        assert done.code == fault.exit, done.err
+        assert "Traceback" not in done.err, done.err
+        record = made(scene, fault, done)
+    seen_s = left_s if fault.exit < 0 else after_s  # a parent that is killed is gone at once
+    table.rows.append(Seen(fault.what, fault.phase, fault.where, seen_s, fault.bound_s, reason(fault, done), "none", record))
+    assert seen_s <= fault.bound_s
+
+
+def made(scene: Scene, fault: Fault, done: Done) -> str:
+    """Checks the record; says what it is."""
+    paths = scene.records()
+    if fault.code is None:
+        assert paths == []
+        assert len(done.lines) <= 2, done.err
+        return NO_RECORD
+    (path,) = paths
+    assert verify(path) == []
+    record = read(path)
+    assert (record["status"], record["reasons"][0]["code"]) == (fault.status, fault.code), (record["reasons"], done.err)
+    assert path.stem.endswith("-unfinished") == (fault.code == "unfinished")
+    if fault.rank is not None:
+        host = record["hosts"][fault.rank // record["plan"]["devices"]]["name"]
+        assert (record["failure"]["rank"], record["failure"]["host"]) == (fault.rank, host), record["failure"]
+    if fault.stacks:
+        stacks = record["failure"]["stacks"]
+        assert sorted(map(int, stacks)) == list(range(record["plan"]["nodes"] * record["plan"]["devices"]))
+        for text in stacks.values():
+            assert "(most recent call first):" in text
+            assert "worker.py" in text
+    return f"{WHOLE}, as unfinished" if fault.code == "unfinished" else WHOLE
+
+
+def reason(fault: Fault, done: Done) -> str:
+    return f"`{fault.code}`" if fault.code is not None else REFUSED if done.code == 2 else "no run"
