@@ -46,6 +46,11 @@ DONE = [rank(0, "done", 1.0), rank(1, "done", 2.0)]
         ([rank(1, "raised", 1.0, GLOO)], exits((0, -9, 1.5)), ("killed", f"rank 0 was ended by SIGKILL ({MEMORY})", 0)),
         ([rank(0, "raised", 1.0), rank(1, "running", 0.5)], exits((0, 1, 1.0)), ("raised", "rank 0: error 0", 0)),
         ([rank(0, "raised", 1.0, GLOO), rank(1, "ended", 1.5)], exits((0, 1, 1.0)), ("raised", f"rank 0: {GLOO}", 0)),
+        (
+            [rank(0, "raised", 1.0, GLOO), rank(1, "running", 0.5)],
+            exits((0, 1, 1.0), (1, 0, 0.9)),
+            ("killed", "rank 1 left no result; exit code 0", 1),
+        ),
         # One that somebody else told to end is a cause.
         (
             [rank(0, "raised", 1.2, GLOO), rank(1, "ended", 1.0)],

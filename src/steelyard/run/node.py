@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from steelyard.run import messages, processes, ranks
-from steelyard.run.clock import now
+from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
 from steelyard.run.messages import (
     TO_AGENT,
@@ -40,6 +40,7 @@ POLL_S = 0.1
 SEND_S = 1.0  # telemetry is sent so often
 OPEN_S = 60.0  # to hear the first message
 REACH_S = 5.0
+ALONE_S = 30.0  # to end without a parent: twice what ending needs
 LAST_S = 5.0  # for the parent to take the last words
 
 
@@ -212,10 +213,13 @@ def _reach(asked: Reach) -> str | None:
 
 
 def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
-    """All lines of the parent, then None. A line beyond the limit comes cut off, and is refused."""
+    """All lines of the parent, then None. A line beyond the limit comes cut off, and is refused. An agent that hangs, in a
+    driver or on a disk, would never see that None, and outlive its parent."""
     while line := stream.readline(messages.MAX_LINE_BYTES + 1):
         lines.put(line)
     lines.put(None)
+    sleep(ALONE_S)
+    os._exit(1)
 
 
 def main() -> None:

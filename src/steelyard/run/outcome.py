@@ -65,7 +65,8 @@ def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list
     done = {rank.rank for rank in ranks if rank.status == "done"}
     if len(done) == plan.world and not any(one.code for one in exits.values()):
         return Verdict(None)
-    dead = sorted((one for one in exits.values() if one.code), key=lambda one: (one.rank not in silent, one.at_s))
+    failed = [one for one in exits.values() if one.code or one.rank in silent]
+    dead = sorted(failed, key=lambda one: (one.rank not in silent, one.at_s))
     if not dead:
         rank = (silent or sorted(set(range(plan.world)) - done) or [0])[0]
         return Verdict("killed", f"{named(rank)} left no result; exit code 0", rank)

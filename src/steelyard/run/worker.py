@@ -4,7 +4,6 @@ Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK,
 It ends when its stdin is closed: then its agent is gone. It imports no framework itself: its engine's row names one.
 """
 
-import contextlib
 import errno
 import faulthandler
 import json
@@ -16,8 +15,6 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from steelyard import accelerators, engines, files
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job, Keep
@@ -25,7 +22,7 @@ from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
-from steelyard.run import folder
+from steelyard.run import folder, processes
 from steelyard.run.clock import now
 from steelyard.run.folder import Progress
 from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, time_of
@@ -39,6 +36,7 @@ CALIBRATE_S = 0.4
 EXCHANGES = 3
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PROGRESS_S = 0.1
+CHILDREN_S = 1.0  # for a compiler to take its temporary files away
 
 
 def main() -> None:
@@ -92,9 +90,7 @@ def _end_with_agent() -> None:
     """A worker outlives nobody: without its agent there is no one to tell. What it started ends with it."""
     while os.read(0, 1 << 10):
         pass
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    processes.end(lambda: processes.children(os.getpid()), CHILDREN_S)
     os._exit(3)
 
 
