@@ -34,11 +34,12 @@ def test_every_metric_is_documented():
 
 
 def test_every_reason_is_documented():
-    source = "".join(
-        (ROOT / "src/steelyard" / name).read_text() for name in ("metrics/validity.py", "run/outcome.py", "run/session.py")
-    )
+    files = ("metrics/validity.py", "run/outcome.py", "run/session.py", "run/node.py", "run/parent.py", "run/spec.py")
+    source = "".join((ROOT / "src/steelyard" / name).read_text() for name in files)
     codes = ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality")
-    for code in (*codes, "killed", "hang", "illegal_instruction"):
+    failures = ("killed", "stopped", "hang", "time_limit", "illegal_instruction", "disk_full", "network", "data_differ")
+    lost = ("agent_killed", "agent_ended", "connection_lost", "host_silent", "parent_silent", "parent_gone", "cancelled")
+    for code in (*codes, *failures, *lost, "not_started", "interrupted", "unfinished"):
         assert f'"{code}"' in source, code
         assert f"`{code}`" in DOCS["metrics.md"], code
     assert len(validity.RULES) == 9  # a new rule needs a new row in docs/metrics.md

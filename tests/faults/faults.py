@@ -15,7 +15,7 @@ LIMIT_S = 15.0
 
 # Seconds from a fault until the command has ended; docs/faults.md says what they are made of.
 END_S = 15.0
-STOPPED_S = END_S + 3.5
+STOPPED_S = END_S + 5.0
 SWEEP_S = END_S + 10.0
 SILENT_S = SILENCE_S + 30.0
 HANG_S = HANG_AFTER_S + 20.0
@@ -154,6 +154,24 @@ THROUGH_SLURM = [
 # The part that is run with all other tests: every kind of fault once, spread over the phases.
 QUICK = {
     "local 1x2, imports: rank 0: SIGKILL",
+    "local 1x2, join: rank 1: SIGSTOP",
+    "local 1x2, pass: agent: SIGKILL",
+    "local 1x2, evaluation: agent: SIGSTOP",
+    "local 1x2, checkpoint: rank 1: SIGKILL",
+    "local 1x2, pass: rank 0 hangs",
+    "local 1x2, pass: rank 1: NaN",
+    "local 1x2, pass: rank 1: disk full",
+    "local 1x2, pass: Ctrl-C twice, a rank ignores SIGTERM",
+    "local 1x2, record: parent: SIGKILL",
+    "ssh 2x1, pass: agent on node2: SIGKILL",
+    "ssh 2x1, pass: network of node2 cut",
+    "ssh 2x1, pass: sshd session on node2 killed",
+    "ssh 2x1, pass: parent: SIGKILL",
+    "slurm 2x1, pass: scancel",
+    "slurm 2x1, pass: slurmd and its steps on node2 killed",
 }
 
-FAULTS = [replace(one, quick=one.name in QUICK) for one in (*_matrix(), *ON_ONE_HOST, *THROUGH_SSH, *THROUGH_SLURM)]
+_EVERY = (*_matrix(), *ON_ONE_HOST, *THROUGH_SSH, *THROUGH_SLURM)
+FAULTS = [replace(one, quick=one.name in QUICK) for one in _EVERY]
+if unknown := QUICK - {one.name for one in FAULTS}:
+    raise ValueError(f"no such faults: {sorted(unknown)}")

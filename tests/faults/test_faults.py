@@ -15,7 +15,7 @@ from faults.table import NO_RECORD, REFUSED, WHOLE, Seen, Table
 from fixtures.commands import Done, wait_for
 from steelyard.metrics.verify import verify
 
-DISKS = {"out": "2500k", "tmp": "24k"}
+DISKS = {"out": "2500k", "tmp": "16k"}
 
 
 def options(fault: Fault) -> list[str]:
