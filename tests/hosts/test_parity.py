@@ -93,6 +93,7 @@ def flat(table: Any, place: str = "") -> dict[str, Any]:
     return {name: value for key, inner in pairs for name, value in flat(inner, f"{place}/{key}").items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [DP4, TP2PP2, MMLU, *LONG], ids=named)
 def test_two_hosts_answer_as_one_process(runs: Runs, one_process: Callable[[Asked], Record], asked: Asked) -> None:
     record, alone = double(runs, asked, *HOSTS), one_process(asked)

@@ -30,6 +30,7 @@ def engine(runs: Runs, package: str) -> dict[str, str]:
     return {"PYTHONPATH": path}
 
 
+@pytest.mark.full
 def test_ssh_recipe(runs: Runs) -> None:
     """Hosts that answer without a question, then a sweep over one and two of them."""
     recipes.write_site(runs, "ssh")
@@ -52,6 +53,7 @@ def losses(record: Record) -> list[float]:
     return [*(record["restarts"][0]["losses"] if record["restarts"] else []), *own]
 
 
+@pytest.mark.full
 def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
     """A rank on node2 is killed after a checkpoint, in a pipeline over both hosts; one process goes on. In float64."""
     path = engine(runs, "double_engine")

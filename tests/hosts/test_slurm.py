@@ -95,6 +95,7 @@ def test_a_wait_in_the_queue_can_be_interrupted(runs: Runs, slurm: Slurm) -> Non
     assert (runs.records(), runs.left()) == ([], [])
 
 
+@pytest.mark.full
 def test_the_allocation_around_a_command_is_used(runs: Runs, slurm: Slurm) -> None:
     done = finish(recipe(runs, "salloc"))
     assert done.code == 0, done.err
@@ -102,6 +103,7 @@ def test_the_allocation_around_a_command_is_used(runs: Runs, slurm: Slurm) -> No
     sole_record(runs, slurm)
 
 
+@pytest.mark.full
 def test_a_batch_script(runs: Runs, slurm: Slurm) -> None:
     script = runs.folder / "job.sh"
     script.write_text(recipes.block("sh", "#SBATCH"))
