@@ -169,7 +169,6 @@ QUICK = {
     "ssh 2x1, pass: sshd session on node2 killed",
     "ssh 2x1, pass: parent: SIGKILL",
     "slurm 2x1, pass: scancel",
-    "slurm 2x1, pass: slurmd and its steps on node2 killed",
 }
 
 _EVERY = (*_matrix(), *ON_ONE_HOST, *THROUGH_SSH, *THROUGH_SLURM)

@@ -129,9 +129,13 @@ class Session:
                 return wrong
             if failed is None and any(one.stopped or one.code for one in self.heard.exits.values()):
                 failed = now()
-            if failed is not None and now() - failed > SETTLE_S:
+            if failed is not None and now() - failed > SETTLE_S and self._all_heard_since(failed):
                 return Verdict(None)
         return self._lost() or Verdict(None)
+
+    def _all_heard_since(self, at_s: float) -> bool:
+        """A rank also fails because a host is lost: every other host must have been heard of after that."""
+        return all(one.bye is not None or one.closed or one.heard_s > at_s for one in self.connections)
 
     def _listen(self) -> None:
         """One message, or a moment without; and the heartbeat."""
