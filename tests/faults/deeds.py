@@ -44,7 +44,7 @@ def stop_command_for_long(scene: Scene) -> None:
 
 
 def cut(host: str) -> Deed:
-    return lambda scene: scene.cluster.cut(host)
+    return lambda scene: scene.cut(host)
 
 
 def kill_sshd(host: str) -> Deed:

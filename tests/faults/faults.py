@@ -15,7 +15,7 @@ LIMIT_S = 15.0
 
 # Seconds from a fault until the command has ended; docs/faults.md says what they are made of.
 END_S = 15.0
-STOPPED_S = END_S + 3.5
+STOPPED_S = END_S + 5.0
 SWEEP_S = END_S + 10.0
 SILENT_S = SILENCE_S + 30.0
 HANG_S = HANG_AFTER_S + 20.0
@@ -66,6 +66,7 @@ def _matrix() -> list[Fault]:
 
 
 PARENT_KILLED = {"exit": -KILL, "left_s": END_S}
+ALONE = {"exit": -KILL, "bound_s": 40.0, "left_s": 40.0}
 HANGS = {"bound_s": HANG_S, "options": ("--hang-after", f"{HANG_AFTER_S:g}"), "stacks": True}
 CAUSE = {"rank": 1}
 
@@ -73,7 +74,7 @@ ON_ONE_HOST = [
     Fault("agent: SIGKILL", "preflight", LOCAL, None, deeds.rank(KILL), who="agent", exit=2),
     Fault("agent: SIGSTOP", "preflight", LOCAL, None, deeds.rank(STOP), bound_s=100.0, who="agent", exit=2),
     Fault("Ctrl-C", "preflight", LOCAL, None, deeds.command(INT), who="agent"),
-    Fault("parent: SIGKILL", "preflight", LOCAL, None, deeds.command(KILL), who="agent", **PARENT_KILLED),
+    Fault("parent: SIGKILL, the agent hangs", "preflight", LOCAL, None, deeds.command(KILL), who="agent", **ALONE),
     Fault("rank 1: SIGTERM", "pass", LOCAL, "killed", deeds.rank(TERM), **CAUSE),
     Fault("rank 1: segmentation fault", "pass", LOCAL, "killed", act="segfault", **CAUSE),
     Fault("rank 1: illegal instruction", "pass", LOCAL, "illegal_instruction", act="illegal", **CAUSE),

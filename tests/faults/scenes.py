@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ class Scene:
     waiting: int = 0
     above: int = 0
     command: "subprocess.Popen[str] | None" = None
+    were_cut: list[str] = field(default_factory=list)
 
     @property
     def mark(self) -> Path:
@@ -137,7 +138,13 @@ class Scene:
         return [*self.stage.left(), *files, *self.jobs()]
 
     def jobs(self) -> list[str]:
-        return [] if self.slurm is None else self.slurm("squeue", "--noheader", "--format=%i").split()
+        """Those that have hosts, or wait for some. One that is completing has been given back, and waits for a lost host."""
+        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
+        return [] if self.slurm is None else self.slurm("squeue", "--noheader", "--format=%i", states).split()
+
+    def cut(self, host: str) -> None:
+        self.cluster.cut(host)
+        self.were_cut.append(host)
 
     def started_by_command(self, program: str) -> list[int]:
         return [one.pid for one in psutil.Process(self.command.pid).children() if one.name() == program]

@@ -23,10 +23,10 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
 
 
-def end_with_parent() -> None:
-    """Linux, in a child before it becomes another program: SIGTERM, should the thread that started it be gone."""
+def hang_up_with_parent() -> None:
+    """Linux, in a child before it becomes another program: SIGHUP, should the thread that started it be gone."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGHUP, 0, 0, 0)
 
 
 def family(mark: str, root: int | None = None) -> list[psutil.Process]:

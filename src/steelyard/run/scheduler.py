@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ def allocated(site: Site, nodes: int, waiting: Waiting | None = None) -> Iterato
             stdout=subprocess.PIPE,
             stderr=said,
             start_new_session=True,
-            preexec_fn=processes.end_with_parent,  # a wait in the queue does not see its stdin closed
+            preexec_fn=processes.hang_up_with_parent,  # a wait in the queue does not see its stdin closed
         )
         job = None
         try:
@@ -85,8 +86,9 @@ def _granted(process: subprocess.Popen[bytes], said: IO[bytes], waiting: Waiting
 
 
 def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
-    """Close its stdin: salloc's command ends and the hosts are given back. A wait in the queue is cancelled by SIGTERM, and a
-    job whose salloc was killed by its number."""
+    """Close its stdin: salloc's command ends and the hosts are given back. A wait in the queue is cancelled by SIGHUP, and a
+    job whose salloc was killed by its number. Any other signal, at the moment when its command ends, can leave salloc in an
+    endless loop (22.05)."""
     if process.poll() is not None and job is not None:
         with suppress(RequestError):
             _ask("scancel", job)
@@ -95,7 +97,7 @@ def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
     try:
         process.wait(2.0)
     except subprocess.TimeoutExpired:
-        process.terminate()
+        process.send_signal(signal.SIGHUP)
         try:
             process.wait(10.0)
         except subprocess.TimeoutExpired:
