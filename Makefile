@@ -2,6 +2,7 @@
 # make test   sets up, runs the fast tests
 # make check  lint, types and all tests, as CI runs it
 # make long   the tests that take longer than CI may
+# make faults every fault of docs/faults.md, and its table anew
 # make gpu-test  the tests that need a device, on a machine that has one
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check long gpu-test lint types clean
+.PHONY: setup run test check long faults gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -40,6 +41,9 @@ check: lint types
 
 long: setup
 	$(BIN)/python -m pytest -m long
+
+faults: setup
+	FAULTS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/faults -m "not gpu"
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
