@@ -35,6 +35,7 @@ def pytest_configure() -> None:
 # Files that take longest, first: the others fill what is left of the time.
 LONGEST = (
     "ranks/test_train",
+    "faults/",
     "run/",
     "real/",
     "hosts/",

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from hosts.conftest import cluster, slurm  # noqa: F401  first: it prepares what others import
+
+# isort: split
 from faults.faults import LOCAL, SLURM
 from faults.scenes import INSIDE, LONE, Elsewhere, Here, Scene
 from faults.table import Table
 from fixtures.commands import Shell
-from hosts.conftest import cluster, slurm  # noqa: F401
 from hosts.runs import Runs
 
 

@@ -154,21 +154,27 @@ THROUGH_SLURM = [
 
 # The part that is run with all other tests: every kind of fault once, spread over the phases.
 QUICK = {
+    "local 1x2, preflight: Ctrl-C",
     "local 1x2, imports: rank 0: SIGKILL",
     "local 1x2, join: rank 1: SIGSTOP",
-    "local 1x2, pass: agent: SIGKILL",
-    "local 1x2, evaluation: agent: SIGSTOP",
-    "local 1x2, checkpoint: rank 1: SIGKILL",
+    "local 1x2, data: agent: SIGKILL",
+    "local 1x2, weights: rank 1: out of host memory",
+    "local 1x2, compile: rank 0: SIGKILL",
+    "local 1x2, warm-up: rank 1: SIGKILL",
+    "local 1x2, pass: agent: SIGSTOP",
     "local 1x2, pass: rank 0 hangs",
     "local 1x2, pass: rank 1: NaN",
-    "local 1x2, pass: rank 1: disk full",
     "local 1x2, pass: Ctrl-C twice, a rank ignores SIGTERM",
-    "local 1x2, record: parent: SIGKILL",
+    "local 1x2, evaluation: rank 1: SIGKILL",
+    "local 1x2, checkpoint: disk of the records full",
+    "local 1x2, checkpoint: parent: SIGKILL",
+    "local 1x2, record: rank 1: SIGKILL",
     "ssh 2x1, pass: agent on node2: SIGKILL",
     "ssh 2x1, pass: network of node2 cut",
     "ssh 2x1, pass: sshd session on node2 killed",
-    "ssh 2x1, pass: parent: SIGKILL",
+    "ssh 2x1, pass: disk full on node2",
     "slurm 2x1, pass: scancel",
+    "slurm 2x1, pass: parent: SIGKILL",
 }
 
 _EVERY = (*_matrix(), *ON_ONE_HOST, *THROUGH_SSH, *THROUGH_SLURM)

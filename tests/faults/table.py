@@ -5,11 +5,14 @@ from pathlib import Path
 
 BEGIN, END = "<!-- what was seen -->\n", "<!-- end -->\n"
 REFUSED, WHOLE, NO_RECORD = "refused, exit code 2", "whole", "none: nothing was started"
+WHERE = ("local", "ssh", "slurm")
 HEAD = ("fault", "phase", "where", "detected after", "bound", "reason", "orphans", "record")
 
 
 @dataclass(frozen=True)
 class Seen:
+    """A row: what must come of a fault has come of it."""
+
     what: str
     phase: str
     where: str
@@ -29,7 +32,9 @@ class Table:
     rows: list[Seen] = field(default_factory=list)
 
     def markdown(self) -> str:
-        lines = [HEAD, ("---",) * len(HEAD), *(row.cells() for row in self.rows)]
+        """One host first; then in the order in which they were seen."""
+        rows = sorted(self.rows, key=lambda row: WHERE.index(row.where.partition(" ")[0]))
+        lines = [HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows)]
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
     def write(self, path: Path) -> None:
@@ -37,3 +42,9 @@ class Table:
         before, _, rest = path.read_text().partition(BEGIN)
         after = rest.partition(END)[2]
         path.write_text(f"{before}{BEGIN}{self.markdown()}{END}{after}")
+
+
+def cells(path: Path) -> list[tuple[str, ...]]:
+    """The rows of the table in a document."""
+    text = path.read_text().partition(BEGIN)[2].partition(END)[0]
+    return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in text.splitlines()[2:]]

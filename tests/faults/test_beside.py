@@ -21,7 +21,7 @@ long = pytest.mark.long
 @pytest.mark.parametrize(
     "scene,options,host",
     [
-        pytest.param(LOCAL, ("--devices", "2"), "localhost", id=LOCAL),
+        pytest.param(LOCAL, ("--devices", "2"), "localhost", id=LOCAL, marks=pytest.mark.full),
         pytest.param(SSH, ("--nodes", "2"), "node1", id=SSH, marks=long),
         pytest.param(SLURM, ("--nodes", "2"), "node1", id=SLURM, marks=long),
     ],

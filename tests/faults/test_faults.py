@@ -46,8 +46,8 @@ def small_disk(scene: Scene, which: str | None) -> Iterator[None]:
 
 
 def params() -> list[object]:
-    marks = {True: (), False: (pytest.mark.long,)}
-    return [pytest.param(one.where, one, id=one.name, marks=marks[one.quick]) for one in FAULTS]
+    mark = {True: pytest.mark.full, False: pytest.mark.long}
+    return [pytest.param(one.where, one, id=one.name, marks=mark[one.quick]) for one in FAULTS]
 
 
 @pytest.mark.parametrize("scene,fault", params(), indirect=["scene"])

@@ -51,6 +51,8 @@ DONE = [rank(0, "done", 1.0), rank(1, "done", 2.0)]
             exits((0, 1, 1.0), (1, 0, 0.9)),
             ("killed", "rank 1 left no result; exit code 0", 1),
         ),
+        # But where that one did not end, the error is all there is to say.
+        ([rank(0, "raised", 1.0, GLOO), rank(1, "running", 0.5)], exits((0, 1, 1.0)), ("raised", f"rank 0: {GLOO}", 0)),
         # One that somebody else told to end is a cause.
         (
             [rank(0, "raised", 1.2, GLOO), rank(1, "ended", 1.0)],

@@ -60,13 +60,13 @@ def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list
     told = {rank.rank for rank in ranks if rank.status != "running" and not (rank.status == "ended" and rank.rank in exits)}
     silent = [one for one in range(plan.world) if one not in told]
     cause = min(broken, key=lambda rank: rank.ended_s, default=None)
-    if cause is not None and not (silent and PEER_LOST.search(str(cause.error))):
+    lost = sorted((one for one in exits.values() if one.rank in silent), key=lambda one: one.at_s)
+    if cause is not None and not (lost and PEER_LOST.search(str(cause.error))):
         return Verdict(cause.status, f"{named(cause.rank)}: {cause.error}", cause.rank)
     done = {rank.rank for rank in ranks if rank.status == "done"}
     if len(done) == plan.world and not any(one.code for one in exits.values()):
         return Verdict(None)
-    failed = [one for one in exits.values() if one.code or one.rank in silent]
-    dead = sorted(failed, key=lambda one: (one.rank not in silent, one.at_s))
+    dead = lost or sorted((one for one in exits.values() if one.code), key=lambda one: one.at_s)
     if not dead:
         rank = (silent or sorted(set(range(plan.world)) - done) or [0])[0]
         return Verdict("killed", f"{named(rank)} left no result; exit code 0", rank)

@@ -119,6 +119,7 @@ class Session:
     def wait(self, hang_s: float, limit_s: float | None, watch: Watch | None) -> Verdict:
         """Until every agent has said its last word, or something is wrong. Says what; a rank that failed says it itself."""
         begun, failed = now(), None
+        asked: list[tuple[Connection, int]] = []
         while not all(one.bye is not None for one in self.connections):
             self._listen()
             if watch is not None and self.heard.progress is not None:
@@ -128,14 +129,20 @@ class Session:
             if wrong is not None:
                 return wrong
             if failed is None and any(one.stopped or one.code for one in self.heard.exits.values()):
-                failed = now()
-            if failed is not None and now() - failed > SETTLE_S and self._all_heard_since(failed):
+                failed, asked = now(), self._ask()
+            if failed is not None and now() - failed > SETTLE_S and self._answered(asked):
                 return Verdict(None)
         return self._lost() or Verdict(None)
 
-    def _all_heard_since(self, at_s: float) -> bool:
-        """A rank also fails because a host is lost: every other host must have been heard of after that."""
-        return all(one.bye is not None or one.closed or one.heard_s > at_s for one in self.connections)
+    def _ask(self) -> list[tuple[Connection, int]]:
+        """Ping every host now; with each the number of answers that it then has given."""
+        for one in self.connections:
+            one.ping(at_once=True)
+        return [(one, one.pings) for one in self.connections]
+
+    def _answered(self, asked: list[tuple[Connection, int]]) -> bool:
+        """Whether all have. A rank also fails when the host of another is lost, which does not answer and is the cause."""
+        return all(one.bye is not None or one.pongs >= pings for one, pings in asked)
 
     def _listen(self) -> None:
         """One message, or a moment without; and the heartbeat."""

@@ -1,0 +1,55 @@
+"""The table in docs/faults.md is of the faults that there are."""
+
+from pathlib import Path
+
+from faults.faults import FAULTS, PHASES, QUICK
+from faults.table import Seen, Table, cells
+
+DOCS = Path(__file__).parents[2] / "docs"
+BESIDE = {
+    *(("two runs on the same devices", "preflight", where) for where in ("local 1x2", "ssh 2x1", "slurm 2x1")),
+    *((what, "queue", "slurm 2x1") for what in ("Ctrl-C", "Ctrl-C twice", "parent: SIGKILL")),
+}
+
+
+def test_every_fault_was_seen() -> None:
+    seen = {row[:3]: row for row in cells(DOCS / "faults.md")}
+    assert set(seen) == {(one.what, one.phase, one.where) for one in FAULTS} | BESIDE
+    for one in FAULTS:
+        row = seen[one.what, one.phase, one.where]
+        assert row[4] == f"{one.bound_s:.0f} s"
+        assert one.code is None or row[5] == f"`{one.code}`"
+    for row in seen.values():
+        after_s, bound_s = (float(cell.removesuffix(" s")) for cell in row[3:5])
+        assert after_s <= bound_s
+        assert row[6] == "none"
+
+
+def test_every_reason_is_explained() -> None:
+    for code in {one.code for one in FAULTS if one.code is not None}:
+        assert f"`{code}`" in (DOCS / "faults.md").read_text().partition("## What was seen")[0], code
+        assert f"| `{code}` |" in (DOCS / "metrics.md").read_text(), code
+
+
+def test_every_phase_has_every_fault() -> None:
+    """Of a rank and of the agent, killed and stopped; and a part of all is run with the other tests."""
+    found = {(one.what, one.phase) for one in FAULTS if one.where == "local 1x2"}
+    for phase in PHASES:
+        for who in ("rank 0", "rank 1", "agent"):
+            assert {(f"{who}: SIGKILL", phase), (f"{who}: SIGSTOP", phase)} <= found
+    assert {one.name for one in FAULTS if one.quick} == QUICK
+    assert len({one.name for one in FAULTS}) == len(FAULTS)
+
+
+def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
+    path = tmp_path / "faults.md"
+    path.write_text("before\n<!-- what was seen -->\nold\n<!-- end -->\nafter\n")
+    there = Seen("a", "pass", "ssh 2x1", 1.26, 15.0, "`killed`", "none", "whole")
+    here = Seen("b", "join", "local 1x2", 0.0, 15.0, "`killed`", "none", "whole")
+    Table([there, here]).write(path)
+    lines = path.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    assert cells(path) == [
+        ("b", "join", "local 1x2", "0.0 s", "15 s", "`killed`", "none", "whole"),
+        ("a", "pass", "ssh 2x1", "1.3 s", "15 s", "`killed`", "none", "whole"),
+    ]
