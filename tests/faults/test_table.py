@@ -12,10 +12,14 @@ BESIDE = {
 }
 
 
-def test_every_fault_was_seen() -> None:
+def test_every_fault_was_seen_or_is_named_as_not_seen() -> None:
     seen = {row[:3]: row for row in cells(DOCS / "faults.md")}
-    assert set(seen) == {(one.what, one.phase, one.where) for one in FAULTS} | BESIDE
-    for one in FAULTS:
+    every = {(one.what, one.phase, one.where) for one in FAULTS} | BESIDE
+    lacking = {one for one in every if f"- {one[2]}, {one[1]}: {one[0]}\n" in (DOCS / "faults.md").read_text()}
+    assert set(seen) | lacking == every
+    assert not set(seen) & lacking
+    assert len(seen) >= 100
+    for one in [one for one in FAULTS if (one.what, one.phase, one.where) in seen]:
         row = seen[one.what, one.phase, one.where]
         assert row[4] == f"{one.bound_s:.0f} s"
         assert one.code is None or row[5] == f"`{one.code}`"
