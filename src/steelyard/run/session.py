@@ -26,6 +26,7 @@ REACH_S = 15.0
 SETTLE_S = 0.5  # after the first rank failed: those that failed with it can still say so
 STOP_S = 20.0  # for agents to end their workers, kindly and then for certain
 SWEEP_S = 15.0
+STALLED_S = 2.0  # between two looks: this process itself was stopped
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Session:
         self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
         self.connections: list[Connection] = []
         self._stopping = False
+        self._awake_s = now()
 
     def open(self, asked: Open) -> dict[str, Hello]:
         """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
@@ -145,7 +147,11 @@ class Session:
         return all(one.bye is not None or one.pongs >= pings for one, pings in asked)
 
     def _listen(self) -> None:
-        """One message, or a moment without; and the heartbeat."""
+        """One message, or a moment without; and the heartbeat. What was said while this process was stopped is heard first."""
+        if now() - self._awake_s > STALLED_S:
+            for one in self.connections:
+                one.heard_s = now()
+        self._awake_s = now()
         for one in self.connections:
             if one.bye is None and not one.closed:
                 one.ping()
