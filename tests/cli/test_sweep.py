@@ -132,7 +132,7 @@ def carried(monkeypatch: pytest.MonkeyPatch, smoke: dict[str, Path]) -> list[Rea
     done: list[Ready] = []
     real = record.read(smoke["closed"])
 
-    def run_case(one: Ready, watch: Any = None) -> tuple[Record, Path]:
+    def run_case(one: Ready, *more: object) -> tuple[Record, Path]:
         done.append(one)
         status, reasons = STATUSES.get(len(done), ("valid", []))
         made = real.model_copy(update={"status": status, "reasons": reasons, "id": f"{len(done):032}", "plan": one.plan})
