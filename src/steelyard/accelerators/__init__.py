@@ -7,7 +7,7 @@ point names an `Accelerator`.
 import os
 
 from steelyard import plugins
-from steelyard.accelerators import cpu, nvml
+from steelyard.accelerators import cpu, nvml, variables
 from steelyard.accelerators.peaks import Peak, shipped
 from steelyard.accelerators.row import Accelerator, Found
 from steelyard.errors import RequestError
@@ -25,7 +25,7 @@ CUDA = Accelerator(
     sources=nvml.sources,
     free=nvml.free,
     devices={"torch": "steelyard.accelerators.cuda_torch:Device"},
-    variables=("CUBLAS_", "CUDA_", "CUDNN_", "NCCL_", "NVIDIA_TF32_OVERRIDE"),
+    variables=(*variables.CUDA, *variables.NCCL),
 )
 CPU = Accelerator(
     name="cpu",
@@ -34,7 +34,7 @@ CPU = Accelerator(
     free=lambda found: [cpu.free()],
     devices={"torch": "steelyard.accelerators.cpu_torch:Device"},
     divisible=True,
-    variables=("DNNL_", "GLOO_", "KMP_", "MKL_", "OMP_", "ONEDNN_"),
+    variables=variables.CPU,
     environment=cpu.environment,
 )
 

@@ -87,7 +87,7 @@ class Accelerator:
     devices: Mapping[str, str]  # framework → `module:Class` that a worker makes
     divisible: bool = False  # several workers may share one device
     peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
-    variables: tuple[str, ...] = ()  # names, or beginnings of names ending in "_", of variables that can change a result
+    variables: tuple[str, ...] = ()  # full names of variables that can change a result: a record keeps their values
     free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)  # bytes of their memory, now
     environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for its workers, by what matmuls run in
 

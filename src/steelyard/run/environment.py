@@ -14,6 +14,7 @@ import psutil
 
 from steelyard import __version__
 from steelyard.accelerators import peak, table
+from steelyard.accelerators import variables as names
 from steelyard.accelerators.cpu import model_name
 from steelyard.accelerators.row import Accelerator, Found
 from steelyard.record.facts import DeviceFacts, Environment, Hardware, PeakFacts, Software, SourceFacts
@@ -43,9 +44,6 @@ CONTAINER_FILES = {
 }
 # What it leaves in the names of control groups.
 CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
-
-# Beginnings of the names of variables that workers inherit and that can change a result, beside those of accelerators.
-VARIABLES = ("PYTORCH_", "TORCH")
 
 GIT_TIMEOUT_S = 10.0
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -129,7 +127,7 @@ def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
 
 
 def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
-    known = (*VARIABLES, *(name for row in table().values() for name in row.variables))
+    allowed = frozenset(names.TORCH).union(*(row.variables for row in table().values()))
     return Software(
         os=_os_name(),
         kernel=platform.release(),
@@ -139,13 +137,8 @@ def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
         packages=packages(),
         cuda=None,
         cudnn=None,
-        variables={name: value for name, value in sorted(variables.items()) if _tells(name, known)},
+        variables={name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)},
     )
-
-
-def _tells(name: str, known: tuple[str, ...]) -> bool:
-    """Whether a variable can change a result. Places of files cannot, and are nobody's business."""
-    return name.startswith(known) and not name.endswith(("_DIR", "_HOME", "_PATH", "_FILE"))
 
 
 def _os_name() -> str:

@@ -1,0 +1,41 @@
+"""What a record tells of the environment: names on a list, and never a secret."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard import accelerators
+from steelyard.accelerators import CPU, CUDA, variables
+from steelyard.case.case import ENV
+from steelyard.run import environment
+
+
+def kept(inherited: dict[str, str]) -> dict[str, str]:
+    return environment.of_host(CPU, [], inherited).software.variables
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCHX_API_TOKEN", "NCCL_AUTH_TOKEN", "PYTORCH_INDEX_PASSWORD", "CUDA_REGISTRY", "TORCH_EXTENSIONS_DIR", "OMP_MINE"]
+)
+def test_a_common_beginning_is_not_enough(name: str) -> None:
+    assert kept({name: "hunter2", "NCCL_ALGO": "Ring"}) == {"NCCL_ALGO": "Ring"}
+
+
+@pytest.mark.parametrize("word", ["TOKEN", "Key", "secret", "PASSWORD", "AUTH", "CREDENTIALS"])
+def test_no_row_makes_a_secret_kept(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"ABACUS_{word}_OF_MINE"
+    row = replace(CPU, name="abacus", variables=("ABACUS_BEADS", "ABACUS_", name))
+    monkeypatch.setattr(environment, "table", lambda: {**accelerators.table(), "abacus": row})
+    inherited = {name: "hunter2", "ABACUS_BEADS": "10", "ABACUS_OTHER": "a beginning names nothing"}
+    assert kept(inherited) == {"ABACUS_BEADS": "10"}
+
+
+def test_what_a_tune_may_set_is_kept() -> None:
+    assert set(kept(dict.fromkeys(ENV, "1"))) == ENV
+
+
+def test_lists_hold_names_that_are_kept_and_none_twice() -> None:
+    every = [*variables.CUDA, *variables.NCCL, *variables.CPU, *variables.TORCH]
+    assert sorted(set(every)) == sorted(every)
+    assert [name for name in every if not variables.kept(name, frozenset(every))] == []
+    assert {*CUDA.variables, *CPU.variables} == set(every) - set(variables.TORCH)
