@@ -2,13 +2,28 @@
 
 import json
 import os
+import re
 import sys
 from typing import Any
 
 from steelyard.errors import LostError
 
+# What steers a terminal or changes how the text around it looks: controls but tab and line feed, marks without a width,
+# overrides of the direction, line separators, and halves of characters, which no encoding has.
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    "\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def escaped(text: str) -> str:
+    """The text as it may be printed: titles, names of files and errors come from strangers. What is escaped is written as
+    JSON writes it, so that JSON stays JSON with the same value."""
+    return _STEERING.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
 
 def answer(text: str) -> None:
+    text = escaped(text)
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         sys.stdout.flush()
@@ -21,7 +36,7 @@ def answer(text: str) -> None:
 
 
 def say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{escaped(text)}\n")
 
 
 def dump(value: Any) -> None:
@@ -30,7 +45,8 @@ def dump(value: Any) -> None:
 
 def one_line(text: object) -> str:
     """Names and values in a text come from files and command lines, and may hold anything."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    shown = escaped(" ".join(str(text).split()))
+    return "".join(c if c.isprintable() else " " for c in shown)
 
 
 def plain(value: Any) -> str:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from steelyard.cli.out import one_line
 from steelyard.run.session import PhaseProgress
 
 BAR = 24
@@ -16,7 +17,7 @@ class Display:
     """One line that changes while a run goes on; nothing at all where there is no terminal."""
 
     def __init__(self, console: Console, label: str) -> None:
-        self._label = label
+        self._label = one_line(label)
         self._live = Live(Text(""), console=console, transient=True, refresh_per_second=8) if console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -35,12 +36,12 @@ class Display:
 
 def line(progress: PhaseProgress) -> str:
     """A progress as text."""
-    spent = clock(progress.elapsed_s)
+    spent, phase = clock(progress.elapsed_s), one_line(progress.phase)
     if progress.total <= 0:
-        return f"{progress.phase}  {spent}"
+        return f"{phase}  {spent}"
     filled = min(BAR, BAR * progress.done // progress.total)
     bar = "━" * filled + "╌" * (BAR - filled)
-    share = f"{progress.phase}  {bar}  {progress.done}/{progress.total}"
+    share = f"{phase}  {bar}  {progress.done}/{progress.total}"
     if progress.done == 0 or progress.elapsed_s <= 0:
         return f"{share}  {spent}"
     rate = progress.done / progress.elapsed_s

@@ -87,9 +87,9 @@ def verify(records: Records, as_json: Json = False) -> int:
         dump({"records": [asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found]})
     else:
         for one in found:
-            answer(f"{'WRONG' if one.wrong else 'ok'}  {one.path}")
+            answer(f"{'WRONG' if one.wrong else 'ok'}  {one_line(one.path)}")
             for line in (*one.wrong, *one.remarks):
-                answer(f"  {line}")
+                answer(f"  {one_line(line)}")
     return 1 if any(one.wrong for one in found) else 0
 
 

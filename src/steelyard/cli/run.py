@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
-from steelyard.cli.out import answer, dump, say
+from steelyard.cli.out import answer, dump, one_line, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ def carry_out(one: "Ready", console: "Console", allocation: "Allocation | None")
     if not console.quiet:
         say(f"{made.status}: {path}")
         for reason in made.reasons:
-            say(f"  {reason.code}: {reason.text}")
+            say(f"  {one_line(f'{reason.code}: {reason.text}')}")
     return made
 
 

@@ -1,0 +1,67 @@
+"""Nothing that is printed steers a terminal: not a title, a file's name, an error's text or a worker's progress."""
+
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fixtures.commands import Shell
+from steelyard.cli import out
+from steelyard.cli.progress import Display
+from steelyard.run.session import PhaseProgress
+
+HOSTILE = "a\x1b]0;owned\x07b\x9b31mc\x7f\u202ed\u2066e\ud800f\rg"
+ESCAPED = "a\\u001b]0;owned\\u0007b\\u009b31mc\\u007f\\u202ed\\u2066e\\ud800f\\rg"
+STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff]")
+
+
+def test_answers_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    out.answer(f"{HOSTILE}\n\tsecond line, é 中 ━")
+    out.say(HOSTILE)
+    got = capsys.readouterr()
+    assert got.out == f"{ESCAPED}\n\tsecond line, é 中 ━\n"
+    assert got.err == f"{ESCAPED}\n"
+
+
+def test_one_line_is_one_and_says_what_stood_there() -> None:
+    assert out.one_line("a\x1b[2J\n\tb\u202ec\u2028d") == "a\\u001b[2J b\\u202ec d"
+
+
+def test_json_keeps_its_own_escaping_and_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {HOSTILE: [f"{HOSTILE}\n\t\U000e0041 中 \\ \""]}
+    out.dump(value)
+    text = capsys.readouterr().out
+    assert not STEERING.search(text)
+    assert json.loads(text) == value
+    assert "中" in text
+
+
+def test_progress_is_escaped() -> None:
+    seen = io.StringIO()
+    console = Console(file=seen, force_terminal=True, width=200, color_system=None)
+    with Display(console, HOSTILE) as display:
+        display.show(PhaseProgress(f"infer\n{HOSTILE}", 1, 2, 1.0))
+    text = re.sub("\x1b\\[[0-9?]*[A-Za-z]|\r", "", seen.getvalue())  # what rich itself writes
+    line = ESCAPED.replace("\\r", " ")
+    assert f"{line}  infer {line}" in text
+    assert not STEERING.search(text)
+
+
+def test_a_title_and_a_files_name_come_out_escaped(shell: Shell, tmp_path: Path) -> None:
+    from importlib import resources
+
+    name = os.fsdecode(b"x\x1b[31m\x9b\xe2\x80\xae.toml")
+    case = (resources.files("steelyard") / "cases/llama2-7b-mmlu.toml").read_text()
+    path = tmp_path / name
+    path.write_text(re.sub(r"(?m)^title = .*$", 'title = "red \\\\u001b[31m \\\\u202e title"', case, count=1))
+    done = shell("show", path)
+    assert "red \\u001b[31m \\u202e title" in done.out
+    assert not STEERING.search(done.out + done.err)
+    done = shell("verify", tmp_path / f"{name}.absent")
+    assert done.code == 2
+    assert "x\\u001b[31m" in done.err
+    assert not STEERING.search(done.out + done.err)
