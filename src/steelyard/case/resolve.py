@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from steelyard import tasks
 from steelyard.case.case import Case, Falling, Gate, Target, Tune
-from steelyard.case.precision import PRESETS
+from steelyard.case.precision import PRESETS, name_of
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
 from steelyard.errors import RequestError
@@ -127,6 +127,10 @@ def changed_question(origins: dict[str, str]) -> list[str]:
 
 def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
     question = table.get("question")
+    if isinstance(question, dict) and isinstance(question.get("precision"), dict):
+        own = question["precision"]  # whatever it calls itself: a preset's name is only its own
+        question["precision"] = {**own, "name": name_of(str(question.get("kind")), own)}
+        origins["question.precision.name"] = "of its parts"
     if not isinstance(question, dict) or not isinstance(question.get("precision"), str):
         return
     presets = PRESETS.get(str(question.get("kind")), {})
