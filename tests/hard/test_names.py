@@ -1,14 +1,22 @@
 """Names that mean one thing: a preset's precision, and a shipped case."""
 
+import re
+from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from fixtures.cases import OWN, own
-from fixtures.records import changed, published
+from fixtures.commands import SMOKE, Shell
+from fixtures.records import RESULTS, changed, published
+from steelyard import report
 from steelyard.case.precision import PRESETS, name_of
 from steelyard.case.resolve import names, resolve
 from steelyard.metrics import verify
+from steelyard.metrics.shipped import modified
+from steelyard.record import record
+from steelyard.report.runs import by_case
 
 CASE = "llama2-7b-mmlu"
 
@@ -60,3 +68,52 @@ def test_a_record_that_calls_fp16_fp32_does_not_verify(tmp_path: Path) -> None:
         table["case"]["key"] = verify.key_of(table["case"]["question"], table["data"]["fingerprint"])
 
     assert "the precision is called fp32, and is matmul fp16, weights fp32" in verify.verify(changed(path, lie))
+
+
+def no_gate(table: dict) -> None:
+    table["case"]["gate"] = None
+
+
+def loose(table: dict) -> None:
+    table["case"]["max_interval"] = 0.5
+
+
+def other_question(table: dict) -> None:
+    """What a case file of one's own says, and no command line."""
+    table["case"]["question"]["model"]["layers"] += 1
+    table["case"]["key"] = verify.key_of(table["case"]["question"], table["data"]["fingerprint"])
+
+
+def as_smoke(table: dict) -> None:
+    table["case"]["size"] = "smoke"
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [(no_gate, "gate"), (loose, "max_interval"), (other_question, "question"), (as_smoke, "question")],
+)
+def test_a_case_that_is_not_the_shipped_one_says_so(change: Callable, parts: str, tmp_path: Path) -> None:
+    path = changed(published("mmlu-full-closed-bf16-torch", tmp_path), change)
+    found = verify.read(path)
+    assert f"case: modified: not the {parts} of the shipped case {CASE}" in found.notes
+    if change is not other_question:
+        assert found.case.key == record.read(published("mmlu-full-closed-bf16-torch", tmp_path / "whole")).case.key
+    page = report.text(report.table([found]))
+    assert "case: modified" in page
+    whole = verify.read(published("mmlu-full-closed-bf16-torch", tmp_path / "whole"))
+    assert [run.label for runs in by_case([whole, found]).values() for run in runs] == ["#1", "#1"]
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS.rglob("*.json")], ids=lambda path: path.stem[-8:])
+def test_published_records_are_of_the_shipped_cases(path: Path) -> None:
+    assert modified(record.read(path)) == []
+
+
+def test_a_case_file_of_ones_own_with_a_shipped_name(tmp_path: Path, shell: Shell) -> None:
+    text = (resources.files("steelyard") / f"cases/{CASE}.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(re.sub(r"(?ms)^\[gate\]\n.*?\n\n", "", text))
+    done = shell("run", path, *SMOKE[2:], "--passes", "val", "--out", shell.out)
+    assert done.code == 0, done.err
+    assert shell.records()[0]["notes"] == [f"case: modified: not the gate of the shipped case {CASE}"]
+    assert "case: modified" in done.out

@@ -32,7 +32,7 @@ def test_one_line_is_one_and_says_what_stood_there() -> None:
 
 
 def test_json_keeps_its_own_escaping_and_its_value(capsys: pytest.CaptureFixture[str]) -> None:
-    value = {HOSTILE: [f"{HOSTILE}\n\t\U000e0041 中 \\ \""]}
+    value = {HOSTILE: [f'{HOSTILE}\n\t\U000e0041 中 \\ "']}
     out.dump(value)
     text = capsys.readouterr().out
     assert not STEERING.search(text)

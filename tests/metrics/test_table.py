@@ -243,9 +243,10 @@ def test_a_changed_question_is_not_judged_and_says_so():
     rank["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
     found = made(rank, resolved=one)
     assert found.quality.note == "the question was changed on the command line"
-    assert found.notes[-2:] == [
+    assert found.notes[-3:] == [
         "another question than the case's: question.data.shots changed on the command line",
         "other limits than the case's: max_interval, gate.within changed on the command line",
+        "case: modified: not the gate, max_interval of the shipped case llama2-7b-mmlu",
     ]
 
 

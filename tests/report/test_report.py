@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from fixtures.report import ENVIRONMENT, METRICS, everything, failed, make, question, samples, training
 from steelyard import report
+from steelyard.case.resolve import resolve
 from steelyard.errors import RequestError
 from steelyard.metrics import table as metrics
 from steelyard.record.record import Record
@@ -248,7 +249,11 @@ def test_failed_and_invalid_say_why() -> None:
 
 def test_several_cases_share_one_environment() -> None:
     other = {**ENVIRONMENT, "software": {**ENVIRONMENT["software"], "driver": "999.1"}}
-    text = report.render([make(), make(case__size="smoke"), make(case__size="smoke", environment=other)], "md", "en")
+    smoke = {
+        "case__size": "smoke",
+        "case__question": resolve("llama2-7b-mmlu", "smoke").case.question.model_dump(mode="json"),
+    }
+    text = report.render([make(), make(**smoke), make(**smoke, environment=other)], "md", "en")
     assert text.startswith("# Steelyard report\n")
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## llama2-7b-mmlu · full",

@@ -5,7 +5,7 @@ from math import fsum
 
 from steelyard.accelerators import nvml
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import readings, stats, stragglers, training
+from steelyard.metrics import readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
 from steelyard.tasks.task import Stopped, Tally
@@ -317,6 +317,9 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     limits = [key for key in limits if key == "max_interval" or key.startswith("gate.")]
     if limits:
         out.append((None, None, f"other limits than the case's: {', '.join(limits)} changed on the command line"))
+    other = shipped.modified(record)
+    if other:
+        out.append((None, None, f"case: modified: not the {', '.join(other)} of the shipped case {record.case.name}"))
     for one in record.restarts:
         of = f"record {one.record[:8]}" if one.record else "a folder of checkpoints"
         text = f"goes on from {of}, after step {one.step} of {one.plan}: times and rates are those of the steps since"

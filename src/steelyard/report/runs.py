@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from steelyard.case.resolve import changed_question
+from steelyard.metrics.shipped import modified
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record, Value
 from steelyard.report.document import Tone
@@ -12,7 +13,7 @@ from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.words import Words
 
 T = TypeVar("T", bound=Hashable)
-CaseName = tuple[str, ...]  # name, size, and what was changed of the question
+CaseName = tuple[str, ...]  # name, size, what was changed of the question, and what of the case
 
 STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "bad"}
 
@@ -44,10 +45,12 @@ def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
 
 
 def _name(record: Record) -> CaseName:
-    """The command line may make another question of a case: such runs stand apart, under what was changed."""
+    """The command line may make another question of a case, and a case file of one's own may bear a shipped name: such runs
+    stand apart, under what was changed."""
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
-    return (record.case.name, record.case.size, *asked)
+    other = modified(record)
+    return (record.case.name, record.case.size, *asked, *([f"case: modified ({', '.join(other)})"] if other else []))
 
 
 def _value(question: Any, key: str) -> str:

@@ -170,6 +170,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "budget.sum": ("sum of the parts", "各部分之和"),
     "budget.rest": ("others", "其余"),
     "changed": ("changed question", "题目有改动"),
+    "modified": ("case: modified", "用例有改动"),
     "hosts": ("Hosts", "各主机"),
     "hosts.name": ("Host", "主机"),
     "hosts.ranks": ("Ranks", "进程"),
