@@ -104,7 +104,7 @@ def test_a_case_that_is_not_the_shipped_one_says_so(change: Callable, parts: str
     assert [run.label for runs in by_case([whole, found]).values() for run in runs] == ["#1", "#1"]
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS.rglob("*.json")], ids=lambda path: path.stem[-8:])
+@pytest.mark.parametrize("path", list(RESULTS.rglob("*.json")), ids=lambda path: path.stem[-8:])
 def test_published_records_are_of_the_shipped_cases(path: Path) -> None:
     assert modified(record.read(path)) == []
 

@@ -368,6 +368,6 @@ def test_padding_is_recorded_and_never_counted():
 def test_every_unknown_has_a_reason_and_every_record_is_sealed():
     found = made()
     assert all(one.note for one in found.metrics.values() if one.value is None)
-    assert set(found.hashes) == {"samples", "record"}
+    assert set(found.hashes) == {"samples", "record", "bytes"}
     assert found.metrics == metrics.derive(found)
     assert record.seal(found).hashes == found.hashes

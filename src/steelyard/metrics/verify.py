@@ -7,7 +7,7 @@ from steelyard.case import resolve
 from steelyard.case.key import key_of
 from steelyard.case.precision import PRESETS, name_of
 from steelyard.errors import RequestError
-from steelyard.metrics import table, validity
+from steelyard.metrics import evidence, table, validity
 from steelyard.record import record
 from steelyard.record.record import Reason, Record, Value
 
@@ -51,7 +51,7 @@ def _wrong(path: Path, found: Record) -> list[str]:
         wrong.append("the notes are not those that follow from the samples")
     if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
         wrong.append(f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}")
-    return wrong + _status(found, reasons)
+    return wrong + _status(found, reasons) + evidence.contradictions(found)
 
 
 def _metrics(found: Record, values: dict[str, Value]) -> list[str]:

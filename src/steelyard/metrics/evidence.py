@@ -1,0 +1,83 @@
+"""Whether the parts of a record's evidence agree: ranks, budget, passes, samples and telemetry tell of the same time.
+
+Each was measured on its own. Who changes one by hand, and seals the record again, contradicts the others. Hashes are no
+signatures: who changes all of them consistently is not found here.
+"""
+
+from itertools import pairwise
+
+from steelyard.metrics import spans as passes
+from steelyard.record.record import Record, Sample, Window
+
+CLOCKS_S, CLOCKS_SHARE = 0.002, 0.001  # how far a device's clock and the host's may be apart in a pass
+# What surrounds a pass inside its part of the budget: two readings of the clock, and the samples put together after it.
+AROUND_S, AROUND_SHARE, SAMPLE_S = 0.1, 0.02, 1e-4
+LATE_S = 1.0  # a reading of a device that began before the run ended, and other hosts' clocks
+
+
+def contradictions(record: Record) -> list[str]:
+    """What in a finished run cannot be so. A run that failed may have stopped anywhere."""
+    if record.failure is not None:
+        return []
+    found = _ranks(record) + _budgets(record)
+    for window in record.passes:
+        found += _window(record, window)
+    return found + _telemetry(record)
+
+
+def _ranks(record: Record) -> list[str]:
+    missing = sorted(set(range(record.plan.world)) - {one.rank for one in record.ranks})
+    wrong = [f"rank {rank} is missing from a run that did not fail" for rank in missing[:1]]
+    undone = [one for one in record.ranks if one.status != "done"]
+    return wrong + [f"rank {one.rank} is {one.status!r}, and the run did not fail" for one in undone[:1]]
+
+
+def _budgets(record: Record) -> list[str]:
+    """The parts of rank 0 are those of the run."""
+    first = next((one.budget for one in record.ranks if one.rank == 0), None) or {}
+    other = [name for name, time_s in first.items() if record.budget.get(name) != time_s]
+    return [f"the budget of {name} is not that of rank 0" for name in other[:1]]
+
+
+def _window(record: Record, window: Window) -> list[str]:
+    own = [one for one in passes.samples(record, window.pass_name) if one.rank == window.rank]
+    at = f"{window.pass_name} on rank {window.rank}"
+    budget = next((one.budget for one in record.ranks if one.rank == window.rank), None)
+    wrong = []
+    if budget is not None:
+        spent_s = budget.get(window.pass_name)
+        most_s = window.wall_s * (1 + AROUND_SHARE) + AROUND_S + SAMPLE_S * len(own)
+        if spent_s is None or not window.wall_s - CLOCKS_S <= spent_s <= most_s:
+            wrong.append(f"{at} took {window.wall_s} s; the budget has {spent_s} s for it")
+    total_s = sum(record.budget.values())
+    if window.start_s + window.wall_s > total_s + LATE_S:
+        wrong.append(f"{at} ends after the run, which took {total_s} s")
+    return wrong + _samples(at, own, window.wall_s)
+
+
+def _samples(at: str, own: list[Sample], wall_s: float) -> list[str]:
+    """Steps follow one another from the start of the pass, on both timelines, and end before it does."""
+    if not own:
+        return []
+    most_s = wall_s * (1 + CLOCKS_SHARE) + CLOCKS_S
+    last = max(max(one.end_s, one.host_end_s) for one in own)
+    wrong = [f"{at}: a step ends at {last} s, and the pass at {wall_s} s"] if last > most_s else []
+    backwards = next((one.step for one in own if one.end_s < one.start_s or one.host_end_s < one.host_start_s), None)
+    if backwards is not None:
+        wrong.append(f"{at}: step {backwards} ends before it starts")
+    torn = next((b.step for a, b in pairwise(own) if (a.end_s, a.host_end_s) != (b.start_s, b.host_start_s)), None)
+    if torn is not None:
+        wrong.append(f"{at}: step {torn} does not start where the one before it ends")
+    return wrong
+
+
+def _telemetry(record: Record) -> list[str]:
+    total_s = sum(record.budget.values())
+    wrong = []
+    for series in record.telemetry:
+        times = series.columns.t_s
+        if any(b < a for a, b in pairwise(times)):
+            wrong.append(f"device {series.device}: readings are not in the order of their times")
+        if times and times[-1] > total_s + LATE_S:
+            wrong.append(f"device {series.device}: a reading at {times[-1]} s, after a run of {total_s} s")
+    return wrong

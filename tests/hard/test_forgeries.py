@@ -1,0 +1,107 @@
+"""Records changed by someone who derives them again and makes the hashes right: what contradicts itself does not verify."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.records import RESULTS, changed, published
+from steelyard.metrics import verify
+from steelyard.record import record
+
+
+@pytest.mark.parametrize("path", list(RESULTS.rglob("*.json")), ids=lambda path: path.stem[-8:])
+def test_published_records_verify(path: Path) -> None:
+    assert verify.verify(path) == []
+
+
+def killed(table: dict[str, Any]) -> None:
+    """A run that was killed, told as if it had not been."""
+    table["ranks"][0]["status"] = "running"
+    table["failure"], table["reasons"] = None, []
+
+
+def lost_rank(table: dict[str, Any]) -> None:
+    table["plan"] |= {"devices": 2, "dp": 2}
+
+
+def faster(table: dict[str, Any]) -> None:
+    """Everything that was timed in a pass, divided by ten; the budget stays."""
+    for window in table["passes"]:
+        window["wall_s"] /= 10
+    for one in table["samples"]:
+        for name in ("start_s", "end_s", "host_start_s", "host_end_s"):
+            one[name] /= 10
+        one["phases"] = {name: value / 10 for name, value in one["phases"].items()}
+
+
+def faster_with_budget(table: dict[str, Any]) -> None:
+    """As above, the budget of the run too, and not that of its rank."""
+    faster(table)
+    table["budget"]["infer"] /= 10
+
+
+def shorter_pass(table: dict[str, Any]) -> None:
+    for window in table["passes"]:
+        window["wall_s"] /= 10
+    for rank in table["ranks"]:
+        rank["budget"]["infer"] /= 10
+    table["budget"]["infer"] /= 10
+
+
+def gap(table: dict[str, Any]) -> None:
+    """A slow step made fast."""
+    table["samples"][2]["end_s"] -= 0.5 * (table["samples"][2]["end_s"] - table["samples"][2]["start_s"])
+
+
+def late_readings(table: dict[str, Any]) -> None:
+    table["telemetry"][0]["columns"]["t_s"][-1] += 1e4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (killed, "rank 0 is 'running', and the run did not fail"),
+        (lost_rank, "rank 1 is missing from a run that did not fail"),
+        (faster, "infer on rank 0 took 2.30"),
+        (faster_with_budget, "the budget of infer is not that of rank 0"),
+        (shorter_pass, "infer on rank 0: a step ends at 23."),
+        (gap, "infer on rank 0: step 3 does not start where the one before it ends"),
+        (late_readings, "after a run of "),
+    ],
+)
+def test_what_contradicts_itself_does_not_verify(change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path) -> None:
+    path = changed(published("mmlu-full-closed-bf16-torch", tmp_path), change)
+    assert record.integrity(path) == []
+    wrong = verify.verify(path)
+    assert any(said in line for line in wrong), wrong
+
+
+def sealed(path: Path) -> dict[str, Any]:
+    """A record of this version: it has all hashes."""
+    return json.loads(changed(path, lambda table: None).read_bytes())
+
+
+def test_a_key_too_many_in_hashes_shows(tmp_path: Path) -> None:
+    path = published("mmlu-smoke-closed", tmp_path)
+    table = sealed(path)
+    table["hashes"]["signed"] = "by somebody"
+    path.write_bytes(record.canonical_bytes(table))
+    assert record.integrity(path) == ["hashes has a key 'signed', which no record has"]
+
+
+@pytest.mark.parametrize("place", [("budget",), ("metrics",), ("samples", 0, "phases"), ("outputs", "passes"), ("case",)])
+def test_another_order_of_keys_shows(place: tuple[Any, ...], tmp_path: Path) -> None:
+    path = published("mmlu-smoke-closed", tmp_path)
+    table = sealed(path)
+    assert record.integrity(path) == []
+    *parents, leaf = place
+    node = table
+    for part in parents:
+        node = node[part]
+    node[leaf] = dict(reversed([*node[leaf].items(), ("more", 0.0)][: len(node[leaf])]))
+    path.write_bytes(record.canonical_bytes(table))
+    wanted = [] if len(node[leaf]) == 1 else ["the hash of bytes does not match"]
+    assert record.integrity(path) == wanted
