@@ -9,6 +9,8 @@ A checkpoint is written under its second name, brought to disk, and renamed: wha
 is in JSON and every tensor is plain bytes. Nothing here needs torch.
 """
 
+import hashlib
+import json
 import re
 import shutil
 from itertools import combinations
@@ -30,6 +32,7 @@ RUN, STATE, TENSORS = "run.json", "state.json", "tensors.json"
 BEFORE = "before-{}.json"
 STEP = re.compile(r"step-[0-9]{8}")
 PART = ".part"
+CHECKSUM = "sha256"  # of a table's other values
 
 Read = TypeVar("Read", bound=Frozen)
 
@@ -162,7 +165,7 @@ def read(path: Path, kind: type[Read]) -> Read:
     try:
         if path.exists() and not path.is_file():
             raise RequestError(f"{path}: not a file; not one of a checkpoint's tables")
-        return kind.model_validate(files.parse(files.read(path, MAX_JSON_BYTES)))
+        return kind.model_validate(_checked(path, files.parse(files.read(path, MAX_JSON_BYTES))))
     except files.TooLargeError as error:
         raise RequestError(f"{path}: {error}; not one of a checkpoint's tables") from error
     except OSError as error:
@@ -174,8 +177,23 @@ def read(path: Path, kind: type[Read]) -> Read:
 
 
 def write(path: Path, table: Frozen) -> None:
-    """On disk when this returns."""
-    files.write(path, table.model_dump_json().encode())
+    """On disk when this returns, with a checksum."""
+    told = json.loads(table.model_dump_json())
+    files.write(path, json.dumps(told | {CHECKSUM: _checksum(told)}).encode())
+
+
+def _checked(path: Path, told: Any) -> Any:
+    """A table without its checksum, which must be right. Older checkpoints have none, and are read as they are."""
+    if not isinstance(told, dict) or CHECKSUM not in told:
+        return told
+    rest = {name: value for name, value in told.items() if name != CHECKSUM}
+    if told[CHECKSUM] != _checksum(rest):
+        raise RequestError(f"{path}: damaged: its checksum is not that of what it holds")
+    return rest
+
+
+def _checksum(told: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical(told).encode()).hexdigest()
 
 
 def begin(folder: Path, step: int) -> Path:
