@@ -180,8 +180,8 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 GARBAGE: dict[str, tuple[Callable[[Path], bytes], str]] = {
-    "not a tar": (lambda made: b"name,size\n" * 100, "file could not be opened successfully"),
-    "empty": (lambda made: b"", "file could not be opened successfully"),
+    "not a tar": (lambda made: b"name,size\n" * 100, "invalid header"),
+    "empty": (lambda made: b"", "empty file"),
     "truncated gz": (
         lambda made: made.read_bytes()[:-200],
         "Compressed file ended before the end-of-stream marker was reached",

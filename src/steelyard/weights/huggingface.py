@@ -29,6 +29,7 @@ MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 32 << 20  # 130 a tensor; a model of 70B parameters has 100 KB in all
 EMBED = "model.embed_tokens.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -341,6 +342,10 @@ def _inspect(path: Path) -> SafetensorsFile:
     try:
         if not path.is_file():
             raise RequestError(f"{path}: shard is missing; fetch it again, or give a complete Hugging Face folder")
+        with path.open("rb") as raw:  # nothing is parsed before its length is known
+            length = int.from_bytes(raw.read(8), "little")
+        if MAX_HEADER_BYTES < length <= path.stat().st_size:
+            raise RequestError(f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
         with safe_open(path, framework="pt", device="cpu") as file:  # checks the header against the file's size
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             tensors = {

@@ -18,12 +18,14 @@ from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
+from steelyard.tasks.mmlu import archive
 from steelyard.tasks.mmlu.fields import MadeQuestions, MmluData
 
 LETTERS = "ABCD"
 MAX_FILE_BYTES = 64 << 20
 MAX_ALL_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
+MAX_ROWS = 200_000  # in all: one of a few bytes takes 500 of memory; MMLU has 14,327
 
 McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
 
@@ -88,10 +90,13 @@ def read(source: Path) -> list[Subject]:
     if odd:
         split = "dev" if odd[0] not in devs else "test"
         raise RequestError(f"{source}: {split}/{odd[0]}_{split}.csv is missing; every subject has a dev and a test file")
-    return [
-        Subject(name, _rows(files["dev", name], f"dev/{name}_dev.csv"), _rows(files["test", name], f"test/{name}_test.csv"))
-        for name in tests
-    ]
+    out, left = [], MAX_ROWS
+    for name in tests:
+        dev = _rows(files["dev", name], f"dev/{name}_dev.csv", left)
+        test = _rows(files["test", name], f"test/{name}_test.csv", left - len(dev))
+        left -= len(dev) + len(test)
+        out.append(Subject(name, dev, test))
+    return out
 
 
 def _files(source: Path) -> Iterator[tuple[str, str, bytes]]:
@@ -119,7 +124,7 @@ def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
     try:
-        with tarfile.open(source) as tar:
+        with archive.opened(source) as (tar, whole):
             for count, member in enumerate(tar, 1):
                 if count > MAX_MEMBERS:
                     raise RequestError(f"{source}: more than {MAX_MEMBERS} members; MMLU has 173")
@@ -132,28 +137,33 @@ def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
                 content = tar.extractfile(member)
                 if content is not None:
                     yield split, name.removesuffix(f"_{split}.csv"), content.read()
-            while tar.fileobj is not None and tar.fileobj.read(1 << 20):
+            while whole.read(1 << 20):
                 pass  # a compressed file's checksum stands at its end, and tarfile does not read so far
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         first = str(error).partition("\n")[0].rstrip(":")  # the others say how each compression failed
         raise RequestError(f"{source}: not a readable tar: {first}") from error
 
 
-def _rows(content: bytes, name: str) -> tuple[McqRow, ...]:
+def _rows(content: bytes, name: str, most: int) -> tuple[McqRow, ...]:
+    out: list[McqRow] = []
     try:
-        table = list(csv.reader(io.StringIO(content.decode("utf-8"), newline=""), strict=True))
+        for number, row in enumerate(csv.reader(io.StringIO(content.decode("utf-8"), newline=""), strict=True), 1):
+            if number > most:
+                raise RequestError(f"{name}: with it there are more than {MAX_ROWS} rows; MMLU has 14,327")
+            out.append(_row(row, name, number))
     except (UnicodeDecodeError, csv.Error) as error:
         raise RequestError(f"{name}: not CSV in UTF-8: {error}") from error
-    if not table:
+    if not out:
         raise RequestError(f"{name}: no rows")
-    out = []
-    for number, row in enumerate(table, 1):
-        if len(row) != 6:
-            raise RequestError(f"{name}: row {number} has {len(row)} columns; a question has 6 (question, A, B, C, D, answer)")
-        if row[5] not in LETTERS or len(row[5]) != 1:
-            raise RequestError(f"{name}: row {number} has the answer {row[5]!r}; allowed: A, B, C, D")
-        out.append((row[0], row[1], row[2], row[3], row[4], row[5]))
     return tuple(out)
+
+
+def _row(row: list[str], name: str, number: int) -> McqRow:
+    if len(row) != 6:
+        raise RequestError(f"{name}: row {number} has {len(row)} columns; a question has 6 (question, A, B, C, D, answer)")
+    if row[5] not in LETTERS or len(row[5]) != 1:
+        raise RequestError(f"{name}: row {number} has the answer {row[5]!r}; allowed: A, B, C, D")
+    return row[0], row[1], row[2], row[3], row[4], row[5]
 
 
 def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:

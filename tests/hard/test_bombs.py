@@ -1,0 +1,113 @@
+"""Small files that want much: each is refused with a line that says the limit, before it takes memory or time."""
+
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fixtures.records import published
+from steelyard.errors import RequestError
+from steelyard.record import record
+from steelyard.tasks.mmlu import archive, data
+from steelyard.weights import huggingface, torch_files
+
+MIB = 1 << 20
+
+
+def tar_gz(path: Path, *members: tuple[str, bytes, bytes, int]) -> Path:
+    """Members of a name, a type, a beginning, and zeros up to a size."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for name, kind, content, size in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size = kind, size
+            file.write(member.tobuf())
+            file.write(content)
+            zeros = size - len(content) + -size % 512
+            for _ in range(zeros // MIB):
+                file.write(bytes(MIB))
+            file.write(bytes(zeros % MIB))
+        file.write(bytes(1024))
+    return path
+
+
+def refusal(read: object, path: Path) -> str:
+    with pytest.raises(RequestError) as caught:
+        read(path)  # type: ignore[operator]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME], ids=["pax", "long name"])
+def test_a_members_attributes_are_not_read_whole(kind: bytes, tmp_path: Path) -> None:
+    path = tar_gz(tmp_path / "bomb.tar.gz", ("x", kind, b"", 80 * MIB))
+    assert path.stat().st_size < MIB
+    assert refusal(data.read, path) == f"{path}: a part of {80 * MIB} bytes; at most {65 * MIB} are read at once"
+
+
+def test_a_tar_has_a_limit_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "MAX_BYTES", 4 * MIB)
+    path = tar_gz(tmp_path / "bomb.tar.gz", *((f"other/{n}", tarfile.REGTYPE, b"", MIB) for n in range(6)))
+    assert refusal(data.read, path) == f"{path}: larger than {4 * MIB} bytes unpacked; MMLU's tar has 166 MB"
+    path.write_bytes(bytes(4 * MIB + 1))
+    assert refusal(data.read, path) == f"{path}: larger than {4 * MIB} bytes; MMLU's tar has 166 MB"
+
+
+def test_rows_have_a_limit_over_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_ROWS", 9)
+    rows = [b",,,,,A\n" * 5] * 2
+    names = ("data/dev/a_dev.csv", "data/test/a_test.csv")
+    path = tar_gz(
+        tmp_path / "x.tar.gz", *((name, tarfile.REGTYPE, own, len(own)) for name, own in zip(names, rows, strict=True))
+    )
+    assert refusal(data.read, path) == "test/a_test.csv: with it there are more than 9 rows; MMLU has 14,327"
+    monkeypatch.setattr(data, "MAX_ROWS", 10)
+    assert len(data.read(path)[0].test) == 5
+
+
+def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = published("lambada-smoke-closed-fp32-torch-9093b003", tmp_path)
+    size = path.stat().st_size
+    assert len(json.loads(path.read_bytes())["ranks"]) == 2
+    monkeypatch.setattr(record, "BASE_BYTES", 1000)
+    monkeypatch.setattr(record, "RANK_BYTES", (size - 1000 + 1) // 2)
+    assert record.read(path).plan.world == 2
+    monkeypatch.setattr(record, "RANK_BYTES", (size - 1000) // 2 - 1)
+    most = 1000 + 2 * ((size - 1000) // 2 - 1)
+    assert refusal(record.read, path) == f"{path}: {size} bytes; a record of 2 rank(s) has at most {most}"
+    monkeypatch.setattr(record, "MAX_RECORD_BYTES", size - 1)
+    assert refusal(record.integrity, path) == f"{path}: {size} bytes; a record has at most {size - 1}"
+
+
+def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    with path.open("wb") as file:
+        for _ in range(240):
+            file.write(b"[],[" * (MIB // 4))
+    monkeypatch.setattr(json, "loads", None)  # a call would raise
+    assert refusal(record.read, path) == f"{path}: {240 * MIB} bytes; a record of 0 rank(s) has at most {48 * MIB}"
+
+
+def test_a_pickle_of_millions_of_opcodes_is_left_early(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("x/data.pkl", b"\x80\x02" + b"N0" * (torch_files.MAX_OPCODES // 2) + b"N.")
+        made.writestr("x/version", "3\n")
+    assert "(its pickle has more than 500000 opcodes)" in refusal(torch_files.read, path)
+
+
+def test_a_safetensors_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert list(huggingface._inspect(path).tensors) == ["x"]
+    monkeypatch.setattr(huggingface, "MAX_HEADER_BYTES", len(header) - 1)
+    line = f"{path}: a header of {len(header)} bytes; at most {len(header) - 1} are read"
+    assert refusal(huggingface._inspect, path) == line
+
+
+def test_bounded_reads_of_a_plain_file() -> None:
+    file = archive.Bounded(io.BytesIO(b"abc"), Path("x"))
+    assert (file.read(2), file.tell(), file.seek(0), file.read(1)) == (b"ab", 2, 0, b"a")
