@@ -23,6 +23,7 @@ from steelyard.models import families
 from steelyard.schema import Frozen
 
 MAX_CASE_BYTES = 64 << 10  # the TOML parser's time grows with the square of a dotted key
+MAX_DEPTH = 16  # of its tables
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,20 @@ def read(name: str) -> tuple[dict[str, Any], str]:
         raise RequestError(f"no case {name!r}{hint} (a file of your own ends in .toml)")
     try:
         table = tomllib.loads(raw.decode("utf-8"))
-        _note(table, "", {})  # what is nested too deep to be walked fails here
-        return table, name
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"case file {name!r} is not TOML: {error}") from error
+    if _deeper(table, MAX_DEPTH):
+        raise RequestError(f"case file {name!r}: tables nested more than {MAX_DEPTH} deep; a case has four")
+    return table, name
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether tables and lists are nested deeper than that; dotted keys nest as deep as they are long."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return bool(level)
 
 
 def resolve(
@@ -166,6 +177,8 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
         raise RequestError(f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384")
     check_key(key, settable(), "--set")
     value = typed(text)
+    if key.count(".") + 1 > MAX_DEPTH or _deeper(value, MAX_DEPTH):
+        raise RequestError(f"--set {_shown(setting)}: nested more than {MAX_DEPTH} deep; a case has four")
     if key.startswith("tune.env.") and not isinstance(value, str):
         value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")
@@ -182,9 +195,9 @@ def check_key(key: str, allowed: list[str], option: str) -> None:
     """Whether an option takes a key. Variables of the workers' environment are not listed one by one."""
     if key in allowed or key.startswith("tune.env."):
         return
-    near = get_close_matches(key, allowed, 1)
+    near = get_close_matches(key[:200], allowed, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
-    raise RequestError(f"{option}: no key {key!r}; {hint}")
+    raise RequestError(f"{option}: no key {_shown(key)}; {hint}")
 
 
 def typed(text: str) -> Any:

@@ -6,13 +6,16 @@ border of documents, from 0 to all of them. A document is its sentences end to e
 """
 
 import hashlib
+import io
 import lzma
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from steelyard.errors import RequestError
 IDS, IDX = "_ids.npy", "_idx.npz"
 DTYPES = ("uint16", "int32", "uint32", "int64")
 MAX_INDEX_BYTES = 4 << 30
+MAX_HEADER_BYTES = 10_000  # of a .npy; numpy evaluates no longer ones
 BLOCK_TOKENS = 16 << 20  # 64 MiB of int32
 FEWEST = 3  # documents: one to train on, one to validate, one to test
 AGAIN = "make the pair anew with steelyard data pack"
@@ -96,14 +100,26 @@ def _header(file: IO[bytes], where: str) -> tuple[int, np.dtype[Any]]:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"version {version[0]}.{version[1]} of .npy")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-    except (ValueError, EOFError, OverflowError, RecursionError, MemoryError, SyntaxError, TypeError) as error:
+        shape, _, dtype = _array_header(file, version == (1, 0))
+    except (ValueError, EOFError, OverflowError, RecursionError, MemoryError, SyntaxError, TypeError, TokenError) as error:
         reason = str(error).partition("\n")[0]
         raise RequestError(f"{where}: not a .npy array: {reason}; copy it again, or {AGAIN}") from error
     if dtype.kind not in "iu" or len(shape) != 1 or shape[0] < 0:
         raise RequestError(f"{where}: {dtype} of shape {shape}; allowed: integers in one dimension; {AGAIN}")
     return int(shape[0]), dtype
+
+
+def _array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """As numpy reads it, once its length is known to be within a limit."""
+    length = file.read(2 if short else 4)
+    size = int.from_bytes(length, "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes; at most {MAX_HEADER_BYTES} are read")
+    header = io.BytesIO(length + file.read(size))
+    read = np.lib.format.read_array_header_1_0 if short else np.lib.format.read_array_header_2_0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy's advice on headers that Python 2 wrote
+        return read(header)
 
 
 def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:

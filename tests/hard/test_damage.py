@@ -1,0 +1,72 @@
+"""Damaged and hostile input ends in one line and exit code 2, never in a traceback."""
+
+import io
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fixtures.cases import OWN
+from fixtures.commands import Shell
+from steelyard.data import corpus
+from steelyard.errors import RequestError
+
+CASE = "llama2-7b-mmlu"
+
+
+def one_line(done: object, *parts: str) -> None:
+    code, out, err = done.code, done.out, done.err  # type: ignore[attr-defined]
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1
+    assert len(err) < 8000
+    assert all(part in err for part in parts), err
+
+
+def array() -> bytes:
+    made = io.BytesIO()
+    np.save(made, np.arange(5, dtype=np.int32))
+    return made.getvalue()
+
+
+def test_damaged_headers_of_arrays_are_refused() -> None:
+    whole, drawn = array(), random.Random(0)
+    for _ in range(3000):
+        raw = bytearray(whole)
+        for _ in range(drawn.choice((1, 2, 4))):
+            raw[drawn.randrange(90)] = drawn.choice([drawn.randrange(256), *b"()[]{}'\"\\,: \n\t0L#"])
+        try:
+            corpus._header(io.BytesIO(raw), "x_ids.npy")
+        except RequestError as error:
+            assert str(error).startswith("x_ids.npy: ")
+
+
+def test_a_header_that_python_cannot_split_gets_one_line(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "x_ids.npy").write_bytes(array().replace(b"}", b"(", 1))
+    np.savez(tmp_path / "x_idx.npz", lens=np.array([5]), docs=np.array([0, 1]))
+    one_line(shell.ask("data", "inspect", tmp_path / "x"), "x_ids.npy: not a .npy array: ")
+
+
+@pytest.mark.parametrize("size", [10_001, 1 << 31])
+def test_a_long_header_is_not_read(size: int) -> None:
+    file = io.BytesIO(b"\x93NUMPY\x02\x00" + size.to_bytes(4, "little") + b"{" * 20_000)
+    with pytest.raises(RequestError, match=f"a header of {size} bytes; at most 10000 are read"):
+        corpus._header(file, "x")
+    assert file.tell() == 12
+
+
+@pytest.mark.parametrize("depth", [40, 300, 900, 2000])
+@pytest.mark.parametrize("where", ["question", "tune.env", "smoke", "reference"])
+def test_deep_dotted_keys_in_a_case_get_one_line(depth: int, where: str, shell: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f"{where}{'.a' * depth} = 1\n{OWN if where == 'smoke' else ''}")
+    one_line(shell.ask("show", path), "own.toml': tables nested more than 16 deep; a case has four")
+
+
+@pytest.mark.parametrize("depth", [40, 300, 900, 2000, 50_000])
+def test_deep_dotted_keys_on_the_command_line_get_one_line(depth: int, shell: Shell) -> None:
+    key = "tune.env" + ".a" * depth
+    one_line(shell.ask("show", CASE, "--set", f"{key}=1"), "--set ", "nested more than 16 deep; a case has four")
+    one_line(shell.ask("show", CASE, "--set", f"question{'.a' * depth}=1"), "--set: no key ")
+    nested = "{a=" * min(depth, 300) + "1" + "}" * min(depth, 300)
+    one_line(shell.ask("show", CASE, "--set", f"tune.env={nested}"))
