@@ -6,7 +6,12 @@ class RequestError(Exception):
 
 
 class LostError(Exception):
-    """The work was done and its answer has nowhere to go: a full disk, say. The command ends with exit code 1."""
+    """The work was done and its answer has nowhere to go: a full disk, say. The command ends with exit code 1. What is left
+    of the answer, where no file could take it, is printed on stderr."""
+
+    def __init__(self, text: str, left: str | None = None) -> None:
+        super().__init__(text)
+        self.left = left
 
 
 class ExchangeError(Exception):

@@ -24,14 +24,16 @@ def test_a_state_survives(tmp_path: Path) -> None:
     assert checkpoints.read(tmp_path / "state.json", State) == STATE
 
 
-@pytest.mark.parametrize(("old", "new"), [("1.0625", "1.0635"), ("65536.0", "65537.0"), ('"step": 2', '"step": 3'), ("seed", "seee")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("1.0625", "1.0635"), ("65536.0", "65537.0"), ('"step": 2', '"step": 3'), ("seed", "seee")]
+)
 def test_a_changed_state_is_refused(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     checkpoints.write(path, STATE)
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    with pytest.raises(RequestError, match="state.json: damaged: its checksum is not that of what it holds"):
+    with pytest.raises(RequestError, match=r"state\.json: damaged: its checksum is not that of what it holds"):
         checkpoints.read(path, State)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,8 @@ def test_damaged_headers_of_arrays_are_refused() -> None:
         raw = bytearray(whole)
         for _ in range(drawn.choice((1, 2, 4))):
             raw[drawn.randrange(90)] = drawn.choice([drawn.randrange(256), *b"()[]{}'\"\\,: \n\t0L#"])
-        try:
+        with suppress(RequestError):  # anything else would be a traceback
             corpus._header(io.BytesIO(raw), "x_ids.npy")
-        except RequestError as error:
-            assert str(error).startswith("x_ids.npy: ")
 
 
 def test_a_header_that_python_cannot_split_gets_one_line(shell: Shell, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def main() -> None:
         say(f"error: {one_line(error)}")
         sys.exit(2)
     except LostError as error:
+        if error.left is not None:
+            say(error.left.rstrip("\n"))
         say(f"error: {one_line(error)}")
         sys.exit(1)
     except UsageProblem as error:

@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -25,6 +26,7 @@ from steelyard.schema import Frozen, OpenTable, first_problem
 from steelyard.tasks.task import DataFacts, Task
 
 SCHEMA = 1
+KEPT = "steelyard-kept-"  # begins the name of a folder that keeps what could not be written where it belongs
 # How large a record may be, by its ranks: 100,000 steps of one take 40 MB. Parsed it takes 25 times its size in memory.
 BASE_BYTES, RANK_BYTES, MAX_RECORD_BYTES = 32 << 20, 16 << 20, 1 << 30
 RANK_MARK = b'"matmul_flops_per_s":'  # stands in a record once for each rank
@@ -280,6 +282,23 @@ def write(record: Record, folder: Path, end: str = "") -> Path:
     except OSError as error:
         raise LostError(f"the record cannot be written to {str(folder)!r}: {error.strerror}; the run is lost") from error
     return path
+
+
+def keep(record: Record, folder: Path) -> Path:
+    """Write a finished record. Where its folder cannot take it, it is kept in the folder for temporary files, else handed
+    to whoever prints: hours of work are not lost to a full disk."""
+    try:
+        return write(record, folder)
+    except LostError as error:
+        why = f"the record cannot be written to {str(folder)!r}: {getattr(error.__cause__, 'strerror', error)}"
+        try:
+            beside = Path(tempfile.mkdtemp(prefix=KEPT)) / file_name(record)
+            files.write(beside, canonical_bytes(to_table(record)))
+        except OSError as other:
+            left = canonical_bytes(to_table(record)).decode()
+            text = f"{why}; nor can {tempfile.gettempdir()!r}: {other.strerror}; it stands above, as JSON"
+            raise LostError(text, left) from other
+        raise LostError(f"{why}; it is kept as {beside}") from error
 
 
 def read(path: Path) -> Record:

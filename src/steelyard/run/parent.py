@@ -82,7 +82,7 @@ class Run:
                 draft.unlink()
                 raise RequestError(made.text.partition(": ")[2])
             finished = self._assemble(made)
-            path = record.write(finished, out)
+            path = record.keep(finished, out)
             draft.unlink()
             return finished, path
 

@@ -1,0 +1,84 @@
+"""A record that cannot be written where it belongs is not lost: it is kept beside, or printed."""
+
+import json
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import SMOKE, Shell, finish, wait_for
+from fixtures.records import published
+from steelyard import cli
+from steelyard.errors import LostError
+from steelyard.metrics import verify
+from steelyard.record import record
+
+
+@contextmanager
+def file_size_limit(most_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> record.Record:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return record.seal(record.read(published("mmlu-smoke-closed", tmp_path / "from")))
+
+
+def test_where_all_is_well_nothing_changes(made: record.Record, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert record.read(record.keep(made, tmp_path / "out")) == made
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_record_is_kept_beside(made: record.Record, tmp_path: Path) -> None:
+    out = tmp_path / "gone"
+    with pytest.raises(LostError) as caught:
+        record.keep(made, out)
+    text, mark = str(caught.value), "; it is kept as "
+    assert text.startswith(f"the record cannot be written to {str(out)!r}: No such file or directory{mark}{tmp_path / 'tmp'}/")
+    assert verify.read(Path(text.partition(mark)[2])) == made
+    assert caught.value.left is None
+
+
+def test_without_any_room_it_is_printed(
+    made: record.Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+
+    def lost(**_: object) -> None:
+        with file_size_limit(1000):
+            record.keep(made, tmp_path / "out")
+
+    monkeypatch.setattr(cli, "app", lost)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed, line = capsys.readouterr().err.splitlines()
+    assert (ended.value.code, json.loads(printed)) == (1, record.to_table(made))
+    why = f"error: the record cannot be written to {str(tmp_path / 'out')!r}: File too large; nor can {str(tmp_path / 'tmp')!r}"
+    assert line == f"{why}: File too large; it stands above, as JSON"
+
+
+def test_a_run_whose_folder_vanishes_keeps_its_record(tmp_path: Path, faulty_package: Path) -> None:
+    shell = Shell(tmp_path, (faulty_package,))
+    command = (*SMOKE, "--engine", "faulty", "--passes", "val", "--out", str(shell.out))
+    process = shell.start(*command, FAULTY_STEP_S="0.5")
+    try:
+        assert wait_for(lambda: shell.out.is_dir() and any(shell.out.glob("*-unfinished.json")))
+        shell.out.rename(tmp_path / "moved")
+        done = finish(process)
+    finally:
+        shell.clean()
+    assert done.code == 1
+    line = next(line for line in done.err.splitlines() if line.startswith("error: the record cannot be written to "))
+    kept = Path(line.partition("it is kept as ")[2])
+    assert json.loads(kept.read_bytes())["status"] == "valid"
