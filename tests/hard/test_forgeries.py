@@ -27,6 +27,10 @@ def lost_rank(table: dict[str, Any]) -> None:
     table["plan"] |= {"devices": 2, "dp": 2}
 
 
+def vast_world(table: dict[str, Any]) -> None:
+    table["plan"] |= {"nodes": 10**6, "devices": 10**6, "tp": 10**6, "dp": 10**6}
+
+
 def faster(table: dict[str, Any]) -> None:
     """Everything that was timed in a pass, divided by ten; the budget stays."""
     for window in table["passes"]:
@@ -65,6 +69,7 @@ def late_readings(table: dict[str, Any]) -> None:
     [
         (killed, "rank 0 is 'running', and the run did not fail"),
         (lost_rank, "rank 1 is missing from a run that did not fail"),
+        (vast_world, "rank 1 is missing from a run that did not fail"),
         (faster, "infer on rank 0 took 2.30"),
         (faster_with_budget, "the budget of infer is not that of rank 0"),
         (shorter_pass, "infer on rank 0: a step ends at 23."),
