@@ -11,7 +11,7 @@ import psutil
 from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
-from steelyard.run import environment, locks
+from steelyard.run import caches, environment, locks
 from steelyard.run.locks import Claims
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 
@@ -35,7 +35,9 @@ class Host:
         self.interface: str | None = None
         self.listening: socket.socket | None = None
         self.problem: str | None = None
+        self.caches: dict[str, str] = {}
         try:
+            self.caches = caches.variables(os.environ)
             self.accelerator = accelerators.named(asked.accelerator) if asked.accelerator else accelerators.detect()
             self.found = self.accelerator.find()
             self.interface = _interface(asked)
@@ -51,12 +53,13 @@ class Host:
         return [] if self.accelerator is None else self.accelerator.sources(self.used)
 
     def variables(self) -> dict[str, str]:
-        """The environment of workers: inherited, then what the accelerator needs, the network, and what the run says."""
+        """The environment of workers: inherited, then what the accelerator needs, the network, caches,
+        and what the run says."""
         inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
         needed = self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
         wanted = {} if self.interface is None else {name: text.format(self.interface) for name, text in INTERFACES.items()}
         network = {name: value for name, value in wanted.items() if name not in self.asked.environment}
-        return {**inherited, **needed, **network, **self.asked.variables}
+        return {**inherited, **needed, **network, **self.caches, **self.asked.variables}
 
     def hello(self) -> Hello:
         row, listening = self.accelerator or accelerators.CPU, self.listening

@@ -1,0 +1,85 @@
+"""Compiled code is kept where nobody else can put any: a cache that another user made first is never loaded from."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import RequestError
+from steelyard.run import caches
+from steelyard.run.host import Host
+from steelyard.run.messages import Open
+
+NAMES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def asked(**other: object) -> Open:
+    told = {"token": "t" * 32, "mark": "m", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
+    told |= {"peer": None, "environment": {}, "variables": {}, "needs": [], "paths": [], "silence_s": 60.0}
+    return Open.model_validate(told | other)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "steelyard"
+
+
+def test_workers_get_caches_of_our_own(cache: Path) -> None:
+    told = Host(asked()).variables()
+    for name, folder in NAMES.items():
+        assert told[name] == str(cache / folder)
+        assert stat.S_IMODE((cache / folder).stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_they_are_kept_across_runs(cache: Path) -> None:
+    first = caches.variables(os.environ)
+    (cache / "inductor" / "kept").write_text("")
+    assert caches.variables(os.environ) == first
+    assert (cache / "inductor" / "kept").exists()
+
+
+def test_site_and_tune_may_name_others(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # taken away again: the agent adds the site's to its own environment
+    named = str(tmp_path / "site")
+    told = Host(asked(environment={"TRITON_CACHE_DIR": named}, variables={"TORCHINDUCTOR_CACHE_DIR": "tuned"})).variables()
+    assert (told["TRITON_CACHE_DIR"], told["TORCHINDUCTOR_CACHE_DIR"]) == (named, "tuned")
+
+
+@pytest.mark.parametrize("planted", ["", "inductor", "triton"])
+def test_another_users_folder_is_refused(cache: Path, planted: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's folder")
+    (cache / planted).mkdir(parents=True)
+    os.chown(cache / planted, 12345, 12345)
+    with pytest.raises(RequestError, match=r"belongs to user 12345.*XDG_CACHE_HOME") as refused:
+        caches.variables(os.environ)
+    assert "\n" not in str(refused.value)
+    assert "belongs to user 12345" in str(Host(asked()).problem)
+
+
+def test_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
+    cache.mkdir(parents=True, mode=0o700)
+    (tmp_path / "elsewhere").mkdir()
+    (cache / "triton").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RequestError, match="is a link"):
+        caches.variables(os.environ)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> None:
+    (cache / "inductor").mkdir(parents=True)
+    cache.chmod(0o700)
+    (cache / "inductor").chmod(mode)
+    with pytest.raises(RequestError, match="others can write"):
+        caches.variables(os.environ)
+
+
+def test_no_place_for_a_cache_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match=r"cannot be made: Not a directory; .*XDG_CACHE_HOME"):
+        caches.variables({"XDG_CACHE_HOME": str(tmp_path / "file")})
