@@ -11,7 +11,8 @@ SRC = Path(__file__).parent.parent / "src" / "steelyard"
 FILES = sorted(SRC.rglob("*.py"))
 
 CLOCKS = {
-    "time": {"time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "process_time", "sleep"},
+    "time": {"time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "process_time", "sleep"}
+    | {"clock_gettime", "clock_gettime_ns"},
     "datetime": {"now", "utcnow", "today"},
 }
 PARENT = (

@@ -1,10 +1,14 @@
 """What a formula finds: a value, or the reason why there is none."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from steelyard.record.record import Record
+from steelyard.record.record import Check, Record, Value
 
 GIB = 1 << 30
+
+Finding = tuple[Check | None, str | None, str | None]  # a check, its reason code if it fails, a note
+Rule = Callable[[Record, dict[str, Value]], list[Finding]]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from math import fsum
 
 from steelyard.accelerators import nvml
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import readings, shipped, stats, stragglers, training
+from steelyard.metrics import clocks, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
+from steelyard.metrics.result import Finding, Rule
 from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
 from steelyard.tasks.task import Stopped, Tally
 
@@ -28,10 +29,6 @@ def judge(record: Record, values: dict[str, Value]) -> tuple[list[Check], list[R
                 if not check.ok and code is not None:
                     reasons.append(Reason(code=code, text=check.detail))
     return checks, reasons, notes, quality(record, values)
-
-
-Finding = tuple[Check | None, str | None, str | None]  # a check, its reason code if it fails, a note
-Rule = Callable[[Record, dict[str, Value]], list[Finding]]
 
 
 def quality(record: Record, values: dict[str, Value]) -> Quality:
@@ -337,4 +334,4 @@ def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
     return [] if slow is None else [(None, None, slow)]
 
 
-RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, _interval, _device, _even, _gate, _asked)
+RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, clocks.agree, _interval, _device, _even, _gate, _asked)

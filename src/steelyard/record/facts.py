@@ -110,6 +110,7 @@ class RankFacts(OpenTable):
     all_reduce_bytes_per_s: Rate | None = None
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None
+    clocks: dict[str, Number] | None = Field(None, description="seconds that each clock counted from its start to its end")
 
 
 class Restart(OpenTable):

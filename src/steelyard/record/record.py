@@ -79,6 +79,7 @@ class Window(Frozen):
     wall_s: Seconds
     allocated_bytes: Count | None
     reserved_bytes: Count | None
+    device_s: Seconds | None = Field(None, description="wall time as the device's own clock tells it, where it has one")
 
 
 class GateFacts(OpenTable):

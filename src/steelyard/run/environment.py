@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from functools import cache
@@ -44,6 +45,8 @@ CONTAINER_FILES = {
 }
 # What it leaves in the names of control groups.
 CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
+
+PRELOADS = ("LD_AUDIT", "LD_PRELOAD")
 
 GIT_TIMEOUT_S = 10.0
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -137,8 +140,14 @@ def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
         packages=packages(),
         cuda=None,
         cudnn=None,
-        variables={name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)},
+        variables={name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)} | _preloaded(variables),
     )
+
+
+def _preloaded(variables: Mapping[str, str]) -> dict[str, str]:
+    """Libraries that stand before all others and can change what any function does, a clock's too: by name, not by place."""
+    named = {name: re.split(r"[:\s]+", variables.get(name, "").strip()) for name in PRELOADS}
+    return {name: ":".join(Path(one).name for one in every if one) for name, every in named.items() if any(every)}
 
 
 def _os_name() -> str:

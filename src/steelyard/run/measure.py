@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.accelerators.events import Clock, Event, Timeline
+from steelyard.accelerators.events import Clock, Event, HostEvent, Timeline
 from steelyard.engines.work import Phase, Work
 from steelyard.record.record import Sample
 from steelyard.run.clock import now
@@ -23,6 +23,7 @@ class Trace:
     start_at: float  # on the clock, not relative
     wall_s: float
     samples: list[Sample]
+    device_s: float | None = None  # the wall time on the device's own clock, where that is another than the host's
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ def measure(
             steps += 1
             if step_done is not None:
                 step_done(steps)
+    last = device.event()
     device.synchronize()
     wall = clock() - start
-    return Trace(start, wall, _samples(name, rank, first, marks))
+    device_s = None if isinstance(last, HostEvent) else first.elapsed_s(last)
+    return Trace(start, wall, _samples(name, rank, first, marks), device_s)
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:

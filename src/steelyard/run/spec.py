@@ -57,6 +57,7 @@ class RankFile(Frozen):
     threads: int | None = None
     matmul_flops_per_s: float | None = None
     all_reduce_bytes_per_s: float | None = None
+    clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
     details: dict[str, Any] = Field(default_factory=dict)
     weights: SerializeAsAny[Weights] = Weights(source=None)
@@ -68,4 +69,6 @@ class RankFile(Frozen):
         told = {name: getattr(self, name) for name in names}
         if self.all_reduce_bytes_per_s is not None:
             told["all_reduce_bytes_per_s"] = self.all_reduce_bytes_per_s
+        if self.clocks:
+            told["clocks"] = self.clocks
         return RankFacts(**told)

@@ -23,7 +23,7 @@ from steelyard.plan import degrees
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
 from steelyard.run import folder, processes
-from steelyard.run.clock import now
+from steelyard.run.clock import every, now
 from steelyard.run.folder import Progress
 from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, time_of
 from steelyard.run.spec import DISK_FULL, RankFile, RankStatus, WorkerSpec
@@ -109,6 +109,7 @@ class Worker:
         device = f"{spec.accelerator}:{self.local_rank}"
         self.file = RankFile(rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={})
         self._told = 0.0
+        self._clocks = every()
 
     def run(self) -> None:
         self.tell("imports", 0, 0)
@@ -243,6 +244,7 @@ class Worker:
             wall_s=trace.wall_s,
             allocated_bytes=memory.get("allocated_bytes"),
             reserved_bytes=memory.get("reserved_bytes"),
+            device_s=trace.device_s,
         )
         in_use = {**self.file.in_use_bytes, name: memory.get("in_use_bytes")}
         samples = [*self.file.samples, *trace.samples]
@@ -259,7 +261,8 @@ class Worker:
             self._replace(folder.PROGRESS, Progress(phase=phase, done=done, total=total))
 
     def write(self, status: RankStatus, error: str | None) -> None:
-        self._add(status=status, error=error, ended_s=now() - self.spec.origin_s, budget=self.budget.parts())
+        clocks = {name: at - self._clocks[name] for name, at in every().items() if name in self._clocks}
+        self._add(status=status, error=error, ended_s=now() - self.spec.origin_s, budget=self.budget.parts(), clocks=clocks)
         self._replace(folder.rank_name(self.rank), self.file)
 
     def _replace(self, name: str, table: Frozen) -> None:

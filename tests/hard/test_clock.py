@@ -1,0 +1,138 @@
+"""A clock that runs slow makes every rate too high: it is compared with others, and a run in which they disagree is invalid."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures import report
+from fixtures.commands import SMOKE, Shell
+from steelyard.metrics import clocks
+from steelyard.record.facts import RankFacts
+from steelyard.record.record import Record, Window
+from steelyard.run import clock, environment
+
+SLOW = r"""
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+/* Every clock that only goes forward, at half its speed. */
+int clock_gettime(clockid_t id, struct timespec *at) {
+    int failed = syscall(SYS_clock_gettime, id, at);
+    if (!failed && (id == CLOCK_MONOTONIC || id == CLOCK_MONOTONIC_RAW || id == CLOCK_BOOTTIME)) {
+        long long ns = (at->tv_sec * 1000000000LL + at->tv_nsec) / 2;
+        at->tv_sec = ns / 1000000000LL;
+        at->tv_nsec = ns % 1000000000LL;
+    }
+    return failed;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def slow_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler to make a slow clock with")
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "slow.c").write_text(SLOW)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "libslow.so", folder / "slow.c"], check=True)
+    return folder / "libslow.so"
+
+
+@pytest.mark.full
+def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path) -> None:
+    done = shell(*SMOKE, "--passes", "val", "--out", shell.out, LD_PRELOAD=str(slow_clock))
+    made = json.loads(next(shell.out.iterdir()).read_text())
+    assert done.code == 1
+    assert made["status"] == "invalid"
+    reason = next(one for one in made["reasons"] if one["code"] == "clock")
+    assert "clock uptime counted" in reason["text"]
+    assert "LD_PRELOAD is libslow.so" in reason["text"]
+    told = made["ranks"][0]["clocks"]
+    assert told["uptime"] == pytest.approx(2 * told["monotonic"], rel=0.05)
+    assert made["environment"]["software"]["variables"]["LD_PRELOAD"] == "libslow.so"
+    assert shell("verify", next(shell.out.iterdir())).code == 0
+
+
+def test_an_honest_run_has_all_clocks(smoke: dict[str, Path]) -> None:
+    made = json.loads(smoke["closed"].read_text())
+    assert set(made["ranks"][0]["clocks"]) == {"monotonic", "raw", "boottime", "uptime"}
+    assert {check["name"]: check["ok"] for check in made["checks"]}["clocks_agree"]
+
+
+def with_clocks(**told: float) -> Record:
+    return report.make().model_copy(update={"ranks": [RankFacts(rank=0, clocks=told)]})
+
+
+def verdict(record: Record) -> tuple[bool, str]:
+    ((check, code, note),) = clocks.agree(record, {})
+    assert check is not None
+    assert (code, note) == ("clock", None)
+    return check.ok, check.detail
+
+
+@pytest.mark.parametrize(
+    ("told", "ok"),
+    [
+        ({"monotonic": 100.0, "raw": 100.0, "boottime": 100.0, "uptime": 100.0}, True),
+        ({"monotonic": 100.0, "raw": 100.05}, True),  # as far as a time server may pull one
+        ({"monotonic": 100.0, "raw": 100.51}, False),
+        ({"monotonic": 100.0, "raw": 99.49}, False),
+        ({"monotonic": 100.0, "boottime": 160.0}, False),  # the machine slept
+        ({"monotonic": 1.0, "uptime": 1.025}, True),  # hundredths of a second
+        ({"monotonic": 1.0, "uptime": 1.04}, False),
+        ({"monotonic": 37.0, "raw": 37.0, "boottime": 37.0, "uptime": 100.0}, False),  # faketime, 2.7 times slower
+    ],
+)
+def test_clocks_of_a_rank(told: dict[str, float], ok: bool) -> None:
+    assert verdict(with_clocks(**told))[0] is ok
+
+
+def test_the_reason_names_rank_and_clocks() -> None:
+    text = verdict(with_clocks(monotonic=37.0, raw=37.0, uptime=99.9))[1]
+    assert text == (
+        "rank 0: while the monotonic clock counted 37.000 s, clock uptime counted 99.900 s; at most 0.5% apart is allowed"
+    )
+
+
+@pytest.mark.parametrize(("device_s", "ok"), [(10.0, True), (10.07, True), (10.08, False), (27.0, False)])
+def test_the_device_has_a_clock_of_its_own(device_s: float, ok: bool) -> None:
+    window = Window(pass_name="infer", rank=0, start_s=5.0, wall_s=10.0, device_s=device_s, allocated_bytes=0, reserved_bytes=0)
+    assert verdict(report.make().model_copy(update={"passes": [window]}))[0] is ok
+
+
+def test_an_older_record_is_not_judged() -> None:
+    assert clocks.agree(report.make(), {}) == []
+
+
+def test_of_several_readings_the_tightest_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One in which the process was put aside says nothing on clocks."""
+    ticks = iter([0.0, 9.0, 10.0, 10.5, 20.0, 29.0])
+    monkeypatch.setattr(clock, "now", lambda: next(ticks))
+    monkeypatch.setattr(clock, "TRIES", 3)
+    monkeypatch.setattr(clock, "UPTIME", tmp_path / "uptime")
+    (tmp_path / "uptime").write_text("17.25 3.00\n")
+    found = clock.every()
+    assert (found["monotonic"], found["uptime"]) == (10.0, 17.25)
+
+
+def test_a_system_without_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(clock, "UPTIME", tmp_path / "none")
+    assert "uptime" not in clock.every()
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({}, {}),
+        ({"LD_PRELOAD": ""}, {}),
+        ({"LD_PRELOAD": "/home/me/secret/libfaketime.so.1 /x/b.so", "HOME": "/root"}, {"LD_PRELOAD": "libfaketime.so.1:b.so"}),
+        ({"LD_AUDIT": "/x/audit.so:other.so"}, {"LD_AUDIT": "audit.so:other.so"}),
+    ],
+)
+def test_preloaded_libraries_are_recorded_by_name(variables: dict[str, str], names: dict[str, Any]) -> None:
+    assert environment._preloaded(variables) == names
