@@ -17,7 +17,7 @@ from steelyard.run.spec import RankFile
 
 GIB = 1 << 30
 TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank
-PEAK = {"name": "chip", "flops_per_s": {"bf16": 1e6}, "source": "datasheet"}
+PEAK = {"name": "chip", "flops_per_s": {"bf16": 4e6}, "source": "datasheet"}
 
 
 def resolved(**changes: Any) -> resolve.Resolved:
@@ -54,7 +54,7 @@ def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden
         "outputs": {"val": table, "infer": table},
         "identity": {"name": "chip"},
         "versions": {"cuda": "13.0"},
-        "matmul_flops_per_s": 5e5,
+        "matmul_flops_per_s": 2e6,
         "details": {"attention": "flash"},
         "weights": {"source": "random"},
         "data": {"source": "made", "fingerprint": "f" * 64, "tokens": 600, "published": False, "rows": 12},
@@ -174,11 +174,11 @@ def test_mfu_in_three_conventions():
     assert value(found, "flops_causal") == causal
     assert value(found, "flops_palm") == palm
     assert value(found, "flops_nominal") == 2 * 1000 * 600
-    assert value(found, "mfu") == causal / 6.0 / 1e6
-    assert value(found, "mfu_core") == causal / 3.0 / 1e6
-    assert value(found, "mfu_achievable") == causal / 6.0 / 5e5
-    assert value(found, "mfu_palm") == palm / 6.0 / 1e6
-    assert value(found, "mfu_nominal") == 1_200_000 / 6.0 / 1e6
+    assert value(found, "mfu") == causal / 6.0 / 4e6
+    assert value(found, "mfu_core") == causal / 3.0 / 4e6
+    assert value(found, "mfu_achievable") == causal / 6.0 / 2e6
+    assert value(found, "mfu_palm") == palm / 6.0 / 4e6
+    assert value(found, "mfu_nominal") == 1_200_000 / 6.0 / 4e6
 
 
 def test_without_a_datasheet_row_there_is_no_mfu():

@@ -103,12 +103,12 @@ def test_flops_are_three_forwards_of_the_steady_window():
     assert value(found, "flops_causal") == causal
     assert value(found, "flops_palm") == palm
     assert value(found, "flops_nominal") == 6 * 1000 * 300
-    assert value(found, "mfu") == causal / 3.0 / 1e6
-    assert value(found, "mfu_core") == causal / 2.25 / 1e6
-    assert value(found, "mfu_achievable") == causal / 3.0 / 5e5
-    assert value(found, "mfu_palm") == palm / 3.0 / 1e6
-    assert value(found, "mfu_nominal") == 1_800_000 / 3.0 / 1e6
-    assert value(training(TWO), "mfu") == 2 * causal / 4.5 / (2 * 1e6)
+    assert value(found, "mfu") == causal / 3.0 / 4e6
+    assert value(found, "mfu_core") == causal / 2.25 / 4e6
+    assert value(found, "mfu_achievable") == causal / 3.0 / 2e6
+    assert value(found, "mfu_palm") == palm / 3.0 / 4e6
+    assert value(found, "mfu_nominal") == 1_800_000 / 3.0 / 4e6
+    assert value(training(TWO), "mfu") == 2 * causal / 4.5 / (2 * 4e6)
 
 
 def test_energy_is_that_of_the_steady_window():

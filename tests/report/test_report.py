@@ -295,15 +295,15 @@ def test_a_run_of_training() -> None:
     names += ["token/p/s tokens/s/device", "*MFU", "loss nats", "held-out loss(before/after) nats", "mem(used/total) GiB"]
     assert head == [*names, "mem_predicted GiB", "mem_stages"]
     settings = ["#1 torch valid, full", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
-    rates = ["61.54", "61.54", "88.89", "33.33", "46.4%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
+    rates = ["61.54", "61.54", "88.89", "33.33", "11.6%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
     assert [*settings, *rates] in rows
     unknown = ["/"] * 6
     published = ["fp16 O2 ran fp16", "1x8", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2"]
     assert ["published [1]", *published] in rows
     padded = ["/"] * 7 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
     assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
-    assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "5.000e-7"] in rows
-    assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "5.000e-7"] in rows
+    assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "2.000e-6"] in rows
+    assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "2.000e-6"] in rows
 
 
 @pytest.mark.parametrize("lang", report.LANGS)

@@ -27,6 +27,7 @@ class Batch:
     pick: Ids  # where logits are needed
     items: list[int]  # which prompt each pick belongs to
     counts: dict[str, int]
+    prefixes: tuple[int, ...] = ()  # groups whose common beginning is a row of its own here
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ def open_batch(
         pick=np.array(pick, dtype=np.int64),
         items=items,
         counts=counts(q_lens, k_lens, len(items)),
+        prefixes=tuple(piece.group for piece in pieces if piece.item is None),
     )
 
 

@@ -1,5 +1,6 @@
 """What an engine yields: marks where a phase of a step begins, and where a step ends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Work:
-    """A step ends. Values may be zero-dimensional tensors still on the device; they are read after the pass."""
+    """A step ends. `rows` names what it computed of `job.inputs`: numbers of texts, keys of rows or samples; what they count is
+    taken from the data. `prefixes`, division open: groups whose common beginning was computed in it. An engine may count by
+    itself instead; either way all must come to what the data hold. Of `counts` only `padded` is its own to say. Values may be
+    zero-dimensional tensors still on the device; they are read after the pass."""
 
-    counts: dict[str, int]
+    counts: dict[str, int] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    rows: Sequence[Any] | None = None
+    prefixes: Sequence[int] = ()

@@ -5,7 +5,7 @@ from math import fsum
 
 from steelyard.accelerators import nvml
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import clocks, readings, shipped, stats, stragglers, training
+from steelyard.metrics import clocks, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import Finding, Rule
 from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
@@ -334,4 +334,7 @@ def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
     return [] if slow is None else [(None, None, slow)]
 
 
-RULES: tuple[Rule, ...] = (_finite, _covered, _counted, _accounted, clocks.agree, _interval, _device, _even, _gate, _asked)
+RULES: tuple[Rule, ...] = (
+    *(_finite, _covered, _counted, plausible.drawn, plausible.plausible, _accounted, plausible.beside, clocks.agree),
+    *(_interval, _device, _even, _gate, _asked),
+)

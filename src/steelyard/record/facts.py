@@ -107,6 +107,7 @@ class RankFacts(OpenTable):
     identity: dict[str, Any] | None = None
     threads: int | None = None
     matmul_flops_per_s: Rate | None = None
+    matmul_flops_per_cpu_s: Rate | None = None
     all_reduce_bytes_per_s: Rate | None = None
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None

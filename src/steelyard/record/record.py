@@ -80,6 +80,7 @@ class Window(Frozen):
     allocated_bytes: Count | None
     reserved_bytes: Count | None
     device_s: Seconds | None = Field(None, description="wall time as the device's own clock tells it, where it has one")
+    cpu_s: Seconds | None = Field(None, description="CPU time of the rank's process")
 
 
 class GateFacts(OpenTable):
@@ -188,6 +189,10 @@ class Record(Frozen):
     hosts: list[HostFacts] = Field(default_factory=list)
     ranks: list[RankFacts]
     samples: list[Sample]
+    drawn: dict[str, list[dict[str, Count]]] = Field(
+        default_factory=dict,
+        description="what the rows drawn count: of a whole pass, of training each step; left out where nobody counted",
+    )
     telemetry: list[Series]
     outputs: dict[str, Any] = Field(description="what the task keeps of the answers; its own schema says what")
     checks: list[Check]
@@ -245,6 +250,8 @@ def to_table(record: Record) -> dict[str, Any]:
     table = record.model_dump(mode="json", by_alias=True)
     if record.checkpoints is None:
         del table["checkpoints"]
+    if not record.drawn:
+        del table["drawn"]
     return table
 
 

@@ -15,6 +15,8 @@ from steelyard.engines.work import Phase, Work
 from steelyard.record.record import Sample
 from steelyard.run.clock import now
 
+Count = Callable[[Work], dict[str, int]]
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -24,6 +26,7 @@ class Trace:
     wall_s: float
     samples: list[Sample]
     device_s: float | None = None  # the wall time on the device's own clock, where that is another than the host's
+    cpu_s: float | None = None  # CPU time of this process
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,12 @@ def measure(
     rank: int = 0,
     clock: Clock = now,
     step_done: Callable[[int], None] | None = None,
+    count: Count = lambda item: item.counts,
+    busy: Clock | None = None,
 ) -> Trace:
-    """Run a pass to its end and return what was seen."""
+    """Run a pass to its end and return what was seen. `count` says what a step counts, `busy` the CPU time used so far."""
     device.synchronize()
+    busy_s = None if busy is None else busy()
     start = clock()
     first = device.event()
     marks: list[_Mark] = []
@@ -57,7 +63,8 @@ def measure(
     device.synchronize()
     wall = clock() - start
     device_s = None if isinstance(last, HostEvent) else first.elapsed_s(last)
-    return Trace(start, wall, _samples(name, rank, first, marks), device_s)
+    cpu_s = None if busy is None or busy_s is None else busy() - busy_s
+    return Trace(start, wall, _samples(name, rank, first, marks, count), device_s, cpu_s)
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:
@@ -70,7 +77,7 @@ def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) ->
     return Trace(start, clock() - start, [])
 
 
-def _samples(name: str, rank: int, first: Event, marks: list[_Mark]) -> list[Sample]:
+def _samples(name: str, rank: int, first: Event, marks: list[_Mark], count: Count) -> list[Sample]:
     out: list[Sample] = []
     opened: list[tuple[str, float]] = []
     start_s = host_start_s = 0.0
@@ -93,7 +100,7 @@ def _samples(name: str, rank: int, first: Event, marks: list[_Mark]) -> list[Sam
                 host_start_s=host_start_s,
                 host_end_s=mark.host_s,
                 phases=phases,
-                counts=mark.item.counts,
+                counts=count(mark.item),
                 values={key: _number(value) for key, value in mark.item.values.items()},
             )
         )

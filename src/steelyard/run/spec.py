@@ -56,6 +56,8 @@ class RankFile(Frozen):
     versions: dict[str, str | None] = Field(default_factory=dict)
     threads: int | None = None
     matmul_flops_per_s: float | None = None
+    matmul_flops_per_cpu_s: float | None = Field(None, description="the same over the CPU time of this process")
+    drawn: dict[str, list[dict[str, int]]] = Field(default_factory=dict, description="what rows drawn count; rank 0 alone")
     all_reduce_bytes_per_s: float | None = None
     clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
@@ -71,4 +73,6 @@ class RankFile(Frozen):
             told["all_reduce_bytes_per_s"] = self.all_reduce_bytes_per_s
         if self.clocks:
             told["clocks"] = self.clocks
+        if self.matmul_flops_per_cpu_s is not None:
+            told["matmul_flops_per_cpu_s"] = self.matmul_flops_per_cpu_s
         return RankFacts(**told)

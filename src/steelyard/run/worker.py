@@ -12,25 +12,28 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from steelyard import accelerators, engines, files
+from steelyard.data.counting import COUNTERS, Counter
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job, Keep
+from steelyard.engines.work import Work
 from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
 from steelyard.run import folder, processes
-from steelyard.run.clock import every, now
+from steelyard.run.clock import busy, every, now
 from steelyard.run.folder import Progress
 from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, time_of
 from steelyard.run.spec import DISK_FULL, RankFile, RankStatus, WorkerSpec
 from steelyard.schema import Frozen
 from steelyard.tasks.task import Prepared, Sources
 from steelyard.training import checkpoints
-from steelyard.training.checkpoints import Before, CheckpointRun
+from steelyard.training.checkpoints import Before, CheckpointRun, State
 
 CALIBRATE_S = 0.4
 EXCHANGES = 3
@@ -108,6 +111,7 @@ class Worker:
         self.outputs: Frozen | None = None  # the part that no pass changes
         device = f"{spec.accelerator}:{self.local_rank}"
         self.file = RankFile(rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={})
+        self._counter: Counter | None = None
         self._told = 0.0
         self._clocks = every()
 
@@ -127,7 +131,7 @@ class Worker:
             engine.prepare(name, self.budget.part)
             if self.file.matmul_flops_per_s is None:
                 with self.budget.part("calibrate"):
-                    self._add(matmul_flops_per_s=self._calibrate(framework))
+                    self._add(**self._calibrate(framework))
             self._pass(engine, name, framework)
         self._add(details=_plain("details", engine.details()), weights=Weights(**_plain("weights", dict(engine.weights))))
 
@@ -167,6 +171,7 @@ class Worker:
         asked = self.case.question.asked(sources, self.spec.scope.sample, self.case.tune.pack, self.case.published)
         prepared = self.task.prepare(asked)
         self.outputs = prepared.outputs
+        self._counter = COUNTERS[self.task.work](prepared.inputs, self.case.question.division)
         common = prepared.outputs.model_dump(mode="json") if self.rank == 0 else {}
         self._add(data=prepared.facts, common=common)
         return prepared
@@ -205,32 +210,72 @@ class Worker:
             resume=self.spec.resume,
         )
 
-    def _calibrate(self, framework: Framework) -> float:
-        """Rate of one large square matmul on random numbers, at the case's precision."""
+    def _calibrate(self, framework: Framework) -> dict[str, float]:
+        """Rate of one large square matmul on random numbers, at the case's precision; and over CPU time alone, which others on
+        a busy host take nothing of."""
         work, flops = framework.matmul(self.case.question.precision.matmul)
-        return float(flops / mean_time_s(work, framework, CALIBRATE_S))
+        calls = 0
+
+        def counted() -> None:
+            nonlocal calls
+            calls += 1
+            work()
+
+        work()  # what a library does once is no part of a rate
+        begin = busy()
+        time_s = mean_time_s(counted, framework, CALIBRATE_S)
+        used_s = busy() - begin
+        return {"matmul_flops_per_s": flops / time_s} | ({"matmul_flops_per_cpu_s": flops * calls / used_s} if used_s else {})
 
     def _pass(self, engine: Engine, name: str, framework: Framework) -> None:
         framework.barrier()
         framework.reset_memory()
-        total = engine.total(name)
+        with self.budget.part(f"total_{name}"):
+            total = engine.total(name)
+            framework.synchronize()
         self.tell(name, 0, total)
         with self.budget.part(name):
             if name == "bare":
                 trace = bare(engine.work(name), framework)
             else:
-                trace = measure(name, engine.work(name), framework, self.rank, step_done=lambda n: self._step(name, n, total))
+                done, count = partial(self._step, name, total), partial(self._count, name)
+                trace = measure(name, engine.work(name), framework, self.rank, step_done=done, count=count, busy=busy)
         self.tell(name, total, total)
         self._keep(name, trace, framework)
+        self._draw(name, trace)
         if name != "bare" and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
-            answers = self.task.check(engine.outputs(name), self.outputs)
+            with self.budget.part(f"outputs_{name}"):
+                told = engine.outputs(name)
+                framework.synchronize()
+            answers = self.task.check(told, self.outputs)
             self._add(outputs={**self.file.outputs, name: answers})
             if name == "before" and self.spec.checkpoints is not None:
                 path = self.spec.checkpoints / checkpoints.BEFORE.format(self.place.dp)
                 checkpoints.write(path, Before(table=answers))
         self.write("running", None)  # whoever is killed later leaves this much
 
-    def _step(self, name: str, done: int, total: int) -> None:
+    def _count(self, name: str, item: Work) -> dict[str, int]:
+        """What a step counts: of rows that the engine names, what the data say; its own padding."""
+        if item.rows is None or self._counter is None:
+            return item.counts
+        return self._counter.of(name, item.rows, item.prefixes) | {"padded": item.counts.get("padded", 0)}
+
+    def _draw(self, name: str, trace: Trace) -> None:
+        """What the rows of a pass count, whatever the engine said. Of a pass that is cut short nobody knows which rows."""
+        train = name == "train"
+        if (
+            self._counter is None
+            or self.rank
+            or name == "bare"
+            or (self.spec.scope.steps is not None and self.task.kind == "score")
+        ):
+            return
+        with self.budget.part(f"count_{name}"):
+            begin = checkpoints.read(self.spec.resume / checkpoints.STATE, State).step if train and self.spec.resume else 0
+            steps = sum(1 for sample in trace.samples if sample.counts)
+            self._add(drawn={**self.file.drawn, name: self._counter.wanted(name, range(begin, begin + steps))})
+
+    def _step(self, name: str, total: int, done: int) -> None:
         """The last step is told after the pass: whatever follows its mark counts as time that no step accounts for."""
         if done < total:
             self.tell(name, done, total)
@@ -245,6 +290,7 @@ class Worker:
             allocated_bytes=memory.get("allocated_bytes"),
             reserved_bytes=memory.get("reserved_bytes"),
             device_s=trace.device_s,
+            cpu_s=trace.cpu_s,
         )
         in_use = {**self.file.in_use_bytes, name: memory.get("in_use_bytes")}
         samples = [*self.file.samples, *trace.samples]

@@ -84,7 +84,7 @@ class Accuracy:
                 pairs = (zip(keys, best.tolist(), strict=True) for keys, best in choices)
                 self._judge(name, taken, [[key, one] for pair in pairs for key, one in pair])
             counts = pack.counts if pack is not None and name != "train" else {}
-            yield Work(counts)
+            yield Work(counts, rows=keys if counts else None)
 
     def _judge(self, name: str, taken: int, choices: list[list[int]]) -> None:
         hits = sum(one in self.rows.sample(key, held=True).right for key, one in choices)

@@ -135,7 +135,7 @@ class HeldOutLoss:
             yield Phase("evaluate")
             nll += self.trainer.evaluate(micro).double()
             count += self.batches.targets(pack)
-            yield Work(pack.counts)
+            yield Work(pack.counts, rows=_known([keys]))
         yield Phase("score")
         self.losses[name] = (nll, count)
         yield Work({})
@@ -231,7 +231,7 @@ class Loop:
         coming = self._prefetch(self.begin)
         for step in range(self.begin, self.steps):
             yield Phase("data")
-            packs = coming.result()
+            groups, packs = coming.result()
             coming = self._prefetch(step + 1)
             micros = [self.batches.to_device(one) for one in packs]
             loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
@@ -239,7 +239,7 @@ class Loop:
             norm = self.trainer.update(lr)
             self.watch.add(step, loss)
             self.curve.append(loss)
-            yield Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr})
+            yield Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr}, _known(groups))
             if self.watch.seen():
                 return
             yield from self._between(step + 1)
@@ -275,12 +275,13 @@ class Loop:
     def _keeps(self, taken: int) -> bool:
         return self.job.keep is not None and taken % self.job.keep.every == 0
 
-    def _prefetch(self, step: int) -> "Future[list[Any]]":
+    def _prefetch(self, step: int) -> "Future[tuple[list[list[Key]], list[Any]]]":
         return self.executor.submit(self._batch, step if step < self.steps else self.steps - 1)
 
-    def _batch(self, step: int) -> list[Any]:
-        """This replica's micro-batches of a step."""
-        return [self.batches.pack(group) for group in self._groups(step)]
+    def _batch(self, step: int) -> tuple[list[list[Key]], list[Any]]:
+        """This replica's micro-batches of a step, and the rows they are made of."""
+        groups = self._groups(step)
+        return groups, [self.batches.pack(group) for group in groups]
 
     def outputs(self, name: str) -> dict[str, Any]:
         found = self.evaluation.outputs(name)
@@ -303,6 +304,11 @@ def _float(loss: Tensor | float | None) -> float | None:
     """JSON has no number for what is not finite."""
     value = math.nan if loss is None else float(loss)
     return value if math.isfinite(value) else None
+
+
+def _known(groups: list[list[Key]]) -> list[Key]:
+    """Their rows, without what fills up the last."""
+    return [key for group in groups for key in group if key is not None]
 
 
 def _summed(packs: list[Any]) -> dict[str, int]:

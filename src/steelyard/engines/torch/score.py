@@ -105,7 +105,7 @@ class TorchScore:
                 batch, inputs = self._to_device(make())
                 yield Phase("compute")
                 answers.add(batch.items, self._answer(batch, inputs))
-                yield Work(batch.counts | {"logits": self.reader.logits(batch.items)})
+                yield Work(rows=batch.items, prefixes=batch.prefixes)
             yield Phase("score")
             answers.read()
             yield Work({})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from steelyard.data.batches import counts, sorted_batches
+from steelyard.data.batches import sorted_batches
 from steelyard.engines.job import Job, Part
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
@@ -117,14 +117,10 @@ class TransformersScore:
                 tokens, asked = self._to_device(items)
                 yield Phase("compute")
                 answers.add(items, self._answer(tokens, asked, self._compiled(name)))
-                yield Work(self._counts(items, tokens.numel()))
+                yield Work({"padded": tokens.numel() - sum(len(self.job.inputs.rows[i]) for i in items)}, rows=items)
             yield Phase("score")
             answers.read()
             yield Work({})
-
-    def _counts(self, items: list[int], computed: int) -> dict[str, int]:
-        lens = [len(self.job.inputs.rows[i]) for i in items]
-        return counts(lens, lens, len(items), computed - sum(lens)) | {"logits": self.reader.logits(items)}
 
     def _to_device(self, items: list[int]) -> tuple[Tensor, Picked]:
         lens = [len(self.job.inputs.rows[i]) for i in items]

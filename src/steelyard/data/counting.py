@@ -1,0 +1,108 @@
+"""What rows are worth: the counts of a step, from the data alone. An engine says which rows it computed, and no more.
+
+`of` counts rows of a pass, `wanted` what a pass must come to: one table for all of it, or in training one for each step.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from steelyard.data.batches import counts, prefixes
+from steelyard.data.cloze import ClozeRows
+from steelyard.data.division import Division
+from steelyard.data.rows import IGNORED, Key, Row, Rows
+from steelyard.data.texts import Texts
+
+Counts = dict[str, int]
+COUNTED = ("tokens", "samples", "logits", "pairs", "square")
+
+
+class Counter(Protocol):
+    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int]) -> Counts:
+        """Of rows of a pass; `prefixes` are groups whose common beginning was computed with them, once."""
+
+    def wanted(self, name: str, steps: range) -> list[Counts]: ...
+
+
+class TextCounts:
+    """Of texts that are scored: in division closed every token of each, in open the tokens behind what its group shares."""
+
+    def __init__(self, texts: Texts, division: Division, logits: Callable[[int], int]) -> None:
+        self.texts, self.division, self.logits = texts, division, logits
+
+    @cached_property
+    def shared(self) -> list[int]:
+        return prefixes(self.texts.rows, self.texts.groups)
+
+    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
+        lens = [len(self.texts.rows[i]) for i in rows]
+        common = [self.shared[group] for group in prefixes]
+        seen = [0 if self.division == "closed" else self.shared[self.texts.groups[i]] for i in rows]
+        own = [length - before for length, before in zip(lens, seen, strict=True)]
+        made = counts([*common, *own], [*common, *lens], len(rows))
+        return made | {"logits": sum(map(self.logits, lens))}
+
+    def wanted(self, name: str, steps: range) -> list[Counts]:
+        """As if nothing were shared, which in division open is the most that there can be."""
+        whole = TextCounts(self.texts, "closed", self.logits)
+        return [whole.of(name, range(len(self.texts.rows)))]
+
+
+class RowCounts:
+    """Of rows to train on."""
+
+    def __init__(self, rows: Rows, division: Division) -> None:
+        self.rows = rows
+
+    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
+        return _sum(of_row(self.rows.row(key)) for key in rows)
+
+    def wanted(self, name: str, steps: range) -> list[Counts]:
+        drawn = [self.rows.batch(step) for step in steps] if name == "train" else [self.rows.held_out()]
+        return [self.of(name, keys) for keys in drawn]
+
+
+class ClozeCounts:
+    """Of contexts with candidates."""
+
+    def __init__(self, rows: ClozeRows, division: Division) -> None:
+        self.rows = rows
+
+    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
+        return _sum([self.rows.pack(list(rows), held=name != "train").counts] if rows else [])
+
+    def wanted(self, name: str, steps: range) -> list[Counts]:
+        drawn = [self.rows.batch(step) for step in steps] if name == "train" else [self.rows.held_out()]
+        return [_sum(self.of(name, [key]) for key in keys) for keys in drawn]
+
+
+def of_row(row: Row) -> Counts:
+    """Padding, a last segment of its own, is no work."""
+    real = row.lens if row.real == len(row.tokens) else row.lens[:-1]
+    return {
+        "tokens": sum(real),
+        "samples": row.samples,
+        "padded": 0,
+        "logits": int(np.count_nonzero(row.targets != IGNORED)),
+        "pairs": sum(n * (n + 1) // 2 for n in real),
+        "square": sum(n * n for n in real),
+    }
+
+
+def _sum(every: Iterable[Counts]) -> Counts:
+    out = dict.fromkeys((*COUNTED, "padded"), 0)
+    for one in every:
+        for key in COUNTED:
+            out[key] += one[key]
+    return out
+
+
+# Kind of work → what counts it. Every loss of a text needs the logits of the token before.
+COUNTERS: dict[str, Callable[[Any, Division], Counter]] = {
+    "score_choices": lambda texts, division: TextCounts(texts, division, lambda length: 1),
+    "score_texts": lambda texts, division: TextCounts(texts, division, lambda length: length - 1),
+    "train_rows": RowCounts,
+    "train_cloze": ClozeCounts,
+}

@@ -1,0 +1,108 @@
+"""Whether a rate can be true: no more work than the rows drawn hold, no faster than the device multiplies, none of it done
+where no pass is timed."""
+
+from collections.abc import Iterator
+from math import fsum
+
+from steelyard.metrics import rates, spans
+from steelyard.metrics.result import Finding
+from steelyard.plan import degrees, flops
+from steelyard.record.record import COUNTED, Check, Record, Value
+
+MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperature and its neighbours move
+ASIDE = 0.1  # the most of a pass's wall time that may be spent beside it, on its answers and its length
+ASIDE_S = 0.05  # less is not worth hiding work in
+
+
+def drawn(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """Samples count what the task counts in the rows drawn: all of scoring together, of training every step's global batch."""
+    out: list[Finding] = []
+    for name, wanted in record.drawn.items():
+        found = _by_step(record, name) if name == "train" else [spans.total(record, name)]
+        wrong = next(_differences(record, wanted, found), None)
+        text = f"{name}: {wrong or 'samples count what the rows drawn hold'}"
+        out.append((Check(name=f"drawn_{name}", ok=wrong is None, detail=text), "tokens", None))
+    return out
+
+
+def _by_step(record: Record, name: str) -> list[dict[str, int]]:
+    """Of each step the counts of all replicas."""
+    places = {rank: degrees.place(record.plan, rank) for rank in range(record.plan.world)}
+    every = [s for rank, s in spans.working(record, name).items() if places[rank].tp == places[rank].pp == 0]
+    steps = max(map(len, every), default=0)
+    return [{key: sum(s[i].counts.get(key, 0) for s in every if i < len(s)) for key in COUNTED} for i in range(steps)]
+
+
+def _differences(record: Record, wanted: list[dict[str, int]], found: list[dict[str, int]]) -> Iterator[str]:
+    """In division open what is shared is computed once: of answers there are as many, of tokens no more than in closed."""
+    fewer = record.case.division == "open" and record.task.kind == "score"
+    for step, (most, counts) in enumerate(zip(wanted, found, strict=False)):
+        where = f"step {step}: " if len(wanted) > 1 else ""
+        for key in COUNTED:
+            least = 0 if fewer and key not in ("samples", "logits") else most[key]
+            if not least <= counts.get(key, 0) <= most[key]:
+                yield f"{where}samples count {counts.get(key, 0)} {key}, the rows drawn have {most[key]}"
+
+
+def plausible(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """No pass is faster than the datasheet's peak, nor than what the same devices multiplied right before it."""
+    claims = [claim for name in dict.fromkeys(w.pass_name for w in record.passes) for claim in _claims(record, name)]
+    if not claims:
+        return []
+    share, text = max(claims)
+    return [(Check(name="plausible", ok=share <= 1, detail=text), "implausible", None)]
+
+
+def _claims(record: Record, name: str) -> Iterator[tuple[float, str]]:
+    """A pass's rate as a share of each limit, and what it says."""
+    counts = spans.total(record, name)
+    if not counts.get("tokens"):
+        return
+    question = record.question
+    done = flops.work(question.model, counts, "causal", "train" if name == "train" else "score") or 0
+    for what, limit, time_s in _limits(record, name):
+        if limit:
+            rate = done / time_s if time_s > 0 else float("inf")
+            yield rate / limit, f"{name}: {rate:.4g} FLOP/s {what}, {limit:.4g}"
+
+
+def _limits(record: Record, name: str) -> Iterator[tuple[str, float | None, float]]:
+    """What a rate must not exceed, the limit, and the time that it is taken over. A CPU is shared with all else on its host, so
+    its work is set against CPU time, in the pass and in the matmul."""
+    devices = spans.devices(record)
+    windows = spans.windows(record, name)
+    times = [t for t in (spans.wall_s(record, name), spans.compute_s(record, name)) if t is not None]
+    least_s = min(times, default=0.0)
+    peak = rates.datasheet_peak(record).value
+    yield "over its time; the datasheet's peak of all devices is", peak and peak * devices, least_s
+    measured = [rank.matmul_flops_per_s for rank in record.ranks]
+    if record.environment.hardware.accelerator != "cpu":
+        whole = fsum(rate for rate in measured if rate) if all(measured) else None
+        yield f"over its time; {MARGIN} times the matmul rate measured is", whole and MARGIN * whole, least_s
+        return
+    of_cpu = [rank.matmul_flops_per_cpu_s for rank in record.ranks]
+    used = [window.cpu_s for window in windows]
+    known = [rate for rate in of_cpu if rate]
+    if len(known) == len(of_cpu) and known and None not in used:
+        busy_s = fsum(time_s for time_s in used if time_s is not None)
+        yield f"of CPU time; {MARGIN} times that of the matmul measured is", MARGIN * max(known), busy_s
+
+
+def beside(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """What an engine does for its answers and its length, with the device idle at the end of each, takes little time."""
+    out: list[Finding] = []
+    budgets = {rank.rank: rank.budget or {} for rank in record.ranks}
+    for window in record.passes:
+        budget = budgets.get(window.rank, {})
+        parts = {part: budget[f"{part}_{window.pass_name}"] for part in ASIDES if f"{part}_{window.pass_name}" in budget}
+        if not parts:
+            continue
+        spent_s = fsum(parts.values())
+        ok = spent_s <= ASIDE_S + ASIDE * window.wall_s
+        text = f"{window.pass_name}: rank {window.rank} spent {spent_s:.3f} s in {' and '.join(parts)}"
+        text += f" beside a pass of {window.wall_s:.3f} s; at most {ASIDE:.0%} is allowed"
+        out.append((Check(name=f"beside_{window.pass_name}", ok=ok, detail=text), "hidden", None))
+    return out
+
+
+ASIDES = ("total", "outputs")  # parts of a worker's budget, each followed by the name of a pass

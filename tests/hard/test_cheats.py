@@ -1,0 +1,172 @@
+"""Engines that lie about their work, each caught by a rule of its own."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures import report
+from fixtures.commands import SMOKE, Shell
+from fixtures.liars import liar_engine
+from steelyard.data import batches
+from steelyard.data.counting import TextCounts
+from steelyard.metrics import plausible
+from steelyard.record.facts import RankFacts
+from steelyard.record.record import Record, Window
+
+TRAIN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu", "--steps", "4")
+
+
+@pytest.fixture
+def liars(tmp_path: Path) -> Shell:
+    return Shell(tmp_path, (liar_engine(tmp_path / "package"),))
+
+
+def run(shell: Shell, lie: str, *command: str) -> dict[str, Any]:
+    shell(*command, "--engine", "liar", "--out", shell.out, LIAR=lie)
+    (path,) = shell.out.iterdir()
+    assert shell("verify", path).code == 0
+    made: dict[str, Any] = json.loads(path.read_text())
+    return made
+
+
+def codes(made: dict[str, Any]) -> set[str]:
+    return {reason["code"] for reason in made["reasons"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lie", "passes", "code"),
+    [
+        ("replay", "val,infer", "implausible"),
+        ("counts", "val", "tokens"),
+        pytest.param("", "val,infer", None, marks=pytest.mark.long),
+        pytest.param("prepare", "val", "implausible", marks=pytest.mark.long),
+        pytest.param("sleeps", "val", "implausible", marks=pytest.mark.long),
+        pytest.param("total", "val", "implausible", marks=pytest.mark.long),
+        pytest.param("outputs", "val", "implausible", marks=pytest.mark.long),
+        pytest.param("twice", "val", "tokens", marks=pytest.mark.long),
+    ],
+)
+def test_an_engine_that_scores_and_lies(liars: Shell, lie: str, passes: str, code: str | None) -> None:
+    made = run(liars, lie, *SMOKE, "--passes", passes)
+    assert (made["status"], code in codes(made)) == (("valid", False) if code is None else ("invalid", True)), made["reasons"]
+
+
+@pytest.mark.full
+def test_half_of_each_batch_is_not_the_batch(liars: Shell) -> None:
+    made = run(liars, "half", *TRAIN)
+    assert made["status"] == "invalid"
+    assert codes(made) >= {"tokens"}
+    taken = [one["counts"]["tokens"] for one in made["samples"] if one["pass"] == "train" and one["counts"]]
+    assert [2 * tokens for tokens in taken] == [one["tokens"] for one in made["drawn"]["train"]]
+
+
+def record(**changes: Any) -> Record:
+    return report.make().model_copy(update=changes)
+
+
+def window(wall_s: float = 10.0, **other: Any) -> Window:
+    told = {"pass_name": "infer", "rank": 0, "start_s": 5.0, "wall_s": wall_s, "allocated_bytes": 0, "reserved_bytes": 0}
+    return Window.model_validate(told | other)
+
+
+def verdict(found: list[Any]) -> tuple[bool, str, str]:
+    ((check, code, _),) = found
+    return check.ok, code, check.detail
+
+
+@pytest.mark.parametrize(
+    ("outputs_s", "total_s", "ok"), [(0.5, 0.5, True), (1.05, 0.0, True), (1.06, 0.0, False), (0.0, 3.0, False)]
+)
+def test_work_beside_a_pass_is_hidden_work(outputs_s: float, total_s: float, ok: bool) -> None:
+    rank = RankFacts(rank=0, budget={"outputs_infer": outputs_s, "total_infer": total_s, "warmup_infer": 99.0})
+    assert verdict(plausible.beside(record(ranks=[rank], passes=[window()]), {}))[:2] == (ok, "hidden")
+
+
+def test_the_reason_says_where() -> None:
+    rank = RankFacts(rank=0, budget={"outputs_infer": 3.0, "total_infer": 1.0})
+    text = verdict(plausible.beside(record(ranks=[rank], passes=[window()]), {}))[2]
+    assert text == "infer: rank 0 spent 4.000 s in total and outputs beside a pass of 10.000 s; at most 10% is allowed"
+
+
+def test_older_records_are_not_judged() -> None:
+    old = record(passes=[window()], ranks=[RankFacts(rank=0, budget={"infer": 10.0})])
+    assert plausible.beside(old, {}) == []
+    assert plausible.drawn(old, {}) == []
+
+
+def flop(made: Record) -> float:
+    (_, text), *_ = plausible._claims(made, "infer")
+    return float(text.split()[1])
+
+
+def test_a_rate_above_the_measured_matmul_is_implausible() -> None:
+    made = record(passes=[window(40.0)], ranks=[RankFacts(rank=0, matmul_flops_per_s=1e15)])
+    rate = flop(made)
+    for limit, ok in ((rate / 1.09, True), (rate / 1.11, False)):
+        slow = made.model_copy(update={"ranks": [RankFacts(rank=0, matmul_flops_per_s=limit)]})
+        assert verdict(plausible.plausible(slow, {}))[:2] == (ok, "implausible")
+
+
+def test_a_rate_above_the_datasheet_is_implausible() -> None:
+    made = record(passes=[window(40.0)], ranks=[RankFacts(rank=0)])
+    assert verdict(plausible.plausible(made, {}))[0]
+    fast = [s.model_copy(update={"counts": {k: 10 * n for k, n in s.counts.items()}}) for s in made.samples]
+    ok, code, text = verdict(plausible.plausible(made.model_copy(update={"samples": fast}), {}))
+    assert (ok, code) == (False, "implausible")
+    assert "the datasheet's peak of all devices is, 9.894e+14" in text
+
+
+def test_on_a_cpu_work_is_set_against_cpu_time() -> None:
+    """An engine that sleeps where it should work has wall time, and no more; a neighbour takes wall time, and nothing else."""
+    made = record(passes=[window(40.0, cpu_s=40.0)], ranks=[RankFacts(rank=0)])
+    hardware = made.environment.hardware.model_copy(update={"accelerator": "cpu", "peak": None})
+    made = made.model_copy(update={"environment": made.environment.model_copy(update={"hardware": hardware})})
+    assert plausible.plausible(made, {}) == []
+    ranks = [RankFacts(rank=0, matmul_flops_per_s=1.0, matmul_flops_per_cpu_s=1e15)]
+    for cpu_s, ok in ((40.0, True), (0.5, False), (0.0, False)):
+        one = made.model_copy(update={"ranks": ranks, "passes": [window(40.0, cpu_s=cpu_s)]})
+        assert verdict(plausible.plausible(one, {}))[:2] == (ok, "implausible")
+
+
+COUNTS = {"tokens": 32768 * 40, "samples": 42 * 40, "logits": 42 * 40, "pairs": 9 * 40, "square": 16 * 40}
+
+
+@pytest.mark.parametrize("key", [None, "tokens", "samples", "logits", "pairs", "square"])
+def test_samples_count_what_the_rows_hold(key: str | None) -> None:
+    wanted = COUNTS if key is None else COUNTS | {key: COUNTS[key] + 1}
+    ok, code, text = verdict(plausible.drawn(record(drawn={"infer": [wanted]}), {}))
+    assert (ok, code) == (key is None, "tokens")
+    if key is not None:
+        assert text == f"infer: samples count {COUNTS[key]} {key}, the rows drawn have {COUNTS[key] + 1}"
+
+
+def test_every_step_of_training_has_its_global_batch() -> None:
+    made = report.training()
+    taken = plausible._by_step(made, "train")
+    assert verdict(plausible.drawn(made.model_copy(update={"drawn": {"train": taken}}), {}))[0]
+    moved = [taken[0] | {"tokens": taken[0]["tokens"] - 1}, taken[1] | {"tokens": taken[1]["tokens"] + 1}, *taken[2:]]
+    ok, _, text = verdict(plausible.drawn(made.model_copy(update={"drawn": {"train": moved}}), {}))
+    assert not ok
+    assert text.startswith("train: step 0: samples count")
+
+
+@dataclass(frozen=True)
+class Made:
+    rows: list[list[int]] = field(default_factory=lambda: [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8], [9] * 6])
+    groups: list[int] = field(default_factory=lambda: [0, 0, 1, 2])
+
+
+def test_texts_count_as_their_batches_do() -> None:
+    """Of both divisions, against what a batch says of itself."""
+    made = Made()
+    closed = batches.closed_batch(made.rows, [0, 1, 3])
+    assert TextCounts(made, "closed", lambda length: 1).of("val", closed.items) == closed.counts
+    shared = batches.prefixes(made.rows, made.groups)
+    (bins,) = batches.open_bins(made.rows, made.groups, 8, 0)
+    for pieces in bins:
+        one = batches.open_batch(made.rows, pieces, None, shared, 0)
+        assert TextCounts(made, "open", lambda length: 1).of("val", one.items, one.prefixes) == one.counts
