@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import data, report, run, show, weights
+from steelyard.cli import conform, data, report, run, show, weights
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -43,6 +43,7 @@ app.command("run")(run.run)
 app.command("report")(report.report_)
 app.command("verify")(report.verify)
 app.command("schema")(report.schema)
+app.command("conform")(conform.conform)
 app.add_typer(weights.app, name="weights")
 app.add_typer(data.app, name="data")
 

@@ -123,6 +123,7 @@ class CaseFacts(Frozen):
 class EngineFacts(Frozen):
     name: str
     details: dict[str, Any]
+    conforms: bool | None = Field(None, description="what `steelyard conform` found of its version; null: nobody tried")
 
 
 class Scope(Frozen):

@@ -49,6 +49,7 @@ class RunFacts:
     hosts: list[HostFacts] = field(default_factory=list)
     resume: Resume | None = None
     checkpoints: str | None = None
+    conforms: bool | None = None  # the engine, in this version
     out: Path = Path()  # the folder of the record
     id: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -69,7 +70,7 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
         scope=facts.scope,
         tune=case.tune,
         plan=facts.plan,
-        engine=EngineFacts(name=engine, details=first.details if first else {}),
+        engine=EngineFacts(name=engine, details=first.details if first else {}, conforms=facts.conforms),
         environment=_with_versions(facts.environment, first),
         site=facts.site,
         weights=first.weights if first else Weights(source=None),

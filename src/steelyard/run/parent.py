@@ -13,7 +13,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record
 from steelyard.record.facts import Environment, HostFacts
 from steelyard.record.record import Record
-from steelyard.run import assemble, environment, interrupts, launch, messages, outcome, preflight, scheduler
+from steelyard.run import assemble, conformity, environment, interrupts, launch, messages, outcome, preflight, scheduler
 from steelyard.run.assemble import RunFacts
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
@@ -227,6 +227,7 @@ class Run:
             scope=ready.scope,
             resume=ready.resume,
             out=request.out,
+            conforms=conformity.conforms(ready.engine),
             checkpoints=self.kept if self.kept and (request.out / self.kept).is_dir() else None,
         )
         return assemble.assemble(request.resolved, request.engine, facts, made)

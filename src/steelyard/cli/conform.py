@@ -1,0 +1,109 @@
+"""The verb conform."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from steelyard.cli.options import Json
+from steelyard.cli.out import answer, dump, say
+from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.case.resolve import Resolved
+    from steelyard.engines import EngineRow
+    from steelyard.metrics.conform import Compared
+    from steelyard.record.record import Record
+
+YARDSTICK = "torch"
+STEPS = 2
+
+
+def conform(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="An engine, shipped or of another package.")],
+    cases: Annotated[list[str] | None, typer.Option("--case", metavar="CASE", help="Only these; default: all it runs.")] = None,
+    accelerator: Annotated[str, typer.Option(help="Where to run both engines.")] = "cpu",
+    as_json: Json = False,
+) -> int:
+    """Whether an engine computes what engine torch computes: every case it runs, at size smoke.
+
+    Step-1 loss and gradient norm, scores, answers and counts are compared, each with how far it may be apart. What was
+    found is kept for the records of this version of the engine. Exit code 0: it conforms, 1: it does not.
+
+    Example: steelyard conform transformers
+    """
+    from steelyard import engines
+    from steelyard.metrics.conform import compare
+    from steelyard.run import conformity
+
+    row = engines.row(engine)
+    if engine == YARDSTICK:
+        raise RequestError(f"engine {YARDSTICK!r} is what others are compared with; name another")
+    rows: list[Compared] = []
+    chosen = _cases(row, cases)
+    with tempfile.TemporaryDirectory(prefix="steelyard-conform-") as folder:
+        for one in chosen:
+            ours, theirs = (_run(one, name, accelerator, Path(folder)) for name in (YARDSTICK, engine))
+            rows += compare(ours, theirs)
+    sound = all(one.ok for one in rows)
+    if cases is None or not sound:  # a part of the cases can show that it does not, never that it does
+        say(f"kept: {conformity.keep(row, [one.case.name for one in chosen], sound)}")
+    if as_json:
+        told = [{"case": r.case, "what": r.what, "ours": r.ours, "theirs": r.theirs} | _judged(r) for r in rows]
+        dump({"engine": engine, "version": conformity.engine_version(row), "conforms": sound, "rows": told})
+    else:
+        answer(_table(engine, rows, sound))
+    return 0 if sound else 1
+
+
+def _judged(row: "Compared") -> "dict[str, float | bool | None]":
+    return {"apart": row.apart, "allowed": row.allowed, "ok": row.ok}
+
+
+def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
+    """Every case that the engine runs, without what is drawn at random in a step: engines draw in their own order."""
+    from steelyard.case import resolve
+
+    out: list[Resolved] = []
+    for name in names or resolve.names():
+        found = resolve.resolve(name, "smoke", None, "closed").case
+        refusal = row.refusal(name, found.question.row.work, found.question.model.family)
+        if refusal is not None and names:
+            raise RequestError(refusal)
+        if refusal is None:
+            random = [f"question.model.{key}=0" for key in ("dropout",) if hasattr(found.question.model, key)]
+            out.append(resolve.resolve(name, "smoke", None, "closed", random))
+    if not out:
+        raise RequestError(f"engine {row.name!r} runs none of the cases; see steelyard list")
+    return out
+
+
+def _run(resolved: "Resolved", engine: str, accelerator: str, folder: Path) -> "Record":
+    from steelyard.case.request import Request
+    from steelyard.run.parent import run_case
+    from steelyard.run.ready import ready
+
+    steps = STEPS if resolved.case.question.train is not None else None
+    say(f"{resolved.case.name} {engine}")
+    request = Request(resolved=resolved, engine=engine, accelerator=accelerator, steps=steps, out=folder)
+    return run_case(ready(request))[0]
+
+
+def _table(engine: str, rows: "list[Compared]", sound: bool) -> str:
+    head = ("case", "what", YARDSTICK, engine, "apart", "allowed", "")
+    cells = [
+        head,
+        *((r.case, r.what, _cell(r.ours), _cell(r.theirs), _cell(r.apart), _cell(r.allowed), _word(r)) for r in rows),
+    ]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join([*lines, f"engine {engine} {'conforms' if sound else 'does not conform'}"])
+
+
+def _word(row: "Compared") -> str:
+    return "ok" if row.ok else "WRONG"
+
+
+def _cell(value: float | str | None) -> str:
+    return "/" if value is None else value if isinstance(value, str) else f"{value:.6g}"

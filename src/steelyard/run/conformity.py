@@ -1,0 +1,67 @@
+"""What is known of an engine's version: whether it conforms, as `steelyard conform` found on this machine."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from steelyard import files
+from steelyard.engines import EngineRow
+from steelyard.errors import RequestError
+from steelyard.run import caches, environment
+from steelyard.run.clock import today
+
+NAME = "conform.json"
+MOST_BYTES = 1 << 20
+
+
+def engine_version(row: EngineRow) -> str:
+    """Of its own source, this package's, and the packages it needs: whatever changes one of them must be tried again."""
+    parts = [row.name, environment.package_hash()]
+    tops = {reference.partition(":")[0].partition(".")[0] for reference in row.works.values()}
+    parts += [f"{name} {_source(name)}" for name in sorted(tops - {"steelyard"})]
+    parts += [f"{name} {_installed(name)}" for name in sorted(row.needs)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _source(name: str) -> str | None:
+    found = find_spec(name)
+    if found is None or found.origin is None:
+        return None
+    if found.submodule_search_locations:
+        return environment.package_hash(Path(found.origin).parent)
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()[:16]
+
+
+def _installed(name: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
+
+
+def keep(row: EngineRow, cases: list[str], conforms: bool) -> Path:
+    """Write down what was found; the last word on an engine counts."""
+    path = caches.private(os.environ) / NAME
+    found = {"version": engine_version(row), "conforms": conforms, "cases": cases, "created": today()}
+    files.write(path, json.dumps(_read(path) | {row.name: found}, indent=2).encode())
+    return path
+
+
+def conforms(row: EngineRow) -> bool | None:
+    """Whether this version of an engine conforms; None where nobody has tried."""
+    with suppress(RequestError):  # a cache that is not ours is refused where something is loaded from it
+        found = _read(caches.private(os.environ) / NAME).get(row.name)
+        if isinstance(found, dict) and found.get("version") == engine_version(row):
+            return found.get("conforms") is True
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError, files.TooLargeError):
+        table = json.loads(files.read(path, MOST_BYTES))
+        return table if isinstance(table, dict) else {}
+    return {}

@@ -1,0 +1,138 @@
+"""Engines held to engine torch: those that come with the package conform, those that lie do not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures import report
+from fixtures.commands import Shell
+from fixtures.liars import liar_engine
+from steelyard import engines
+from steelyard.engines import EngineRow
+from steelyard.metrics.conform import Compared, compare
+from steelyard.record.record import Record
+from steelyard.run import conformity
+
+OPENWEBTEXT = "llama1-7b-openwebtext"
+
+
+def conform(shell: Shell, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
+    done = shell("conform", *arguments, "--json", XDG_CACHE_HOME=str(shell.folder / "cache"), **variables)
+    return done.code, done.json()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("reference",),
+        ("transformers", "--case", OPENWEBTEXT),
+        pytest.param(("transformers",), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_shipped_engines_conform(shell: Shell, arguments: tuple[str, ...]) -> None:
+    code, found = conform(shell, *arguments)
+    assert (code, found["conforms"]) == (0, True), [row for row in found["rows"] if not row["ok"]]
+    assert {row["what"] for row in found["rows"]} >= {"status", "train counts", "step 1 loss", "step 1 grad_norm"}
+    kept = shell.folder / "cache" / "steelyard" / "conform.json"
+    assert kept.exists() == ("--case" not in arguments)  # a part of the cases shows nothing of the rest
+
+
+@pytest.mark.full
+def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Path) -> None:
+    """It names all rows, so its record alone is sound: the loss and the gradients are those of other rows."""
+    shell = Shell(tmp_path, (liar_engine(tmp_path / "package"),))
+    code, found = conform(shell, "liar", "--case", OPENWEBTEXT, LIAR="half_hidden")
+    wrong = {row["what"] for row in found["rows"] if not row["ok"]}
+    assert (code, found["conforms"]) == (1, False)
+    assert {"step 1 loss", "step 1 grad_norm"} <= wrong
+    assert not wrong & {"status", "train counts"}
+    kept = json.loads((tmp_path / "cache" / "steelyard" / "conform.json").read_text())
+    assert (kept["liar"]["conforms"], kept["liar"]["version"]) == (False, found["version"])
+    run = ("run", OPENWEBTEXT, "--size", "smoke", "--accelerator", "cpu", "--steps", "2", "--engine", "liar", "--json")
+    made = shell(*run, "--out", shell.out, LIAR="half_hidden", XDG_CACHE_HOME=str(tmp_path / "cache")).json()
+    assert made["records"][0]["engine"]["conforms"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("torch",), "engine 'torch' is what others are compared with; name another"),
+        (("none",), "no engine 'none'; known:"),
+        (("reference", "--case", OPENWEBTEXT), f"engine 'reference' does not run {OPENWEBTEXT}"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
+    done = shell.ask("conform", *arguments)
+    assert (done.code, said in done.err) == (2, True), done.err
+
+
+def wrong(ours: Record, theirs: Record) -> list[Compared]:
+    return [row for row in compare(ours, theirs) if not row.ok]
+
+
+def first_step(record: Record, **values: float) -> Record:
+    """With other values of the first step of training."""
+    first, *rest = record.samples
+    return record.model_copy(update={"samples": [first.model_copy(update={"values": first.values | values}), *rest]})
+
+
+def trained(**values: float) -> Record:
+    made = report.training().model_copy(update={"status": "valid", "reasons": []})
+    question = made.case.question | {"precision": made.case.question["precision"] | {"matmul": "fp32"}}
+    made = made.model_copy(update={"case": made.case.model_copy(update={"question": question})})
+    return first_step(made, **({"loss": 10.0, "grad_norm": 4.0} | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({}, []),
+        ({"loss": 10.0009, "grad_norm": 4.0039}, []),
+        ({"loss": 10.0011}, ["step 1 loss"]),
+        ({"grad_norm": 3.9959}, ["step 1 grad_norm"]),
+    ],
+)
+def test_the_first_step_within_its_tolerance(values: dict[str, float], names: list[str]) -> None:
+    assert [row.what for row in wrong(trained(), trained(**values))] == names
+
+
+def test_counts_must_be_the_same() -> None:
+    ours = trained()
+    first, *rest = ours.samples
+    more = first.model_copy(update={"counts": first.counts | {"pairs": first.counts["pairs"] + 1}})
+    assert [row.what for row in wrong(ours, ours.model_copy(update={"samples": [more, *rest]}))] == ["train counts"]
+
+
+def test_a_run_that_is_not_valid_shows_nothing() -> None:
+    ours = trained()
+    assert [row.what for row in wrong(ours, ours.model_copy(update={"status": "invalid"}))] == ["status"]
+
+
+ROW = EngineRow(name="mine", framework="torch", works={"train_rows": "mine_engine:Mine"}, families=("llama",))
+
+
+def test_what_was_found_is_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "mine_engine.py"
+    source.write_text("class Mine: ...\n")
+    assert conformity.conforms(ROW) is None
+    conformity.keep(engines.TRANSFORMERS, ["a"], True)
+    for verdict in (False, True):
+        conformity.keep(ROW, ["a", "b"], verdict)
+        assert conformity.conforms(ROW) is verdict
+    assert conformity.conforms(engines.TRANSFORMERS) is True
+    source.write_text("class Mine: faster = True\n")
+    assert conformity.conforms(ROW) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"mine": 3}', '{"mine": {"version": []}}', "[" * 5000])
+def test_a_damaged_file_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "steelyard").mkdir(mode=0o700)
+    (tmp_path / "steelyard" / conformity.NAME).write_text(text)
+    assert conformity.conforms(ROW) is None
