@@ -1,6 +1,7 @@
 """The verb conform."""
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,15 +51,11 @@ def conform(
     if cases is None or not sound:  # a part of the cases can show that it does not, never that it does
         say(f"kept: {conformity.keep(row, [one.case.name for one in chosen], sound)}")
     if as_json:
-        told = [{"case": r.case, "what": r.what, "ours": r.ours, "theirs": r.theirs} | _judged(r) for r in rows]
+        told = [{**asdict(row), "ok": row.ok} for row in rows]
         dump({"engine": engine, "version": conformity.engine_version(row), "conforms": sound, "rows": told})
     else:
         answer(_table(engine, rows, sound))
     return 0 if sound else 1
-
-
-def _judged(row: "Compared") -> "dict[str, float | bool | None]":
-    return {"apart": row.apart, "allowed": row.allowed, "ok": row.ok}
 
 
 def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":

@@ -47,9 +47,9 @@ def _apart(ours: float | None, theirs: float | None) -> float | None:
 
 def _status(ours: Record, theirs: Record) -> Iterator[Compared]:
     """A run that is not valid shows nothing, whoever is to blame."""
-    told = [" ".join([one.status, *(reason.code for reason in one.reasons)]) for one in (ours, theirs)]
+    mine, other = (" ".join([one.status, *(reason.code for reason in one.reasons)]) for one in (ours, theirs))
     sound = ours.status == theirs.status == "valid"
-    yield Compared(theirs.case.name, "status", *told, 0.0 if sound else None, 0.0)
+    yield Compared(theirs.case.name, "status", mine, other, 0.0 if sound else None, 0.0)
 
 
 def _counts(ours: Record, theirs: Record) -> Iterator[Compared]:
