@@ -131,6 +131,7 @@ def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
 
 def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
     allowed = frozenset(names.TORCH).union(*(row.variables for row in table().values()))
+    told = {name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)}
     return Software(
         os=_os_name(),
         kernel=platform.release(),
@@ -140,7 +141,7 @@ def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
         packages=packages(),
         cuda=None,
         cudnn=None,
-        variables={name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)} | _preloaded(variables),
+        variables={**told, **_preloaded(variables)},
     )
 
 
