@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import conform, data, report, run, show, weights
+from steelyard.cli import conform, data, report, run, show, terminal, weights
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -50,7 +50,17 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong, 70 a defect of ours."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    stderr = terminal.settle()
+    try:
+        _main()
+    finally:
+        stderr.finish()
+
+
+def _main() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _interrupt)
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:
@@ -88,4 +98,4 @@ def _usage(error: Any) -> None:
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(signal.Signals(number).name)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from steelyard.errors import LostError
@@ -31,16 +32,24 @@ def answer(text: str) -> None:
         # What is still in the buffer would fail again, with a traceback, when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
-            raise
+            raise BrokenPipeError("nobody reads stdout") from error
         raise LostError(f"stdout cannot be written: {error.strerror}") from error
+
+
+def tell(text: str) -> None:
+    """An answer that is on disk as well: a run's. Where it cannot be printed, that changes nothing else."""
+    try:
+        answer(text)
+    except (LostError, BrokenPipeError) as error:
+        say(f"warning: {error}; the records are written")
 
 
 def say(text: str) -> None:
     sys.stderr.write(f"{escaped(text)}\n")
 
 
-def dump(value: Any) -> None:
-    answer(json.dumps(value, indent=2, ensure_ascii=False))
+def dump(value: Any, out: Callable[[str], None] = answer) -> None:
+    out(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def one_line(text: object) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
-from steelyard.cli.out import answer, dump, one_line, say
+from steelyard.cli.out import dump, one_line, say, tell
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -285,9 +285,9 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
             if interrupted(made):
                 break
     if as_json:
-        dump({"records": [record.to_table(made) for made in done]})
+        dump({"records": [record.to_table(made) for made in done]}, tell)
     else:
-        answer(report.text(report.table(done)))
+        tell(report.text(report.table(done)))
     return 0 if len(done) == len(runs) and all(made.status == "valid" for made in done) else 1
 
 

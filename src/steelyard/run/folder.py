@@ -5,6 +5,7 @@ from pathlib import Path
 from steelyard.schema import Frozen
 
 SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
+RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10  # the most that is read of one: 100,000 steps of a rank take 40 MB
 
 
 def rank_name(rank: int) -> str:

@@ -16,7 +16,17 @@ from steelyard.run.locks import Claims
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 
 LOOPBACK = "lo"
-SCRUBBED = ("NVIDIA_TF32_OVERRIDE",)  # it would run a precision as another
+# What workers do not inherit: a variable that runs a precision as another, and what launchers tell the ranks that they start.
+# Ours are told by their agent; a stranger's words would have them wait for a world that is not there.
+SCRUBBED = frozenset(
+    (
+        "NVIDIA_TF32_OVERRIDE",
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "RANK_TABLE_FILE"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+        *("MASTER_ADDR", "MASTER_PORT", "JAX_COORDINATOR_ADDRESS"),
+    )
+)
+SCRUBBED_BEGIN = ("TORCHELASTIC_", "SLURM_", "SLURMD_", "PMI_", "PMIX_", "OMPI_", "PADDLE_TRAINER", "ACCELERATE_")
 # What torch's and others' libraries listen on. NCCL takes a bare name for the beginning of one.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -55,7 +65,7 @@ class Host:
     def variables(self) -> dict[str, str]:
         """The environment of workers: inherited, then what the accelerator needs, the network, caches,
         and what the run says."""
-        inherited = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+        inherited = {name: value for name, value in os.environ.items() if not scrubbed(name)}
         needed = self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
         wanted = {} if self.interface is None else {name: text.format(self.interface) for name, text in INTERFACES.items()}
         network = {name: value for name, value in wanted.items() if name not in self.asked.environment}
@@ -100,6 +110,10 @@ class Host:
 
     def _claim(self, row: Accelerator, device: Found) -> str | None:
         return self.claims.claim(locks.device(device.uuid or f"{row.name}:{device.index}"))
+
+
+def scrubbed(name: str) -> bool:
+    return name in SCRUBBED or name.startswith(SCRUBBED_BEGIN)
 
 
 def _machine() -> str:

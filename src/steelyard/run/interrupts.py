@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, where they would only do harm."""
+"""Ctrl-C, SIGTERM and SIGHUP, where they would only do harm."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ def ignored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -163,13 +163,14 @@ class TelemetryRows(Frozen):
 
 
 class RankSaid(Frozen):
-    """A rank file, finished or not."""
+    """A rank file, finished or not; or why there is one that cannot be read."""
 
     kind: Literal["rank"] = "rank"
     token: str
     rank: int
     sha256: str
     text: str
+    problem: str | None = None
 
 
 class Exit(Frozen):
@@ -181,6 +182,7 @@ class Exit(Frozen):
     code: int | None
     at_s: float = Field(description="since the start of the run")
     stopped: bool = False
+    starved: int | None = Field(None, description="processes of its control group that the kernel ended for lack of memory")
 
 
 class Bye(Frozen):
@@ -223,8 +225,8 @@ def encode(message: Frozen) -> bytes:
     return message.model_dump_json(by_alias=True).encode() + b"\n"
 
 
-def rank(token: str, rank: int, text: str) -> RankSaid:
-    return RankSaid(token=token, rank=rank, sha256=hashlib.sha256(text.encode()).hexdigest(), text=text)
+def rank(token: str, rank: int, text: str, problem: str | None = None) -> RankSaid:
+    return RankSaid(token=token, rank=rank, sha256=hashlib.sha256(text.encode()).hexdigest(), text=text, problem=problem)
 
 
 def whole(said: RankSaid) -> bool:

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from steelyard.run import messages, processes, ranks
+from steelyard.run import leftovers, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
 from steelyard.run.messages import (
@@ -129,7 +129,7 @@ class Agent:
             case Sweep() if self._host is None:
                 self._token = message.token
                 os.environ.update(message.environment)
-                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=ranks.sweep(message.mark)))
+                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=leftovers.sweep(message.mark)))
                 raise Ended
             case Ping():
                 self._voice.say(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
@@ -146,12 +146,11 @@ class Agent:
         self._sampler = Sampler(host.sources(), start.origin_s)
         self._sampler.start()
         try:
+            leftovers.sweep_dead()
             self._ranks = Ranks(host, start)
             pids = self._ranks.start()
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            code = "disk_full" if full else "not_started"
-            raise Ended(code, f"the ranks could not be started: {error.strerror}; TMPDIR names another folder") from error
+        except (OSError, RuntimeError) as error:  # RuntimeError: a thread that cannot be started
+            raise _not_started(error) from error
         self._sampler.watch(tuple(pids))
         self._voice.say(Started(token=start.token, pids=pids))
 
@@ -204,6 +203,13 @@ class Agent:
         self._ranks.clean()
 
 
+def _not_started(error: OSError | RuntimeError) -> Ended:
+    why = f"the ranks could not be started: {getattr(error, 'strerror', None) or error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Ended("disk_full", f"{why}; TMPDIR names another folder")
+    return Ended("not_started", why)
+
+
 def _reach(asked: Reach) -> str | None:
     try:
         socket.create_connection((asked.address, asked.port), REACH_S).close()
@@ -226,6 +232,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a plug-in prints must not be read as a message
     processes.adopt_orphans()
+    processes.wake_with_parent()
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(os.fdopen(os.dup(0), "rb"), lines), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,9 +1,12 @@
 """How a run ended, and why: from rank files, exit codes and what hosts said. Pure."""
 
+import errno
+import os
 import re
 import signal
+import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from steelyard.plan.degrees import Plan
 from steelyard.run.messages import Exit
@@ -11,7 +14,8 @@ from steelyard.run.processes import signal_name
 from steelyard.run.spec import DISK_FULL, RankFile
 
 PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
-MEMORY = "SIGKILL is also what the kernel sends when memory runs out"
+TAIL_CHARS, WHY_CHARS = 4000, 500
+NO_SPACE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 ILLEGAL_HINT = (
     "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
@@ -44,10 +48,21 @@ class Verdict:
     rank: int | None = None
 
 
-def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list[str]) -> Verdict:
-    """What ranks left behind. The first to fail is the cause: others fail for want of a peer, or because they were told to
-    end, which they say. One that says nothing was killed, as was one that was told to end by somebody else: `exits` are those
-    that nobody asked for."""
+@dataclass(frozen=True)
+class Left:
+    """What is there of the ranks after their end: the last file of each that can be read, why a later one cannot be, ends
+    that nobody asked for, and their last words."""
+
+    ranks: list[RankFile]
+    exits: dict[int, Exit]
+    unreadable: dict[int, str] = field(default_factory=dict)
+    tails: dict[int, str] = field(default_factory=dict)
+
+
+def judge(left: Left, plan: Plan, hosts: list[str]) -> Verdict:
+    """The first to fail is the cause: others fail for want of a peer, or because they were told to end, which they say. One
+    that says nothing was killed, as was one that was told to end by somebody else."""
+    ranks, exits = left.ranks, left.exits
 
     def named(rank: int) -> str:
         return f"rank {rank}" if len(hosts) == 1 else f"rank {rank} on {hosts[rank // plan.devices]}"
@@ -58,11 +73,13 @@ def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list
         return Verdict("stopped", f"{named(rank)} was stopped by a signal, and nothing let it go on", rank)
     broken = [rank for rank in ranks if rank.status not in ("done", "running", "ended")]
     told = {rank.rank for rank in ranks if rank.status != "running" and not (rank.status == "ended" and rank.rank in exits)}
-    silent = [one for one in range(plan.world) if one not in told]
+    silent = [one for one in range(plan.world) if one not in told and one not in left.unreadable]
     cause = min(broken, key=lambda rank: rank.ended_s, default=None)
     lost = sorted((one for one in exits.values() if one.rank in silent), key=lambda one: one.at_s)
     if cause is not None and not (lost and PEER_LOST.search(str(cause.error))):
         return Verdict(cause.status, f"{named(cause.rank)}: {cause.error}", cause.rank)
+    for rank, why in sorted(left.unreadable.items()):
+        return Verdict("malformed", f"{named(rank)} left a result that cannot be read: {why}", rank)
     done = {rank.rank for rank in ranks if rank.status == "done"}
     if len(done) == plan.world and not any(one.code for one in exits.values()):
         return Verdict(None)
@@ -70,20 +87,25 @@ def judge(ranks: list[RankFile], exits: dict[int, Exit], plan: Plan, hosts: list
     if not dead:
         rank = (silent or sorted(set(range(plan.world)) - done) or [0])[0]
         return Verdict("killed", f"{named(rank)} left no result; exit code 0", rank)
-    return _death(dead[0], named(dead[0].rank))
+    return _death(dead[0], named(dead[0].rank), left.tails.get(dead[0].rank, ""))
 
 
-def _death(last: Exit, who: str) -> Verdict:
+def _death(last: Exit, who: str, tail: str) -> Verdict:
+    """What is known of it, and no guess: many things send SIGKILL."""
     code = last.code
+    full = next((text for text in NO_SPACE if text in tail), None)
     if code == DISK_FULL:
-        return Verdict(
-            "disk_full", f"{who} could write no result: no space is left on its disk; TMPDIR names another", last.rank
-        )
+        text = f"{who} could write no result: no space is left on its disk; TMPDIR names another"
+        return Verdict("disk_full", text, last.rank)
     if code == -signal.SIGILL:
         return Verdict("illegal_instruction", f"{who} was ended by SIGILL: {ILLEGAL_HINT}", last.rank)
     if code is not None and code < 0:
-        hint = f" ({MEMORY})" if code == -signal.SIGKILL else ""
-        return Verdict("killed", f"{who} was ended by {signal_name(-code)}{hint}", last.rank)
+        text = f"{who} was ended by {signal_name(-code)}"
+        if code == -signal.SIGKILL and last.starved:
+            text += f"; meanwhile the kernel ended {last.starved} process(es) of its control group for lack of memory"
+        return Verdict("killed", text, last.rank)
+    if full is not None:
+        return Verdict("disk_full", f"{who} left no result; exit code {code}, and its stderr says: {full}", last.rank)
     return Verdict("killed", f"{who} left no result; exit code {code}", last.rank)
 
 
@@ -95,3 +117,16 @@ def differing(ranks: Iterable[RankFile]) -> Verdict | None:
             text = f"rank {rank.rank} read other data than rank {known[0].rank}; give all hosts the same files"
             return Verdict("data_differ", text, rank.rank)
     return None
+
+
+def without_ranks(made: Outcome, error: Exception) -> Outcome:
+    """The same, where what the ranks left cannot be put together to a record."""
+    why = " ".join("".join(traceback.format_exception_only(error)).split())
+    text = f"what the ranks left cannot be put together: {why[:WHY_CHARS]}"
+    return replace(
+        made,
+        code=made.code or "malformed",
+        text=f"{made.text}; {text}" if made.code else text,
+        stderr_tail=made.stderr_tail or "".join(traceback.format_exception(error))[-TAIL_CHARS:],
+        ranks=[],
+    )

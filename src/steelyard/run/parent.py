@@ -19,13 +19,12 @@ from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
 from steelyard.run.launch import Allocation
 from steelyard.run.messages import Hello, Open, Start
-from steelyard.run.outcome import Outcome, Verdict
+from steelyard.run.outcome import Left, Outcome, Verdict
 from steelyard.run.preflight import Asked
 from steelyard.run.ready import Ready
 from steelyard.run.session import Session, Watch, last_words
 from steelyard.run.spec import WorkerSpec
 
-TAIL_CHARS = 4000
 LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
 UNFINISHED = Verdict("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
@@ -70,10 +69,10 @@ class Run:
                 self._open()
                 draft = self._draft()
                 verdict = self._lead(watch)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 if draft is None:
                     raise  # nothing was started
-                verdict = Verdict("interrupted", f"interrupted by the user{self._where()}")
+                verdict = Verdict("interrupted", f"interrupted by {error or 'the user'}{self._where()}")
             finally:
                 undisturbed.enter_context(interrupts.ignored())  # until the record is there
                 self.session.stop(stacks=False)
@@ -81,7 +80,7 @@ class Run:
             if made.code == "request":
                 draft.unlink()
                 raise RequestError(made.text.partition(": ")[2])
-            finished = self._assemble(made)
+            finished = self._assembled(made)
             path = record.keep(finished, out)
             draft.unlink()
             return finished, path
@@ -184,13 +183,13 @@ class Run:
         """The verdict of the session, or of what the ranks left; with the last words of whoever is the cause."""
         heard, plan, hosts = self.session.heard, self.ready.plan, self.session.hosts
         ranks = [heard.ranks[rank] for rank in sorted(heard.ranks)]
+        tails = last_words(self.session.connections)
         if verdict.code is None:
-            verdict = outcome.judge(ranks, heard.exits, plan, hosts)
+            verdict = outcome.judge(Left(ranks, heard.exits, heard.unreadable, tails), plan, hosts)
         if verdict.code is None:
             verdict = outcome.differing(ranks) or verdict
         if verdict.code in LOST and self.allocation is not None:
             verdict = _cancelled(verdict, self.allocation)
-        tails = last_words(self.session.connections)
         tail = tails.get(verdict.rank, "") if verdict.rank is not None else "\n".join(filter(None, tails.values()))
         if not tail:
             tail = "\n".join(filter(None, (one.said() for one in self.session.connections)))
@@ -200,12 +199,19 @@ class Run:
             code=verdict.code,
             text=verdict.text,
             exit_code=exited.code if exited else None,
-            stderr_tail=tail[-TAIL_CHARS:],
+            stderr_tail=tail[-outcome.TAIL_CHARS :],
             ranks=ranks,
             rank=verdict.rank,
             host=hosts[verdict.rank // plan.devices] if verdict.rank is not None else None,
             stacks=stacks,
         )
+
+    def _assembled(self, made: Outcome) -> Record:
+        """Rank files are another program's words, and an engine's in them: what cannot be made sense of is a reason too."""
+        try:
+            return self._assemble(made)
+        except Exception as error:  # noqa: BLE001  whatever it was goes into the record
+            return self._assemble(outcome.without_ranks(made, error))
 
     def _assemble(self, made: Outcome) -> Record:
         ready, request = self.ready, self.ready.request

@@ -29,6 +29,12 @@ def hang_up_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGHUP, 0, 0, 0)
 
 
+def wake_with_parent() -> None:
+    """Linux: should this process be stopped when its parent dies, it goes on, sees that it is alone, and ends in order."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGCONT, 0, 0, 0)
+
+
 def family(mark: str, root: int | None = None) -> list[psutil.Process]:
     """All that carry the run's mark, and all below `root`: a child may have a session of its own, a cleared environment, or
     a parent that is gone. Neither this process nor those it was started by."""

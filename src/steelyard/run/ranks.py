@@ -2,24 +2,20 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-import psutil
-
-from steelyard.run import folder, locks, messages, processes
+from steelyard.run import folder, memory, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.folder import Progress, Rendezvous
 from steelyard.run.host import Host
-from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, Start
+from steelyard.run.leftovers import RunFolder
+from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, RankSaid, Start
 from steelyard.schema import Frozen
 
 TAIL_BYTES = 4000
@@ -67,11 +63,12 @@ class Worker:
 class Ranks:
     def __init__(self, host: Host, start: Start) -> None:
         self._host, self._start, self._token = host, start, start.token
-        self._temporary = tempfile.TemporaryDirectory(prefix=_prefix(host.asked.mark), ignore_cleanup_errors=True)
-        self._folder = Path(self._temporary.name)
+        self._private = RunFolder(host.asked.mark)
+        self._folder = self._private.path
         self._workers: list[Worker] = []
         self._seen: dict[str, int] = {}  # file → when it was last changed
         self._looked_s = now()
+        self._starved = memory.ended()
 
     def start(self) -> list[int]:
         start, host, path = self._start, self._host, self._folder / folder.SPEC
@@ -121,13 +118,11 @@ class Ranks:
     def news(self) -> Iterator[Frozen]:
         """What is new since the last call: progress, rank files, and who ended."""
         if self._changed(folder.PROGRESS):
-            said = Progress.model_validate_json((self._folder / folder.PROGRESS).read_bytes())
-            yield ProgressSaid(token=self._token, phase=said.phase, done=said.done, total=said.total)
+            yield self._progress()
         ended = [one for one in self._workers if not one.told and one.process.poll() is not None]
         for one in self._workers:
             if self._changed(folder.rank_name(one.rank)):
-                text = (self._folder / folder.rank_name(one.rank)).read_text("utf-8")
-                yield messages.rank(self._token, one.rank, text)
+                yield self._rank_file(one.rank)
         for one in ended:
             one.told = True
             yield self._exit(one)
@@ -138,9 +133,38 @@ class Ranks:
                     one.told = True
                     yield self._exit(one, stopped=True)
 
+    def _progress(self) -> ProgressSaid:
+        """What cannot be read is a sign of life all the same."""
+        try:
+            said = Progress.model_validate_json(self._read(folder.PROGRESS, folder.PROGRESS_BYTES))
+        except (OSError, ValueError):  # a ValidationError is a ValueError
+            said = Progress(phase="unreadable progress", done=0, total=0)
+        return ProgressSaid(token=self._token, phase=said.phase, done=said.done, total=said.total)
+
+    def _rank_file(self, rank: int) -> RankSaid:
+        try:
+            text = self._read(folder.rank_name(rank), folder.RANK_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
+            return messages.rank(self._token, rank, "", str(error))
+        return messages.rank(self._token, rank, text)
+
+    def _read(self, name: str, most_bytes: int) -> bytes:
+        with (self._folder / name).open("rb") as file:
+            raw = file.read(most_bytes + 1)
+        if len(raw) > most_bytes:
+            raise ValueError(f"it is larger than {most_bytes} bytes")
+        return raw
+
     def _exit(self, one: Worker, stopped: bool = False) -> Exit:
-        at_s = now() - self._start.origin_s
-        return Exit(token=self._token, rank=one.rank, code=one.process.returncode, at_s=at_s, stopped=stopped)
+        at_s, starved = now() - self._start.origin_s, memory.ended()
+        return Exit(
+            token=self._token,
+            rank=one.rank,
+            code=one.process.returncode,
+            at_s=at_s,
+            stopped=stopped,
+            starved=None if starved is None or self._starved is None else starved - self._starved,
+        )
 
     def _changed(self, name: str) -> bool:
         try:
@@ -183,27 +207,4 @@ class Ranks:
         )
 
     def clean(self) -> None:
-        self._temporary.cleanup()
-
-
-def _prefix(mark: str) -> str:
-    return f"steelyard-{mark}-"
-
-
-def sweep(mark: str) -> int:
-    """End what an agent that is lost left: itself, where it is stopped, its processes, then its folder. Returns how many
-    processes there were."""
-    ended = processes.end(lambda: [*processes.family(mark), *_agent(mark)])
-    for path in Path(tempfile.gettempdir()).glob(f"{_prefix(mark)}*"):
-        if path.lstat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)
-    return ended
-
-
-def _agent(mark: str) -> list[psutil.Process]:
-    found = locks.holder(locks.run(mark))
-    if found is None or found[1] != os.getuid():
-        return []
-    with suppress(psutil.NoSuchProcess):
-        return [psutil.Process(found[0])]
-    return []
+        self._private.remove()

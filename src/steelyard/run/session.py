@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from steelyard.errors import RequestError
 from steelyard.run import connection, messages, preflight
 from steelyard.run.clock import now
@@ -17,7 +15,7 @@ from steelyard.run.launch import Allocation, Launcher
 from steelyard.run.messages import Bye, Exit, Hello, Open, Pong, ProgressSaid, RankSaid, Reach, Reached, Start, Stop, Sweep
 from steelyard.run.outcome import Verdict
 from steelyard.run.site import Site
-from steelyard.run.spec import RankFile
+from steelyard.run.spec import RankFile, read_rank
 from steelyard.run.telemetry import Kept
 
 POLL_S = 0.05
@@ -47,6 +45,7 @@ class Heard:
     """What the hosts have said so far."""
 
     ranks: dict[int, RankFile] = field(default_factory=dict)
+    unreadable: dict[int, str] = field(default_factory=dict)  # why the last file of a rank is none
     exits: dict[int, Exit] = field(default_factory=dict)  # that nobody asked for
     telemetry: dict[tuple[str, str], Kept] = field(default_factory=dict)
     progress: PhaseProgress | None = None
@@ -73,8 +72,9 @@ class Session:
         for host, mark in zip(self.hosts, self._marks, strict=True):
             try:
                 self.connections.append(Connection(host, self.commands[host], self.token, mark, self._inbox))
-            except OSError as error:
-                raise RequestError(f"{self.commands[host][0]} cannot be started: {error.strerror}") from error
+            except (OSError, RuntimeError) as error:  # RuntimeError: a thread that cannot be started
+                why = getattr(error, "strerror", None) or error
+                raise RequestError(f"{self.commands[host][0]} cannot be started: {why}") from error
         several = len(self.hosts) > 1
         for index, one in enumerate(self.connections):
             peer = self.hosts[1 if index == 0 else 0].rpartition("@")[2] if several else None
@@ -190,17 +190,19 @@ class Session:
                 kept = heard.telemetry.setdefault(name, Kept(one.name, message.device, message.severity))
                 kept.add(message.period_s, message.columns)
             case RankSaid():
-                self._rank(one, message)
+                self._rank(message)
             case Exit() if not self._stopping:
                 heard.exits[message.rank] = message
 
-    def _rank(self, one: Connection, said: RankSaid) -> None:
-        if not messages.whole(said):
-            return  # the one before stands; a rank without any counts as killed
+    def _rank(self, said: RankSaid) -> None:
+        """The one before stands, where this cannot be read."""
+        self.heard.unreadable.pop(said.rank, None)
         try:
-            self.heard.ranks[said.rank] = RankFile.model_validate_json(said.text)
-        except ValidationError:
-            return
+            if said.problem is not None or not messages.whole(said):
+                raise ValueError(said.problem or "it did not arrive as it was sent")
+            self.heard.ranks[said.rank] = read_rank(said.text, said.rank)
+        except ValueError as error:
+            self.heard.unreadable[said.rank] = str(error)
 
     def _lost(self) -> Verdict | None:
         """A host that is gone, or does not say anything."""

@@ -4,14 +4,14 @@ worker; `steelyard schema worker|rank` prints both as JSON Schema."""
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, ValidationError
 
 from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
 from steelyard.record.facts import RankFacts, Weights
 from steelyard.record.record import Sample, Scope, Window
 from steelyard.run.folder import Rendezvous
-from steelyard.schema import Frozen
+from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
@@ -36,6 +36,17 @@ class WorkerSpec(Frozen):
     rendezvous: Rendezvous | None = None
     resume: Path | None = None
     checkpoints: Path | None = None
+
+
+def read_rank(text: str, rank: int) -> "RankFile":
+    """What that rank left. Any program may have written it: ValueError with the reason, where it is no rank file."""
+    try:
+        found = RankFile.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from error
+    if found.rank != rank:
+        raise ValueError(f"it is that of rank {found.rank}")
+    return found
 
 
 class RankFile(Frozen):

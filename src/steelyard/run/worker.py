@@ -49,6 +49,7 @@ def main() -> None:
         stacks = (spec.folder / folder.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
     except OSError as failure:
         _end_without_result(failure)
+    processes.wake_with_parent()
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_agent, daemon=True).start()
     worker = Worker(spec, rank)
@@ -63,7 +64,7 @@ def main() -> None:
         status, error = _kind(failure), " ".join("".join(traceback.format_exception_only(failure)).split())
         traceback.print_exc()
     try:
-        worker.write(status, error)
+        status = worker.leave(status, error)
     except OSError as failure:
         _end_without_result(failure)
     if status == "done" and worker.framework is not None:
@@ -311,6 +312,17 @@ class Worker:
         self._add(status=status, error=error, ended_s=now() - self.spec.origin_s, budget=self.budget.parts(), clocks=clocks)
         self._replace(folder.rank_name(self.rank), self.file)
 
+    def leave(self, status: RankStatus, error: str | None) -> RankStatus:
+        """The last rank file. What an engine or a plug-in said may not fit into one: then it says so, and no more."""
+        try:
+            self.write(status, error)
+        except ValueError as failure:  # PydanticSerializationError is one
+            traceback.print_exc()
+            self.file = RankFile(rank=self.rank, device=self.file.device, status="raised", error=None, ended_s=0.0, budget={})
+            status = "raised"
+            self.write(status, error or f"its result cannot be written as JSON: {failure}")
+        return status
+
     def _replace(self, name: str, table: Frozen) -> None:
         """Readers see the old file or the new one, never half of one; none outlives the machine."""
         files.write(self.spec.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False)
@@ -325,8 +337,8 @@ class Worker:
 def _plain(what: str, value: Any) -> Any:
     """What an engine says, if it can go into a file."""
     try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"the engine's {what} are not plain values: {error}") from error
     return value
 
