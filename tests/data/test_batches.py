@@ -56,6 +56,7 @@ def test_closed_batch_by_hand() -> None:
         "keep": None,
         "pick": [2, 6, 8],
         "items": [5, 0, 2],
+        "prefixes": (),
         "counts": {"tokens": 9, "samples": 3, "padded": 0, "logits": 3, "pairs": 6 + 10 + 3, "square": 9 + 16 + 4},
     }
     assert {array.dtype for array in (batch.tokens, batch.positions, batch.pick)} == {np.dtype(np.int64)}
@@ -94,6 +95,7 @@ def test_open_batches_by_hand() -> None:
         "keep": (0, 3),
         "pick": [3, 5],
         "items": [0, 1],
+        "prefixes": (0,),
         "counts": {"tokens": 6, "samples": 2, "padded": 0, "logits": 2, "pairs": 6 + 4 + 9, "square": 9 + 4 + 10},
     }
     assert second == {
@@ -105,6 +107,7 @@ def test_open_batches_by_hand() -> None:
         "keep": (3, 4),
         "pick": [0, 2, 4],
         "items": [3, 2, 4],
+        "prefixes": (2,),
         "counts": {"tokens": 5, "samples": 3, "padded": 0, "logits": 3, "pairs": 4 + 3 + 1 + 2, "square": 4 + 4 + 1 + 2},
     }
     assert third == {
@@ -116,6 +119,7 @@ def test_open_batches_by_hand() -> None:
         "keep": None,
         "pick": [1],
         "items": [5],
+        "prefixes": (),
         "counts": {"tokens": 2, "samples": 1, "padded": 0, "logits": 1, "pairs": 5, "square": 6},
     }
 
@@ -391,7 +395,7 @@ def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int
         works = [item for item in engine.work("val") if isinstance(item, Work)]
         assert len(works) == engine.total("val")
         table = engine.outputs("val")
-        assert sum(work.counts.get("samples", 0) for work in works) == len(table["items"])
+        assert sorted(row for work in works for row in work.rows or ()) == sorted(table["items"])
         out += zip(table["items"], table["best"], table["choice"], table["finite"], strict=True)
     return sorted(out)
 

@@ -34,7 +34,7 @@ def test_a_case_runs_without_torch(shell: Shell, options: tuple[str, ...]) -> No
     assert done.code == 0, done.err
     (record,) = shell.records()
     assert (record["status"], record["case"]["name"], record["engine"]) == ("valid", CASE, {
-        "name": "abacus", "details": {"batches": 3 if options[:1] == ("--sample",) else 6},
+        "name": "abacus", "details": {"batches": 3 if options[:1] == ("--sample",) else 6}, "conforms": None,
     })  # fmt: skip
     assert record["weights"] == {"source": "random", "seed": 0}
     assert record["ranks"][0]["identity"]["name"] == "Abacus"

@@ -165,7 +165,7 @@ def test_ranks_that_cannot_be_started(shell: Shell, number: str, code: str) -> N
 import errno, os, tempfile
 def fail(*arguments, **options):
     raise OSError(errno.{number}, os.strerror(errno.{number}))
-tempfile.TemporaryDirectory = fail
+tempfile.mkdtemp = fail
 """
     (shell.folder / "sitecustomize.py").write_text(fails)
     agent = Agent(Shell(shell.folder, (shell.folder,)))
@@ -247,4 +247,5 @@ def test_workers_are_told_one_interface(
 ) -> None:
     """NCCL takes lo for every name that begins so; a site that names what it wants gets it."""
     monkeypatch.setattr(os, "environ", {})
-    assert Host(opening(environment=environment)).variables() == told
+    found = Host(opening(environment=environment)).variables()
+    assert {name: value for name, value in found.items() if name.endswith("_IFNAME")} == told

@@ -219,8 +219,9 @@ def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path]
     def edit(folder: Path) -> None:
         for path in folder.glob(f"step-*/{name}") if name != checkpoints.RUN else [folder / name]:
             table = json.loads(path.read_text())
+            del table[checkpoints.CHECKSUM]
             change(table)
-            path.write_text(json.dumps(table))
+            path.write_text(json.dumps(table | {checkpoints.CHECKSUM: checkpoints._checksum(table)}))
 
     return edit
 

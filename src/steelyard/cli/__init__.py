@@ -50,11 +50,8 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong, 70 a defect of ours."""
-    stderr = terminal.settle()
-    try:
+    with terminal.settled():
         _main()
-    finally:
-        stderr.finish()
 
 
 def _main() -> None:

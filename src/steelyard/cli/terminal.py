@@ -8,6 +8,8 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 BACKLOG = 2000  # pieces that wait for a terminal that takes none; what comes after is dropped
 LAST_S = 1.0  # for the last of them
@@ -60,8 +62,9 @@ class Stderr(io.TextIOBase):
                 self._gone = True
 
 
-def settle() -> Stderr:
-    """Make the three what the rest takes them for. What is closed would otherwise be the number of the next file opened."""
+@contextmanager
+def settled() -> Iterator[None]:
+    """The three are what the rest takes them for. What is closed would otherwise be the number of the next file opened."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -72,9 +75,14 @@ def settle() -> Stderr:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="steelyard")
-    stderr = Stderr(2, getattr(sys.stderr, "encoding", None) or "utf-8")
-    sys.stderr = stderr
-    return stderr
+    if sys.stderr is not sys.__stderr__:
+        yield  # somebody listens already
+        return
+    sys.stderr = stderr = Stderr(2, getattr(sys.__stderr__, "encoding", None) or "utf-8")
+    try:
+        yield
+    finally:
+        stderr.finish()
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:

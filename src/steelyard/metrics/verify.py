@@ -9,7 +9,7 @@ from steelyard.case.precision import PRESETS, name_of
 from steelyard.errors import RequestError
 from steelyard.metrics import evidence, table, validity
 from steelyard.record import record
-from steelyard.record.record import Reason, Record, Value
+from steelyard.record.record import Check, Reason, Record, Value
 
 
 def read(path: Path) -> Record:
@@ -45,13 +45,21 @@ def _wrong(path: Path, found: Record) -> list[str]:
     values = table.derive(found)
     checks, reasons, notes, quality = validity.judge(found, values)
     wrong = record.integrity(path) + _question(found) + _metrics(found, values)
-    again = {check.name: check.ok for check in checks}
-    wrong += [f"check {one.name!r} does not follow from the samples" for one in found.checks if again.get(one.name) != one.ok]
+    told, again = _by_name(found.checks), _by_name(checks)
+    wrong += [f"check {name!r} does not follow from the samples" for name, every in told.items() if again.get(name) != every]
     if not set(found.notes) <= set(notes):
         wrong.append("the notes are not those that follow from the samples")
     if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
         wrong.append(f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}")
     return wrong + _status(found, reasons) + evidence.contradictions(found)
+
+
+def _by_name(checks: list[Check]) -> dict[str, list[bool]]:
+    """A check that is made of every rank stands there as often."""
+    out: dict[str, list[bool]] = {}
+    for one in checks:
+        out.setdefault(one.name, []).append(one.ok)
+    return out
 
 
 def _metrics(found: Record, values: dict[str, Value]) -> list[str]:

@@ -5,10 +5,12 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from steelyard.data.corpus import IDS
 from steelyard.errors import LostError, RequestError
+from steelyard.metrics import evidence
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
 from steelyard.record.facts import Environment, HostFacts
@@ -27,6 +29,7 @@ from steelyard.run.spec import WorkerSpec
 
 LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
+MOST = 3  # contradictions that a reason names
 UNFINISHED = Verdict("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
@@ -209,7 +212,12 @@ class Run:
     def _assembled(self, made: Outcome) -> Record:
         """Rank files are another program's words, and an engine's in them: what cannot be made sense of is a reason too."""
         try:
-            return self._assemble(made)
+            finished = self._assemble(made)
+            wrong = evidence.contradictions(finished)
+            if not wrong:
+                return finished
+            verdict = Verdict("contradiction", "; ".join(wrong[:MOST]))
+            return self._assemble(replace(made, code=verdict.code, text=verdict.text))
         except Exception as error:  # noqa: BLE001  whatever it was goes into the record
             return self._assemble(outcome.without_ranks(made, error))
 

@@ -6,15 +6,24 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
+from steelyard.errors import RequestError
 from steelyard.run.clock import now, sleep
 from steelyard.run.messages import MARK
 
+PROC = Path("/proc/self/stat")
 POLL_S = 0.02
 GRACE_S = 5.0
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl.h
+
+
+def check() -> None:
+    """Linux shows there who runs. Without it nobody could be found, and so nobody ended."""
+    if sys.platform == "linux" and not PROC.exists():
+        raise RequestError("/proc is not mounted, where the processes of a run are found; mount it and run again")
 
 
 def adopt_orphans() -> None:

@@ -12,7 +12,7 @@ from steelyard.errors import RequestError
 from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Scope
-from steelyard.run import launch, resume, site
+from steelyard.run import launch, processes, resume, site
 from steelyard.run.launch import Launcher
 from steelyard.run.resume import Resume
 from steelyard.run.site import Site
@@ -40,6 +40,7 @@ class Ready:
 
 def ready(request: Request) -> Ready:
     """A wrong request raises RequestError: one line, and nothing was started. What other hosts have, they say later."""
+    processes.check()
     case, engine = request.resolved.case, engines.row(request.engine)
     where = site.read(site.find(request.site))
     launcher = launch.named(request.launcher or where.launcher or "local")

@@ -47,6 +47,12 @@ def wait() -> None:
         time.sleep(0.05)
 
 
+def pause() -> None:
+    """Until whoever watches says so."""
+    while not Path(os.environ["FAULT_MARK"]).with_suffix(".go").exists():
+        time.sleep(0.05)
+
+
 def stubborn() -> None:
     import signal
 
@@ -108,6 +114,7 @@ def die(number: int) -> Callable[[], None]:
 
 ACTS: dict[str, Callable[[], None]] = {
     "wait": wait,
+    "pause": pause,
     "go_on": lambda: None,
     "stubborn": stubborn,
     "memory": memory,

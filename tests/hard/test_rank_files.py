@@ -1,0 +1,147 @@
+"""What a worker leaves is another program's word. Whatever stands in it, a run ends in a whole record."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.commands import CASE
+from fixtures.damage import changed_bytes, changed_value
+from steelyard.case import resolve
+from steelyard.case.request import Request
+from steelyard.metrics.verify import verify
+from steelyard.record import record
+from steelyard.record.record import Record
+from steelyard.run import messages, session
+from steelyard.run.outcome import Verdict
+from steelyard.run.parent import Run
+from steelyard.run.ready import ready
+from steelyard.run.spec import read_rank
+
+TRIED = 600
+
+
+@dataclass
+class Ended:
+    """A run of two ranks that has ended, and the text of their last files."""
+
+    run: Run
+    texts: dict[int, str]
+
+    def again(self, rank: int, text: str) -> Record:
+        """The record that this run would have, had the rank left this."""
+        heard = self.run.session.heard
+        heard.ranks = {one: read_rank(said, one) for one, said in self.texts.items() if one != rank}
+        heard.unreadable = {}
+        self.run.session._rank(messages.rank(self.run.token, rank, text))
+        return self.run._assembled(self.run._outcome(Verdict(None)))
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    texts: dict[int, str] = {}
+
+    def keep(text: str, rank: int) -> Any:
+        texts[rank] = text
+        return read_rank(text, rank)
+
+    case = resolve.resolve(CASE, "smoke", None, None, None)
+    asked = Request(
+        resolved=case,
+        engine="torch",
+        accelerator="cpu",
+        launcher=None,
+        nodes=1,
+        devices=2,
+        passes=("val",),
+        sample=None,
+        steps=None,
+        resume=None,
+        weights=None,
+        data=None,
+        tokenizer=None,
+        site=None,
+        out=tmp_path_factory.mktemp("records"),
+        hang_s=120.0,
+        limit_s=None,
+        point=(),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "read_rank", keep)
+        run = Run(ready(asked), None, None)
+        made, _ = run.to_record(None)
+    assert (made.status, sorted(texts)) == ("valid", [0, 1])
+    return Ended(run, texts)
+
+
+def test_the_same_files_make_the_same_record(ended: Ended) -> None:
+    made = ended.again(1, ended.texts[1])
+    assert (made.status, made.failure, len(made.ranks)) == ("valid", None, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_change_of_a_rank_file_ends_in_a_record(ended: Ended, rank: int, tmp_path: Path) -> None:
+    """A change may leave a file that is as good; then the checks of a record judge it."""
+    draw = random.Random(rank)
+    seen: Counter[str] = Counter()
+    for number in range(TRIED // 2):
+        change = changed_bytes if number % 3 == 0 else changed_value
+        made = ended.again(rank, change(ended.texts[rank], draw))
+        path = record.write(made, tmp_path)
+        assert verify(path) == [], number
+        path.unlink()
+        seen[made.reasons[0].code if made.reasons else made.status] += 1
+    assert seen["malformed"] > TRIED // 10, seen
+    assert set(seen) - {"valid", "malformed"} <= CODES, seen
+
+
+# What else a changed file can amount to: it says that it did not end, or how, or what it counts does not add up.
+CODES = {"killed", "raised", "contradiction", "data_differ", "coverage", "tokens", "unaccounted", "nan", "clock", "hidden"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "EOF while parsing a value"),
+        ("{", "EOF while parsing an object"),
+        ("[]", "Input should be an object"),
+        ("[" * 100_000, "recursion limit exceeded"),
+        ('"\\ud800"', "unexpected end of hex escape"),
+        ("null", ""),
+    ],
+    ids=["empty", "cut", "a list", "deep", "half a character", "nothing"],
+)
+def test_what_is_no_rank_file_is_named_so(ended: Ended, text: str, why: str) -> None:
+    made = ended.again(1, text)
+    assert made.status == "failed"
+    assert made.reasons[0].code == "malformed"
+    assert made.reasons[0].text.startswith("rank 1 left a result that cannot be read: ")
+    assert why in made.reasons[0].text
+    assert made.failure is not None
+    assert (made.failure.rank, made.failure.host) == (1, "localhost")
+    assert [one.rank for one in made.ranks] == [0]
+
+
+def test_the_file_of_another_rank(ended: Ended) -> None:
+    assert ended.again(1, ended.texts[0]).reasons[0].text.endswith("cannot be read: it is that of rank 0")
+
+
+def test_a_file_that_did_not_arrive_whole(ended: Ended) -> None:
+    said = messages.rank(ended.run.token, 1, ended.texts[1])
+    ended.run.session._rank(said.model_copy(update={"text": said.text[:-1]}))
+    assert ended.run.session.heard.unreadable == {1: "it did not arrive as it was sent"}
+
+
+def test_results_that_do_not_fit_together(ended: Ended) -> None:
+    """Each file is a rank file; together they are no record. What was measured is not taken on trust."""
+    table = json.loads(ended.texts[1])
+    table["outputs"]["val"] = {"items": "all of them"}
+    made = ended.again(1, json.dumps(table))
+    assert (made.status, made.ranks, made.reasons[0].code) == ("failed", [], "malformed")
+    assert made.reasons[0].text.startswith("what the ranks left cannot be put together: ")
+    assert made.failure is not None
+    assert "Traceback" in made.failure.stderr_tail
