@@ -3,6 +3,7 @@
 # make check  lint, types and all tests, as CI runs it
 # make long   the tests that take longer than CI may
 # make faults every fault of docs/faults.md, and its table anew
+# make hard   every attack of docs/faults.md, and its table anew
 # make gpu-test  the tests that need a device, on a machine that has one
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check long faults gpu-test lint types clean
+.PHONY: setup run test check long faults hard gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -44,6 +45,9 @@ long: setup
 
 faults: setup
 	FAULTS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/faults -m "not gpu"
+
+hard: setup
+	ATTACKS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/hard tests/faults/test_pickles.py -m "not gpu"
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.attacks import attacks  # noqa: F401
 from fixtures.commands import SMOKE, Shell, faulty_engine
 from steelyard.accelerators import cpu
 

@@ -10,6 +10,7 @@ import pytest
 from faults import planting
 from faults.faults import LOCAL, SSH
 from faults.scenes import Elsewhere, Scene
+from fixtures.attacks import Attacks
 from fixtures.commands import wait_for
 from fixtures.sockets import listening
 from hosts.host import network_of
@@ -72,7 +73,7 @@ def _after(files: list[str], found: dict[str, list[str]]) -> dict[str, list[str]
     ],
     indirect=["scene"],
 )
-def test_none_is_loaded(scene: Scene, phase: str, kinds: set[str], tmp_path: Path) -> None:
+def test_none_is_loaded(scene: Scene, phase: str, kinds: set[str], tmp_path: Path, attacks: Attacks) -> None:
     """In `join` one rank waits for the other; in `pass` all have met. What becomes of the run is another matter: it may fail
     for want of what a stranger overwrote, with a record."""
     canary = tmp_path / "canary"
@@ -88,3 +89,4 @@ def test_none_is_loaded(scene: Scene, phase: str, kinds: set[str], tmp_path: Pat
     assert done.code in (0, 1), done.err
     assert "Traceback" not in done.err
     assert len(scene.records()) == 1
+    attacks.add(f"pickles into stores and ports: {scene.where}, {phase}", len(sent), "loaded by the rendezvous", "none loaded")

@@ -3,12 +3,15 @@
 import gzip
 import io
 import json
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from fixtures.attacks import Attacks
 from fixtures.records import published
 from steelyard.errors import RequestError
 from steelyard.record import record
@@ -111,3 +114,50 @@ def test_a_safetensors_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.Mo
 def test_bounded_reads_of_a_plain_file() -> None:
     file = archive.Bounded(io.BytesIO(b"abc"), Path("x"))
     assert (file.read(2), file.tell(), file.seek(0), file.read(1)) == (b"ab", 2, 0, b"a")
+
+
+COST = """
+import resource, sys, time
+from pathlib import Path
+from steelyard.errors import RequestError
+{imports}
+begin = time.monotonic()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    {read}(Path(sys.argv[1]))
+except RequestError as error:
+    print(time.monotonic() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, error)
+"""
+BOMBS = {
+    "17 MiB tar.gz": ("4.1 GiB", "from steelyard.tasks.mmlu import data", "data.read"),
+    "240 MiB JSON record": ("5.7 GiB, two minutes", "from steelyard.record import record", "record.read"),
+    "pickle of 5 M opcodes": ("a minute", "from steelyard.weights import torch_files", "torch_files.read"),
+}
+
+
+def bomb(name: str, folder: Path) -> Path:
+    if name == "17 MiB tar.gz":
+        return tar_gz(folder / "bomb.tar.gz", ("x", tarfile.XHDTYPE, b"", 4000 * MIB))
+    if name == "240 MiB JSON record":
+        path = folder / "record.json"
+        path.write_bytes(b'{"a":[' + b"[],[]," * (40 * MIB) + b"[]]}")
+        return path
+    path = folder / "x.pt"
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("x/data.pkl", b"\x80\x02" + b"N0" * 2_500_000 + b"N.")
+        made.writestr("x/version", "3\n")
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_a_bomb_costs(name: str, tmp_path: Path, attacks: Attacks) -> None:
+    """In a process of its own: memory is what it held at most, beside what it needs for nothing."""
+    before, imports, read = BOMBS[name]
+    path = bomb(name, tmp_path)
+    program = COST.format(imports=imports, read=read)
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True, timeout=120)
+    time_s, mib, why = done.stdout.split(" ", 2)
+    assert str(path) in why
+    assert int(mib) <= 200, done.stdout
+    attacks.add(f"bomb: {name}", 1, before, f"refused in {float(time_s):.1f} s, {mib} MiB")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.commands import SMOKE, Shell
 from steelyard.errors import RequestError
 from steelyard.run import caches
 from steelyard.run.host import Host
@@ -79,7 +80,13 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> No
         caches.variables(os.environ)
 
 
-def test_no_place_for_a_cache_is_said_in_one_line(tmp_path: Path) -> None:
+def test_without_a_place_for_caches_they_are_in_the_runs_own_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RequestError, match=r"cannot be made: Not a directory; .*XDG_CACHE_HOME"):
-        caches.variables({"XDG_CACHE_HOME": str(tmp_path / "file")})
+    assert caches.variables({"XDG_CACHE_HOME": str(tmp_path / "file")}) == {}
+    assert caches.within(tmp_path) == {name: str(tmp_path / "cache" / place) for name, place in NAMES.items()}
+
+
+@pytest.mark.full
+def test_a_home_that_cannot_be_written_is_no_hindrance(shell: Shell) -> None:
+    done = shell(*SMOKE, "--passes", "val", "--out", shell.out, HOME="/dev/null", XDG_CACHE_HOME="")
+    assert done.code == 0, done.err

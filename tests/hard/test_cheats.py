@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fixtures import report
+from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from fixtures.liars import liar_engine
 from steelyard.data import batches
@@ -36,6 +37,17 @@ def codes(made: dict[str, Any]) -> set[str]:
     return {reason["code"] for reason in made["reasons"]}
 
 
+LIES = {
+    "replay": "answers the second pass from the first",
+    "counts": "multiplies its counts",
+    "twice": "names rows twice",
+    "prepare": "works in `prepare`",
+    "sleeps": "works in `prepare`, and sleeps in the pass",
+    "total": "works in `total`",
+    "outputs": "works in `outputs`",
+}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("lie", "passes", "code"),
@@ -50,16 +62,19 @@ def codes(made: dict[str, Any]) -> set[str]:
         pytest.param("twice", "val", "tokens", marks=pytest.mark.long),
     ],
 )
-def test_an_engine_that_scores_and_lies(liars: Shell, lie: str, passes: str, code: str | None) -> None:
+def test_an_engine_that_scores_and_lies(liars: Shell, lie: str, passes: str, code: str | None, attacks: Attacks) -> None:
     made = run(liars, lie, *SMOKE, "--passes", passes)
     assert (made["status"], code in codes(made)) == (("valid", False) if code is None else ("invalid", True)), made["reasons"]
+    if code is not None:
+        attacks.add(f"engine that scores: {LIES[lie]}", 1, "`valid`", f"`{code}`")
 
 
 @pytest.mark.full
-def test_half_of_each_batch_is_not_the_batch(liars: Shell) -> None:
+def test_half_of_each_batch_is_not_the_batch(liars: Shell, attacks: Attacks) -> None:
     made = run(liars, "half", *TRAIN)
     assert made["status"] == "invalid"
     assert codes(made) >= {"tokens"}
+    attacks.add("engine that trains: on half of each batch", 1, "`valid`", "`tokens`")
     taken = [one["counts"]["tokens"] for one in made["samples"] if one["pass"] == "train" and one["counts"]]
     assert [2 * tokens for tokens in taken] == [one["tokens"] for one in made["drawn"]["train"]]
 

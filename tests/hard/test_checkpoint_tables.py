@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.attacks import Attacks
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.training import checkpoints
@@ -37,7 +38,7 @@ def test_a_changed_state_is_refused(old: str, new: str, tmp_path: Path) -> None:
         checkpoints.read(path, State)
 
 
-def test_every_changed_byte_is_refused(tmp_path: Path) -> None:
+def test_every_changed_byte_is_refused(tmp_path: Path, attacks: Attacks) -> None:
     path = tmp_path / "state.json"
     checkpoints.write(path, STATE)
     raw, accepted = path.read_bytes(), []
@@ -47,6 +48,9 @@ def test_every_changed_byte_is_refused(tmp_path: Path) -> None:
             accepted.append(checkpoints.read(path, State) == STATE)
         except RequestError:
             continue
+    attacks.add(
+        "byte of a checkpoint's `state.json`", len(raw), "no checksum", "refused, or the same value in another spelling"
+    )
     assert all(accepted)  # what is read is what was written: another spelling of the same number
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fixtures import report
+from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from steelyard.metrics import clocks
 from steelyard.record.facts import RankFacts
@@ -44,7 +45,7 @@ def slow_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path) -> None:
+def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path, attacks: Attacks) -> None:
     done = shell(*SMOKE, "--passes", "val", "--out", shell.out, LD_PRELOAD=str(slow_clock))
     made = json.loads(next(shell.out.iterdir()).read_text())
     assert done.code == 1
@@ -56,6 +57,7 @@ def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path) -> None
     assert told["uptime"] == pytest.approx(2 * told["monotonic"], rel=0.05)
     assert made["environment"]["software"]["variables"]["LD_PRELOAD"] == "libslow.so"
     assert shell("verify", next(shell.out.iterdir())).code == 0
+    attacks.add("clock slowed down by a preloaded library", 1, "`valid` at 2.7 times the rate", "`clock`, the library named")
 
 
 def test_an_honest_run_has_all_clocks(smoke: dict[str, Path]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fixtures import report
+from fixtures.attacks import Attacks
 from fixtures.commands import Shell
 from fixtures.liars import liar_engine
 from steelyard import engines
@@ -42,7 +43,7 @@ def test_shipped_engines_conform(shell: Shell, arguments: tuple[str, ...]) -> No
 
 
 @pytest.mark.full
-def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Path) -> None:
+def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Path, attacks: Attacks) -> None:
     """It names all rows, so its record alone is sound: the loss and the gradients are those of other rows."""
     shell = Shell(tmp_path, (liar_engine(tmp_path / "package"),))
     code, found = conform(shell, "liar", "--case", OPENWEBTEXT, LIAR="half_hidden")
@@ -55,6 +56,7 @@ def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Pat
     run = ("run", OPENWEBTEXT, "--size", "smoke", "--accelerator", "cpu", "--steps", "2", "--engine", "liar", "--json")
     made = shell(*run, "--out", shell.out, LIAR="half_hidden", XDG_CACHE_HOME=str(tmp_path / "cache")).json()
     assert made["records"][0]["engine"]["conforms"] is False
+    attacks.add("engine that trains: on half of each batch, and names all rows", 1, "`valid`", "`conforms: false`")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.attacks import Attacks
 from fixtures.records import RESULTS, changed, published
 from steelyard.metrics import verify
 from steelyard.record import record
@@ -77,11 +78,14 @@ def late_readings(table: dict[str, Any]) -> None:
         (late_readings, "after a run of "),
     ],
 )
-def test_what_contradicts_itself_does_not_verify(change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path) -> None:
+def test_what_contradicts_itself_does_not_verify(
+    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, attacks: Attacks
+) -> None:
     path = changed(published("mmlu-full-closed-bf16-torch", tmp_path), change)
     assert record.integrity(path) == []
     wrong = verify.verify(path)
     assert any(said in line for line in wrong), wrong
+    attacks.add(f"record derived and sealed again: {change.__name__.replace('_', ' ')}", 1, "verifies", "does not verify")
 
 
 def sealed(path: Path) -> dict[str, Any]:

@@ -13,8 +13,17 @@ NEXT = "name a folder of yours in XDG_CACHE_HOME"
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What workers are told of caches, each a folder that is made and checked here. One that is named already stays."""
-    return {name: str(private(environment, folder)) for name, folder in FOLDERS.items() if not environment.get(name)}
+    """What workers are told of caches, each a folder that is made and checked here. One that is named already stays. Nothing,
+    where a user has no place for any."""
+    try:
+        return {name: str(private(environment, folder)) for name, folder in FOLDERS.items() if not environment.get(name)}
+    except OSError:
+        return {}
+
+
+def within(folder: Path) -> dict[str, str]:
+    """The same in the private folder of a run, which ends with it."""
+    return {name: str(folder / "cache" / place) for name, place in FOLDERS.items()}
 
 
 def private(environment: Mapping[str, str], name: str = "") -> Path:
@@ -28,11 +37,8 @@ def private(environment: Mapping[str, str], name: str = "") -> Path:
 
 
 def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise RequestError(f"the cache {str(folder)!r} cannot be made: {error.strerror}; {NEXT}") from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
     wrong = {
         "is a link": stat.S_ISLNK(found.st_mode),
         f"belongs to user {found.st_uid}": found.st_uid != os.geteuid(),

@@ -45,7 +45,10 @@ def _installed(name: str) -> str | None:
 
 def keep(row: EngineRow, cases: list[str], conforms: bool) -> Path:
     """Write down what was found; the last word on an engine counts."""
-    path = caches.private(os.environ) / NAME
+    try:
+        path = caches.private(os.environ) / NAME
+    except OSError as error:
+        raise RequestError(f"what was found cannot be kept: {error}; name a folder of yours in XDG_CACHE_HOME") from error
     found = {"version": engine_version(row), "conforms": conforms, "cases": cases, "created": today()}
     files.write(path, json.dumps(_read(path) | {row.name: found}, indent=2).encode())
     return path
@@ -53,7 +56,7 @@ def keep(row: EngineRow, cases: list[str], conforms: bool) -> Path:
 
 def conforms(row: EngineRow) -> bool | None:
     """Whether this version of an engine conforms; None where nobody has tried."""
-    with suppress(RequestError):  # a cache that is not ours is refused where something is loaded from it
+    with suppress(RequestError, OSError):  # a cache that is not ours is refused where something is loaded from it
         found = _read(caches.private(os.environ) / NAME).get(row.name)
         if isinstance(found, dict) and found.get("version") == engine_version(row):
             return found.get("conforms") is True

@@ -180,6 +180,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
             env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
             check=False,
         )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

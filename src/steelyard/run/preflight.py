@@ -20,7 +20,7 @@ HINTS = (
     ("does not understand a message", "another steelyard is there; install this one there: {install}"),
     ("Unknown option: -P", "that Python is older than 3.11; name another with python = in the site file"),
     ("Host key verification failed", "its host key is not known: ssh {host} once by hand and check it"),
-    ("Permission denied", "ssh has no key that it takes: try ssh {host} true, which must not ask for anything"),
+    ("Permission denied (", "ssh has no key that it takes: try ssh {host} true, which must not ask for anything"),
     ("Could not resolve hostname", "the name leads nowhere; see hosts in the site file"),
     ("ssh: connect to host", "it does not answer; see that it is up, or leave it out of hosts in the site file"),
     ("not found", "no such Python there; name one with python = in the site file"),

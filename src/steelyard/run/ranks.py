@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 
-from steelyard.run import folder, memory, messages, processes
+from steelyard.run import caches, folder, memory, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.folder import Progress, Rendezvous
 from steelyard.run.host import Host
@@ -75,7 +75,14 @@ class Ranks:
         meet = self._rendezvous()
         told = None if meet is None else meet.model_dump(mode="json")
         path.write_text(json.dumps({**start.spec, "folder": str(self._folder), "origin_s": start.origin_s, "rendezvous": told}))
-        variables = {**self._threads(), **host.variables(), MARK: host.asked.mark, "WORLD_SIZE": str(start.world)}
+        caches_here = caches.within(self._folder)
+        variables = {
+            **caches_here,
+            **self._threads(),
+            **host.variables(),
+            MARK: host.asked.mark,
+            "WORLD_SIZE": str(start.world),
+        }
         for local_rank in range(host.asked.devices):
             rank = start.first_rank + local_rank
             process = subprocess.Popen(

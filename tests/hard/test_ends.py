@@ -1,0 +1,224 @@
+"""How a run ends is told as far as it is known, whatever the surroundings: a stranger's variables, no memory, no processes."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fixtures.attacks import Attacks
+from fixtures.commands import SMOKE, Shell
+from steelyard.plan.degrees import Plan
+from steelyard.run import memory
+from steelyard.run.host import scrubbed
+from steelyard.run.messages import Exit
+from steelyard.run.outcome import Left, judge
+
+RUN = (*SMOKE, "--engine", "faulty", "--passes", "val")
+PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
+STRANGERS = {
+    "RANK": "3",
+    "LOCAL_RANK": "3",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "203.0.113.1",
+    "MASTER_PORT": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_JOB_ID": "1",
+    "TORCHELASTIC_RUN_ID": "none",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "PADDLE_TRAINERS_NUM": "8",
+}
+MOST_BYTES = 1536 << 20
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path, (faulty_package,))
+    yield one
+    one.clean()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_a_strangers_variables_are_not_inherited(faulty: Shell, devices: str, attacks: Attacks) -> None:
+    done = faulty(*RUN, "--devices", devices, "--out", faulty.out, "--hang-after", "60", **STRANGERS)
+    assert done.code == 0, done.err
+    (record,) = faulty.records()
+    assert [one["rank"] for one in record["ranks"]] == list(range(int(devices)))
+    assert not set(record["environment"]["software"]["variables"]) & set(STRANGERS)
+    attacks.add(f"variables of another launcher, {devices} rank(s)", 1, "hangs for 30 minutes", "runs")
+
+
+def test_which_variables_are_strangers() -> None:
+    assert [name for name in STRANGERS if not scrubbed(name)] == []
+    assert not any(map(scrubbed, ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "OMP_NUM_THREADS", "RANKING")))
+
+
+@pytest.mark.parametrize(
+    ("ended", "tail", "verdict"),
+    [
+        (-9, "", ("killed", "rank 1 was ended by SIGKILL")),
+        (-9, "No space left on device", ("killed", "rank 1 was ended by SIGKILL")),
+        (-11, "", ("killed", "rank 1 was ended by SIGSEGV")),
+        (1, "", ("killed", "rank 1 left no result; exit code 1")),
+        (
+            1,
+            f"OSError: [Errno 28] {os.strerror(errno.ENOSPC)}: 'x'",
+            ("disk_full", "rank 1 left no result; exit code 1, and its stderr says: No space left on device"),
+        ),
+    ],
+)
+def test_what_is_known_and_nothing_else(ended: int, tail: str, verdict: tuple[str, str]) -> None:
+    exits = {1: Exit(token="t", rank=1, code=ended, at_s=1.0)}
+    found = judge(Left([], exits, tails={1: tail}), PLAN, ["localhost"])
+    assert ((found.code, found.text), found.rank) == (verdict, 1)
+
+
+@pytest.mark.parametrize(("starved", "more"), [(None, ""), (0, ""), (2, "2 process(es)")])
+def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
+    exits = {0: Exit(token="t", rank=0, code=-9, at_s=1.0, starved=starved)}
+    said = f"; meanwhile the kernel ended {more} of its control group for lack of memory" if more else ""
+    assert judge(Left([], exits), PLAN, ["localhost"]).text == f"rank 0 was ended by SIGKILL{said}"
+
+
+@pytest.mark.parametrize(
+    ("groups", "name", "text", "found"),
+    [
+        ("0::/a/b\n", "a/b/memory.events", "low 0\noom 4\noom_kill 3\n", 3),
+        ("0::/a/b\n", "memory.events", "oom_kill 2\n", 2),  # a container sees its group as the root
+        ("1:cpu:/a\n4:memory:/a\n0::/\n", "memory/a/memory.oom_control", "under_oom 0\noom_kill 7\n", 7),
+        ("0::/a\n", "a/memory.events", "oom_kill many\n", None),
+        ("0::/a\n", "a/other", "oom_kill 1\n", None),
+        ("nothing", "a/memory.events", "oom_kill 1\n", None),
+    ],
+)
+def test_the_count_of_a_control_group(tmp_path: Path, groups: str, name: str, text: str, found: int | None) -> None:
+    proc, tree = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(groups)
+    (tree / name).parent.mkdir(parents=True)
+    (tree / name).write_text(text)
+    assert memory.ended(proc, tree) == found
+    assert memory.ended(tmp_path / "none", tree) is None
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with little memory, where one may be made."""
+    for folder, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        group = folder / f"steelyard-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(MOST_BYTES))
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("no control group of memory can be made here")
+
+
+@pytest.mark.full
+def test_the_kernel_ends_a_rank_for_lack_of_memory(faulty: Shell, small_group: Path, attacks: Attacks) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "steelyard", *RUN, "--out", str(faulty.out)],
+        env=faulty.env(FAULTY="eats@work"),
+        cwd=faulty.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=lambda: (small_group / "cgroup.procs").write_text("0"),  # this process
+    )
+    assert done.returncode == 1, done.stderr
+    (record,) = faulty.records()
+    assert record["reasons"][0]["code"] == "killed"
+    assert record["reasons"][0]["text"] == (
+        "rank 0 was ended by SIGKILL; meanwhile the kernel ended 1 process(es) of its control group for lack of memory"
+    )
+    assert record["failure"]["exit_code"] == -signal.SIGKILL
+    attacks.add("rank ended by the kernel for lack of memory", 1, "a guess at any SIGKILL", "what its control group counted")
+
+
+FAILS = """
+import subprocess, sys, threading
+if "steelyard.run.node" in sys.orig_argv:
+    real, count = {place}, 0
+    def fail(*arguments, **options):
+        global count
+        count += "steelyard.run.worker" in arguments[0]
+        if count >= {number}:
+            raise {error}
+        return real(*arguments, **options)
+    {place} = fail
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("place", "number", "error", "why"),
+    [
+        ("subprocess.Popen", 2, "BlockingIOError(11, 'Resource temporarily unavailable')", "Resource temporarily unavailable"),
+        ("subprocess.Popen", 1, "PermissionError(13, 'Permission denied')", "Permission denied"),
+    ],
+    ids=["the second", "the first"],
+)
+def test_processes_that_cannot_be_started(faulty: Shell, place: str, number: int, error: str, why: str) -> None:
+    (faulty.folder / "more").mkdir()
+    (faulty.folder / "more" / "sitecustomize.py").write_text(FAILS.format(place=place, number=number, error=error))
+    one = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
+    done = one(*RUN, "--devices", "2", "--out", one.out)
+    assert done.code == 1, done.err
+    (record,) = one.records()
+    assert record["reasons"][0] == {
+        "code": "not_started",
+        "text": f"host localhost: the ranks could not be started: {why}",
+    }
+    assert one.nothing_left(1.0)
+
+
+GARBAGE = """
+import sys
+if "steelyard.run.worker" in sys.orig_argv:
+    from steelyard import files
+    real = files.write
+    def write(path, content, *more, **options):
+        real(path, content[:7] if path.name.startswith("{name}") else content, *more, **options)
+    files.write = write
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "code", "status", "reason"),
+    [("progress", 0, "valid", None), ("rank-1", 1, "failed", "malformed")],
+)
+def test_files_of_workers_that_are_none(faulty: Shell, name: str, code: int, status: str, reason: str | None) -> None:
+    (faulty.folder / "more").mkdir()
+    (faulty.folder / "more" / "sitecustomize.py").write_text(GARBAGE.format(name=name))
+    one = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
+    done = one(*RUN, "--devices", "2", "--out", one.out)
+    assert (done.code, "Traceback" in done.err) == (code, False), done.err
+    (record,) = one.records()
+    assert (record["status"], record["reasons"][0]["code"] if reason else None) == (status, reason)
+    assert (record["failure"] or {}).get("rank") == (1 if reason else None)
+
+
+def test_without_proc(shell: Shell) -> None:
+    words = 'mount -t tmpfs none /proc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", words, "sh", sys.executable, "-P", "-m", "steelyard", *SMOKE]
+    try:
+        if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/proc"], capture_output=True).returncode:
+            pytest.skip("mounting over /proc is not allowed here")
+    except FileNotFoundError:
+        pytest.skip("no unshare command")
+    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: /proc is not mounted, where the processes of a run are found; mount it and run again\n"

@@ -1,0 +1,114 @@
+"""What runs leave that nobody could end in order is swept up by the next run of the same user, and nothing else is."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fixtures.attacks import Attacks
+from fixtures.commands import SMOKE, Shell, wait_for
+from steelyard.run import leftovers, messages
+from steelyard.run.leftovers import RunFolder
+
+DEAD, ALIVE = "d" * 16 + "-0", "a" * 16 + "-0"
+HOLDER = """
+import sys, time
+from steelyard.run.leftovers import RunFolder
+print(RunFolder(sys.argv[1]).path, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path, (faulty_package,))
+    yield one
+    one.clean()
+
+
+def killed_holder(shell: Shell, mark: str) -> Path:
+    """A folder whose agent is dead."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, mark], env=shell.env(), stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    path = Path(holder.stdout.readline().strip())
+    holder.kill()
+    holder.wait()
+    return path
+
+
+def test_the_dead_are_swept_and_nobody_else(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell.tmp.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(shell.tmp))
+    dead = killed_holder(shell, DEAD)
+    (dead / "store").write_text("left")
+    stopped = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: DEAD}, start_new_session=True)
+    stopped.send_signal(signal.SIGSTOP)
+    alive = RunFolder(ALIVE)
+    (shell.tmp / "steelyard-notes").mkdir()
+    (shell.tmp / f"steelyard-{'b' * 16}-0-x1").symlink_to(tmp_path)
+    others = shell.tmp / f"steelyard-{'c' * 16}-0-x1"
+    others.mkdir()
+    if os.getuid() == 0:
+        os.chown(others, 65534, 65534)
+    assert leftovers.sweep_dead() == [DEAD, *([] if os.getuid() == 0 else ["c" * 16 + "-0"])]
+    assert stopped.wait(10) == -signal.SIGTERM
+    kept = {alive.path.name, "steelyard-notes", f"steelyard-{'b' * 16}-0-x1", *([others.name] if os.getuid() == 0 else [])}
+    assert {path.name for path in shell.tmp.iterdir()} == kept
+    alive.remove()
+    assert not alive.path.exists()
+
+
+def test_a_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    one = RunFolder(ALIVE)
+    assert one.path.stat().st_mode & 0o777 == 0o700
+    one.remove()
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made: list[Path] = []
+    real = leftovers.fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        found = next(tmp_path.iterdir())
+        made.append(found)
+        if len(made) == 1:
+            found.rmdir()
+        real(handle, how)
+
+    monkeypatch.setattr(leftovers.fcntl, "flock", late)
+    one = RunFolder(ALIVE)
+    assert one.path.is_dir()
+    assert one.path != made[0]
+    one.remove()
+
+
+@pytest.mark.full
+def test_all_killed_at_once_and_a_rank_stopped(faulty: Shell, attacks: Attacks) -> None:
+    """The stopped rank is woken by its agent's death, sees that it is alone, and ends. The folder stays, for the next run."""
+    mark = faulty.folder / "there"
+    process = faulty.start(
+        *SMOKE, "--engine", "faulty", "--out", "records", pipes=False, FAULTY="waits@work", FAULTY_MARK=str(mark)
+    )
+    assert wait_for(mark.exists)
+    by_words = {
+        word: one for one in faulty.processes() for word in ("worker", "node") if f"steelyard.run.{word}" in one.cmdline()
+    }
+    by_words["worker"].send_signal(signal.SIGSTOP)
+    assert wait_for(lambda: by_words["worker"].status() == psutil.STATUS_STOPPED)
+    process.send_signal(signal.SIGKILL)
+    by_words["node"].send_signal(signal.SIGKILL)
+    process.wait()
+    assert faulty.nothing_left(15.0), [one.cmdline() for one in faulty.processes()]
+    (left,) = [path for path in faulty.tmp.iterdir() if path.name.startswith("steelyard-")]
+    done = faulty(*SMOKE, "--engine", "faulty", "--passes", "val", "--out", "records")
+    assert done.code == 0, done.err
+    assert not left.exists()
+    assert [one["status"] for one in faulty.records()] == ["failed", "valid"]
+    attacks.add("parent and agent killed, a rank stopped", 1, "the rank and the folder stay", "it ends; the next run sweeps")
