@@ -20,7 +20,7 @@ PARENT = (
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
     *("run.node", "run.session", "run.scheduler"),
     *("cli.sweep", "run.earlier", "metrics.scaling"),
-    *("plan.memory", "tasks", "engines", "accelerators", "models.families", "training.checkpoints"),
+    *("plan.memory", "tasks", "engines", "accelerators", "models.families", "training.checkpoints", "training.loop"),
 )
 UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 HEAVY = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
@@ -116,7 +116,8 @@ FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetens
 FRAMEWORK_ROOMS = {"engines.torch", "engines.transformers", "engines.reference", "models", "kernels", "weights", "training"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
-    *("training/__init__.py", "training/checkpoints.py", "weights/__init__.py", "kernels/__init__.py"),
+    *("training/__init__.py", "training/checkpoints.py", "training/loop.py", "training/packing.py"),
+    *("weights/__init__.py", "kernels/__init__.py"),
 }
 
 
