@@ -43,7 +43,7 @@ def ready(request: Request) -> Ready:
     case, engine = request.resolved.case, engines.row(request.engine)
     where = site.read(site.find(request.site))
     launcher = launch.named(request.launcher or where.launcher or "local")
-    _check_engine(case, engine, launcher)
+    _check_engine(case, engine, launcher.remote or request.engine_settings.python is not None)
     plan = degrees.make(case, request.nodes, request.devices, request.sample, launcher.name)
     if not launcher.scheduler:
         launch.hosts(launcher, where, plan.nodes)
@@ -70,9 +70,10 @@ def ready(request: Request) -> Ready:
     )
 
 
-def _check_engine(case: Case, engine: EngineRow, launcher: Launcher) -> None:
+def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
+    """`elsewhere`: workers run in another Python than this one, and their agent says what that has."""
     missing = engine.missing()
-    if missing is not None and not launcher.remote:
+    if missing is not None and not elsewhere:
         raise RequestError(
             f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
             "then run again"
