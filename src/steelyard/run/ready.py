@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from steelyard import accelerators, engines
 from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
+from steelyard.case.precision import name_of
 from steelyard.case.request import Request
 from steelyard.data.corpus import IDS
 from steelyard.engines import EngineRow
@@ -91,6 +92,9 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
         raise RequestError(
             f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed: {', '.join(engine.precisions)}"
         )
+    named = name_of(question.kind, question.precision.model_dump())
+    if question.kind == "train" and named not in engine.trains_in:
+        raise RequestError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
 
 
 def _check_degrees(engine: EngineRow, plan: Plan) -> None:
