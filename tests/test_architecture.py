@@ -20,7 +20,8 @@ PARENT = (
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
     *("run.node", "run.session", "run.scheduler"),
     *("cli.sweep", "run.earlier", "metrics.scaling"),
-    *("plan.memory", "tasks", "engines", "accelerators", "models.families", "training.checkpoints", "training.loop"),
+    *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
+    *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )
 UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 HEAVY = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
@@ -119,7 +120,7 @@ FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
     *("training/__init__.py", "training/checkpoints.py", "training/loop.py", "training/packing.py"),
-    *("weights/__init__.py", "kernels/__init__.py"),
+    *("weights/__init__.py", "weights/hf_config.py", "weights/settings.py", "kernels/__init__.py"),
 }
 
 

@@ -39,7 +39,7 @@ class Device:
         if not paddle.device.is_compiled_with_cuda():
             raise RequestError("this Paddle is built for CPUs; install paddlepaddle-gpu, or choose --accelerator cpu")
         self._index, self.place = local_rank, f"gpu:{local_rank}"
-        os.environ["FLAGS_selected_gpus"] = str(local_rank)  # Paddle's own words for a rank's device
+        os.environ["FLAGS_selected_gpus"] = str(local_rank)  # noqa: SIM112  Paddle's own spelling
         paddle.set_device(self.place)
 
     def threads(self) -> int:

@@ -93,7 +93,7 @@ class PaddleDevice(Protocol):
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `flash`."""
+        """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `copies of shards`, `flash`."""
 
     def event(self) -> Event: ...
 

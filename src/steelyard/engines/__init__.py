@@ -46,6 +46,7 @@ class EngineRow:
     trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")  # names of precisions of training
     degrees: tuple[str, ...] = ("dp",)  # those it can make larger than 1
     processes: Literal["per_device", "one"] = "per_device"
+    checkpoints: bool = True  # whether its training keeps them, and goes on from one
     needs: tuple[str, ...] = ()  # modules that must be installed
     extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
 
@@ -107,6 +108,7 @@ PADDLE = EngineRow(
     families=("llama",),
     trains_in=("fp32", "tf32", "fp16-o2", "bf16-o2"),
     degrees=("tp", "pp", "dp"),
+    checkpoints=False,
     needs=("paddle",),
     extra="paddle",
 )

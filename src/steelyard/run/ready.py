@@ -49,6 +49,7 @@ def ready(request: Request) -> Ready:
     if not launcher.scheduler:
         launch.hosts(launcher, where, plan.nodes)
     _check_degrees(engine, plan)
+    _check_checkpoints(request, engine)
     passes = _passes(request)
     earlier = _resume(request)
     _check_files(request, launcher)
@@ -103,6 +104,16 @@ def _check_degrees(engine: EngineRow, plan: Plan) -> None:
         raise RequestError(
             f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed: --parallel {allowed}"
         )
+
+
+def _check_checkpoints(request: Request, engine: EngineRow) -> None:
+    """Said before anything is written."""
+    if engine.checkpoints:
+        return
+    given = {"--resume": request.resume, "tune.checkpoint_every": request.resolved.case.tune.checkpoint_every}
+    for name, value in given.items():
+        if value is not None:
+            raise RequestError(f"{name}: engine {engine.name} keeps no checkpoints, and goes on from none; leave it out")
 
 
 def _passes(request: Request) -> tuple[str, ...]:

@@ -112,8 +112,13 @@ class Stage(nn.Layer):  # type: ignore[misc]
             x = self.embed(micro.tokens)
         cos, sin = rotary(micro.positions, self.model, x.dtype)
         for block in self.layers.values():
-            x = fleet.utils.recompute(block, x, cos, sin, micro) if self.recompute else block(x, cos, sin, micro)
+            x = self._again(block, x, cos, sin, micro) if self.recompute else block(x, cos, sin, micro)
         return self._loss(x, micro) if self.last else x
+
+    @staticmethod
+    def _again(block: Block, *inputs: Any) -> Tensor:
+        """Computed once more for its backward. Nothing is drawn at random, so no generator's state is kept."""
+        return fleet.utils.recompute(block, *inputs, preserve_rng_state=False)
 
     def _loss(self, x: Tensor, micro: MicroBatch) -> Tensor:
         hidden = self.norm(x.index_select(micro.pick))

@@ -41,6 +41,7 @@ class Modes:
             "pp": self.pp > 1,
             f"sharding {self.sharding}": self.shards > 1,
             "dp": self.copies > 1,
+            "copies of shards": self.copies > 1 and self.shards > 1,
             "recompute": self.recompute,
         }
         parallel = [name for name, used in found.items() if used]

@@ -1,7 +1,7 @@
 """A Llama on Paddle's devices with its weights and its optimizer: alone, or as fleet places it."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -12,6 +12,7 @@ from paddle.distributed.sharding import group_sharded_parallel
 from steelyard.case.question import Train
 from steelyard.engines.job import Job
 from steelyard.engines.paddle import optimizer, precision, weights
+from steelyard.engines.paddle.checkpoint import HuggingFaceFolder
 from steelyard.engines.paddle.kernels import Kernels
 from steelyard.engines.paddle.layers import Stage
 from steelyard.engines.paddle.modes import Modes
@@ -21,8 +22,15 @@ ORDER = ["dp", "sharding", "pp", "sep", "cp", "mp"]
 
 
 @dataclass
+class Weight:
+    """What the loss of a pipeline is multiplied with."""
+
+    value: Any = 1.0
+
+
+@dataclass
 class Placed:
-    """A rank's part of a model, wrapped as Paddle trains it. `weight` is what a pipeline's loss is multiplied with."""
+    """A rank's part of a model, wrapped as Paddle trains it."""
 
     net: Any
     stage: Stage
@@ -30,25 +38,25 @@ class Placed:
     scaler: Any
     parameters: list[tuple[str, Any]]
     weights: dict[str, Any]
-    weight: Any = field(default=1.0)
+    weight: Weight
 
 
 def place(job: Job, modes: Modes, kernels: Kernels, train: Train) -> Placed:
     if job.world > 1:
         _init_fleet(modes)
-    placed = Placed(None, None, None, None, [], {})  # type: ignore[arg-type]  what a pipeline's loss reads must be there first
-    model = _build(job, modes, kernels, placed)
-    stage = placed.stage = next(one for one in [model, *model.sublayers()] if isinstance(one, Stage))
-    placed.parameters = list(stage.named_parameters())
-    placed.weights = _fill(job, placed.parameters)
-    adam = optimizer.adamw(placed.parameters, train)
+    weight = Weight()
+    model = _build(job, modes, kernels, weight)
+    stage = next(one for one in [model, *model.sublayers()] if isinstance(one, Stage))
+    parameters = list(stage.named_parameters())
+    source = _fill(job, parameters)
+    adam = optimizer.adamw(parameters, train)
     chosen = job.case.question.precision
     if precision.level(chosen) is not None:
         dtype = precision.DTYPES[chosen.matmul]
         model, adam = paddle.amp.decorate(models=model, optimizers=adam, level="O2", dtype=dtype, master_weight=True)
     scaler = _scaler() if chosen.matmul == "fp16" else None
-    placed.net, placed.optimizer, placed.scaler = _distribute(job, modes, model, adam, scaler)
-    return placed
+    net, adam, scaler = _distribute(job, modes, model, adam, scaler)
+    return Placed(net, stage, adam, scaler, parameters, source, weight)
 
 
 def _init_fleet(modes: Modes) -> None:
@@ -65,16 +73,16 @@ def _init_fleet(modes: Modes) -> None:
     fleet.init(is_collective=True, strategy=strategy)
 
 
-def _build(job: Job, modes: Modes, kernels: Kernels, placed: Placed) -> Any:
+def _build(job: Job, modes: Modes, kernels: Kernels, weight: Weight) -> Any:
     model = job.case.question.model
-    shared = {"count": modes.pp, "tp": modes.tp, "kernels": kernels, "recompute": modes.recompute}
+    shared: dict[str, Any] = {"count": modes.pp, "tp": modes.tp, "kernels": kernels, "recompute": modes.recompute}
     if modes.pp == 1:
         return Stage(model, 0, **shared)
     stages = [meta_parallel.LayerDesc(Stage, model, index, **shared) for index in range(modes.pp)]
     return meta_parallel.PipelineLayer(
         layers=stages,
         topology=fleet.get_hybrid_communicate_group().topology(),
-        loss_fn=lambda nll, label: nll * placed.weight,
+        loss_fn=lambda nll, label: nll * weight.value,
         seg_method=list(range(modes.pp + 1)),
     )
 
@@ -82,7 +90,12 @@ def _build(job: Job, modes: Modes, kernels: Kernels, placed: Placed) -> Any:
 def _fill(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
     """Fill a rank's parameters; returns where the weights came from, for the record."""
     question = job.case.question
-    wholes = weights.random(question.seed, question.model)
+    if job.weights is None:
+        wholes = weights.random(question.seed, question.model)
+        source: dict[str, Any] = {"source": "random", "seed": question.seed}
+    else:
+        folder = HuggingFaceFolder(job.weights, question.model)
+        wholes, source = folder.whole, folder.facts()
     threads = job.device.threads()
     with ThreadPoolExecutor(threads) as pool:
         for begin in range(0, len(parameters), threads):  # no more at once than are being made
@@ -92,7 +105,7 @@ def _fill(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
                 parameter.set_value(weights.oriented(name, own))
             if job.loading is not None:
                 job.loading(min(begin + threads, len(parameters)), len(parameters))
-    return {"source": "random", "seed": question.seed}
+    return source
 
 
 def _scaler() -> Any:

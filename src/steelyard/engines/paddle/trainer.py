@@ -90,7 +90,7 @@ class PaddleTrainer:
 
     def _pipeline(self, micros: list[MicroBatch], weight: Any) -> Any:
         self.stage.micros[:] = micros
-        self.placed.weight = weight
+        self.placed.weight.value = weight
         self.net.accumulate_steps = len(micros)
         return self.net
 
