@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fixtures.huggingface import sizes_of, write
 from engine_paddle.conftest import STEPS, Run
+from fixtures.huggingface import sizes_of, write
 from steelyard.case.resolve import resolve
 from steelyard.models.llama_init import shape_of
 from steelyard.record.record import Record

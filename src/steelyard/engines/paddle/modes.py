@@ -10,7 +10,7 @@ from steelyard.engines.job import Job
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import shard_degree
 
-# Run by us, on a CPU and in fp32, against engine torch (tests/engine_paddle). Everything else is Paddle's documented way, unrun.
+# Run by us, on a CPU and in fp32, against engine torch (tests/engine_paddle). All else is Paddle's documented way, unrun.
 TRIED = ("cpu", "fp32", "single", "dp", "sharding 1", "recompute")
 
 

@@ -15,7 +15,7 @@ from steelyard.models.shapes import LlamaModel
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Wholes = Callable[[str], Array]  # a parameter's name → all of it
 
-CHUNK = 1 << 24  # numbers that are drawn at once
+CHUNK = 1 << 22  # numbers that are drawn at once
 LANES = 8  # of torch's Box-Muller: 8 uniform numbers for the radius, then 8 for the angle
 ROWS, HALVES, COLUMNS = "rows", "halves", "columns"  # how tensor parallelism divides a matrix
 SPLIT = {"embed": ROWS, "qkv": ROWS, "gate_up": HALVES, "out": COLUMNS, "down": COLUMNS, "output": ROWS}
@@ -60,16 +60,11 @@ def normal(seed: int, count: int) -> Array:
     out = np.empty(count, np.float32)
     whole = count // (2 * LANES) * (2 * LANES)
     for begin in range(0, whole, CHUNK):
-        out[begin : min(begin + CHUNK, whole)] = _uniform(source, min(CHUNK, whole - begin))
+        end = min(begin + CHUNK, whole)
+        out[begin:end] = _block(_uniform(source, end - begin))
     if count > whole:
         _uniform(source, count - whole)  # drawn, and then drawn again for a last whole block
         out[-2 * LANES :] = _block(_uniform(source, 2 * LANES))
-    tail = out[-2 * LANES :].copy()
-    for begin in range(0, whole, CHUNK):
-        end = min(begin + CHUNK, whole)
-        out[begin:end] = _block(out[begin:end])
-    if count > whole:
-        out[-2 * LANES :] = tail
     return out
 
 
