@@ -2,6 +2,7 @@
 # make test   sets up, runs the fast tests
 # make check  lint, types and all tests, as CI runs it
 # make long   the tests that take longer than CI may
+# make engines  the tests of engines that live in a virtual environment of their own, each made where it is missing
 # make faults every fault of docs/faults.md, and its table anew
 # make hard   every attack of docs/faults.md, and its table anew
 # make gpu-test  the tests that need a device, on a machine that has one
@@ -12,7 +13,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check long faults hard gpu-test lint types clean
+.PHONY: setup run test check engines engine-paddle long faults hard gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -37,8 +38,20 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not long"
+check: lint types engines
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/engine_paddle -m "not gpu and not long"
+
+engines: engine-paddle
+
+engine-paddle: setup .venv-paddle/ready
+	$(BIN)/python -m pytest tests/engine_paddle -m "not gpu and not long"
+
+# Without torch: two stacks of GPU libraries in one process are nobody's promise.
+.venv-paddle/ready:
+	rm -rf .venv-paddle
+	$(PYTHON) -m venv .venv-paddle
+	.venv-paddle/bin/python -m pip install --quiet -e '.[paddle]'
+	touch $@
 
 long: setup
 	$(BIN)/python -m pytest -m long
@@ -53,4 +66,4 @@ gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
 
 clean:
-	rm -rf .venv records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf .venv .venv-paddle records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -20,7 +20,8 @@ PARENT = (
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
     *("run.node", "run.session", "run.scheduler"),
     *("cli.sweep", "run.earlier", "metrics.scaling"),
-    *("plan.memory", "tasks", "engines", "accelerators", "models.families", "training.checkpoints"),
+    *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
+    *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )
 UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 HEAVY = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
@@ -104,6 +105,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.torch": {*WORK, "accelerators"},
     "engines.transformers": WORK,
     "engines.reference": WORK,
+    "engines.paddle": {*WORK, "accelerators"},
     "training": {"case", "data", "engines", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
     "models": {"data", "kernels"},
@@ -113,10 +115,12 @@ ROOMS: dict[str, set[str]] = {
 }
 FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetensors"}
 # Where a framework may be imported; of models only what workers load, and of accelerators their device classes.
-FRAMEWORK_ROOMS = {"engines.torch", "engines.transformers", "engines.reference", "models", "kernels", "weights", "training"}
+ENGINE_ROOMS = {"engines.torch", "engines.transformers", "engines.reference", "engines.paddle"}
+FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
-    *("training/__init__.py", "training/checkpoints.py", "weights/__init__.py", "kernels/__init__.py"),
+    *("training/__init__.py", "training/checkpoints.py", "training/loop.py", "training/packing.py"),
+    *("weights/__init__.py", "weights/hf_config.py", "weights/settings.py", "kernels/__init__.py"),
 }
 
 
@@ -201,7 +205,7 @@ def test_rooms_are_not_imported_inside_functions(path):
 def test_frameworks_are_imported_where_workers_load_them(path):
     found = {module.partition(".")[0] for module, _ in imports(path)} & FRAMEWORKS
     name = path.relative_to(SRC).as_posix()
-    device = name.startswith("accelerators/") and name.endswith("_torch.py")
+    device = name.startswith("accelerators/") and name.endswith(("_torch.py", "_paddle.py"))
     allowed = device or (room_of(module_of(path)) in FRAMEWORK_ROOMS and name not in TORCH_FREE)
     assert not found or allowed, (name, found)
 

@@ -36,6 +36,8 @@ def test_training_precisions() -> None:
         "fp16": ("fp16", "fp32", "fp32", "fp32"),
         "bf16": ("bf16", "fp32", "fp32", "fp32"),
         "bf16-pure": ("bf16", "bf16", "bf16", "bf16"),
+        "fp16-o2": ("fp16", "fp32", "fp16", "fp32"),
+        "bf16-o2": ("bf16", "fp32", "bf16", "fp32"),
     }
 
 

@@ -1,6 +1,8 @@
 """Rows of engines: what each can do is known, refused and listed without importing a framework."""
 
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -32,8 +34,8 @@ def refusal(request: Request) -> str:
     [
         (asked(RECORD, "transformers"), f"engine 'transformers' does not run {RECORD}; allowed: torch, reference"),
         (asked(MMLU, "reference"), f"engine 'reference' does not run {MMLU}; allowed: torch, transformers"),
-        (asked(CORPUS, "reference"), f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers"),
-        (asked(MMLU, "abacus"), "no engine 'abacus'; known: reference, torch, transformers"),
+        (asked(CORPUS, "reference"), f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, paddle"),
+        (asked(MMLU, "abacus"), "no engine 'abacus'; known: paddle, reference, torch, transformers"),
         (
             asked(MMLU, "transformers", division="open"),
             f"{MMLU} has no division 'open' with engine transformers; allowed: closed",
@@ -86,14 +88,17 @@ def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
     assert set(row.works) <= set(engines.WORKS)
     assert row.divisions[0] == "closed"
     for work in row.works:
-        assert callable(engines.load(row.name, work))
+        if row.missing() is None:
+            assert callable(engines.load(row.name, work))
+        module, _, name = row.works[work].partition(":")
+        assert f"class {name}" in Path(find_spec(module).origin).read_text()
     with pytest.raises(RequestError, match=f"engine '{row.name}' does no juggling; it does: {', '.join(row.works)}"):
         engines.load(row.name, "juggling")
 
 
 def test_frameworks() -> None:
     assert engines.load_framework("torch").__name__ == "TorchFramework"
-    with pytest.raises(RequestError, match="no framework 'jax'; known: torch"):
+    with pytest.raises(RequestError, match="no framework 'jax'; known: paddle, torch"):
         engines.load_framework("jax")
 
 
@@ -111,21 +116,24 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
     found = {one["name"]: one for one in done.json()["engines"]}
     llama = [name for name in names() if name != RECORD]
     assert {name: one["cases"] for name, one in found.items()} == {
+        "paddle": ["aquila2-7b-alpaca", "llama1-13b-openwebtext", CORPUS],
         "reference": [RECORD],
         "torch": names(),
         "transformers": llama,
     }
     assert {name: one["divisions"] for name, one in found.items()} == {
+        "paddle": ["closed"],
         "reference": ["closed"],
         "torch": ["closed", "open"],
         "transformers": ["closed"],
     }
     assert {name: one["degrees"] for name, one in found.items()} == {
+        "paddle": ["TP", "PP", "DP"],
         "reference": ["DP"],
         "torch": ["TP", "PP", "DP"],
         "transformers": ["DP"],
     }
-    assert {one["framework"] for one in found.values()} == {"torch"}
+    assert {name: one["framework"] for name, one in found.items() if one["framework"] != "torch"} == {"paddle": "paddle"}
     assert found["torch"]["works"] == ["score_choices", "score_texts", "train_rows", "train_cloze"]
     shown = shell("list").out
     assert f"  transformers  {', '.join(llama)}\n" in shown

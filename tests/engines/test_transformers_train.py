@@ -22,7 +22,7 @@ from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.plan.degrees import Plan
 from steelyard.tasks.task import Sources
-from steelyard.training.micro_batches import packed
+from steelyard.training.packing import packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

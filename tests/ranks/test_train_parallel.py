@@ -22,7 +22,8 @@ from steelyard.models import placements as parallel
 from steelyard.models import tensors
 from steelyard.plan.degrees import stage_layers
 from steelyard.training import optimizer
-from steelyard.training.micro_batches import RowBatches, packed
+from steelyard.training.micro_batches import RowBatches
+from steelyard.training.packing import packed
 from steelyard.weights import huggingface, load
 
 EXACT = 1e-8

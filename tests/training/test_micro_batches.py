@@ -3,7 +3,7 @@
 import numpy as np
 
 from steelyard.data.rows import IGNORED, Row
-from steelyard.training.micro_batches import GRAIN, packed, without_padding
+from steelyard.training.packing import GRAIN, packed, without_padding
 
 
 def row(lens: tuple[int, ...], padding: int) -> Row:

@@ -118,14 +118,15 @@ def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
 def test_a_watch_keeps_the_first_loss_that_ends_a_run() -> None:
     watch = LossWatch(5.0)
     for step, loss in enumerate((4.0, 6.0, torch.nan)):
-        watch.add(step, torch.tensor(loss))
+        watch.add(step, loss)
     assert watch.seen()
     assert watch.found == {"step": 1, "why": "bound", "value": 6.0}
     watch = LossWatch(None)
-    watch.add(0, torch.tensor(1e9))
+    watch.add(0, 1e9)
     assert not watch.seen()
-    watch.add(1, torch.tensor(torch.inf))
-    assert watch.seen()
+    watch.add(1, lambda: float("inf"))  # one that is still on its way
+    assert not watch.seen()
+    assert watch.seen(wait=True)
     assert watch.found == {"step": 1, "why": "nan", "value": None}
 
 

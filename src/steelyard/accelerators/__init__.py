@@ -24,7 +24,10 @@ CUDA = Accelerator(
     find=_find_cuda,
     sources=nvml.sources,
     free=nvml.free,
-    devices={"torch": "steelyard.accelerators.cuda_torch:Device"},
+    devices={
+        "torch": "steelyard.accelerators.cuda_torch:Device",
+        "paddle": "steelyard.accelerators.cuda_paddle:Device",
+    },
     variables=(*variables.CUDA, *variables.NCCL),
 )
 CPU = Accelerator(
@@ -32,7 +35,10 @@ CPU = Accelerator(
     find=cpu.find,
     sources=lambda found: [cpu.source()],
     free=lambda found: [cpu.free()],
-    devices={"torch": "steelyard.accelerators.cpu_torch:Device"},
+    devices={
+        "torch": "steelyard.accelerators.cpu_torch:Device",
+        "paddle": "steelyard.accelerators.cpu_paddle:Device",
+    },
     divisible=True,
     variables=variables.CPU,
     environment=cpu.environment,

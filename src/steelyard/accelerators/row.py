@@ -77,6 +77,42 @@ class TorchDevice(Protocol):
         """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
 
 
+class PaddleDevice(Protocol):
+    """A device class for framework paddle, made with the local rank and the clock of the measured loop."""
+
+    @property
+    def place(self) -> str:
+        """As `paddle.set_device` takes it: cpu, gpu:0."""
+
+    @property
+    def backend(self) -> str:
+        """The name of Paddle's collective library for this device."""
+
+    @property
+    def matmul_shape(self) -> int: ...
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `copies of shards`, `flash`."""
+
+    def event(self) -> Event: ...
+
+    def synchronize(self) -> None: ...
+
+    def reset_memory(self) -> None: ...
+
+    def memory(self) -> dict[str, int | None]: ...
+
+    def identity(self) -> dict[str, Any]: ...
+
+    def versions(self) -> dict[str, str | None]: ...
+
+    def threads(self) -> int: ...
+
+    def set_precision(self, matmul: str) -> None:
+        """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """A row. All but `devices` runs in the parent and in node agents, which import no framework."""

@@ -27,8 +27,8 @@ def _score(name: str, matmul: Matmul, weights: Kept) -> Precision:
     return Precision(name=name, matmul=matmul, weights=weights)
 
 
-def _train(name: str, matmul: Matmul, kept: Kept) -> Precision:
-    return Precision(name=name, matmul=matmul, weights=kept, gradients=kept, states=kept)
+def _train(name: str, matmul: Matmul, kept: Kept, gradients: Kept | None = None) -> Precision:
+    return Precision(name=name, matmul=matmul, weights=kept, gradients=gradients or kept, states=kept)
 
 
 SCORE = {
@@ -49,6 +49,9 @@ TRAIN = {
         _train("fp16", "fp16", "fp32"),
         _train("bf16", "bf16", "fp32"),
         _train("bf16-pure", "bf16", "bf16"),
+        # Paddle's mixed precision of level O2: 16-bit gradients, summed as such, beside fp32 master weights and states.
+        _train("fp16-o2", "fp16", "fp32", "fp16"),
+        _train("bf16-o2", "bf16", "fp32", "bf16"),
     )
 }
 

@@ -1,10 +1,41 @@
 """A run as it was asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, ValidationError
+
+from steelyard.case import resolve
 from steelyard.case.resolve import Resolved
 from steelyard.case.sweep import Point
+from steelyard.errors import RequestError
+from steelyard.schema import Frozen, first_problem
+
+ENGINE = "engine."  # what a key of EngineSettings begins with
+
+
+class EngineSettings(Frozen):
+    """What `--set engine.KEY=VALUE` says: where an engine lives. It is a fact on a host, and no part of a case."""
+
+    python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = Field(
+        None, description="the Python that workers run in, where the engine is installed in another virtual environment"
+    )
+
+
+def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
+    """What the settings of a command line say of the engine, and the others."""
+    given: dict[str, str] = {}
+    for setting in (one for one in settings if one.startswith(ENGINE)):
+        key, sign, text = setting.partition("=")
+        resolve.check_key(key, [f"{ENGINE}{name}" for name in EngineSettings.model_fields], "--set")
+        if not sign:
+            raise RequestError(f"--set {setting!r} is not of the form key=value, such as engine.python=venv/bin/python")
+        given[key.removeprefix(ENGINE)] = text
+    try:
+        return EngineSettings.model_validate(given), [one for one in settings if not one.startswith(ENGINE)]
+    except ValidationError as error:
+        raise RequestError(f"--set {ENGINE}{first_problem(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -13,6 +44,7 @@ class Request:
 
     resolved: Resolved
     engine: str = "torch"
+    engine_settings: EngineSettings = field(default_factory=EngineSettings)
     accelerator: str | None = None
     launcher: str | None = None
     nodes: int = 1

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import Json
+from steelyard.cli.options import EngineOptions, Json
 from steelyard.cli.out import answer, dump, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
+    from steelyard.case.request import EngineSettings
     from steelyard.case.resolve import Resolved
     from steelyard.engines import EngineRow
     from steelyard.metrics.conform import Compared
@@ -25,6 +26,7 @@ def conform(
     engine: Annotated[str, typer.Argument(metavar="ENGINE", help="An engine, shipped or of another package.")],
     cases: Annotated[list[str] | None, typer.Option("--case", metavar="CASE", help="Only these; default: all it runs.")] = None,
     accelerator: Annotated[str, typer.Option(help="Where to run both engines.")] = "cpu",
+    settings: EngineOptions = None,
     as_json: Json = False,
 ) -> int:
     """Whether an engine computes what engine torch computes: every case it runs, at size smoke.
@@ -35,24 +37,31 @@ def conform(
     Example: steelyard conform transformers
     """
     from steelyard import engines
+    from steelyard.case.request import EngineSettings, engine_settings
     from steelyard.metrics.conform import compare
     from steelyard.run import conformity
 
     row = engines.row(engine)
+    of_engine, others = engine_settings(settings or [])
+    if others:
+        raise RequestError(f"--set {others[0]!r}: here only where the engine lives, such as engine.python=venv/bin/python")
     if engine == YARDSTICK:
         raise RequestError(f"engine {YARDSTICK!r} is what others are compared with; name another")
     rows: list[Compared] = []
+    packages: dict[str, str] | None = None
     chosen = _cases(row, cases)
     with tempfile.TemporaryDirectory(prefix="steelyard-conform-") as folder:
         for one in chosen:
-            ours, theirs = (_run(one, name, accelerator, Path(folder)) for name in (YARDSTICK, engine))
+            ours = _run(one, YARDSTICK, EngineSettings(), accelerator, Path(folder))
+            theirs = _run(one, engine, of_engine, accelerator, Path(folder))
             rows += compare(ours, theirs)
+            packages = theirs.environment.software.packages if of_engine.python is not None else None
     sound = all(one.ok for one in rows)
     if cases is None or not sound:  # a part of the cases can show that it does not, never that it does
-        say(f"kept: {conformity.keep(row, [one.case.name for one in chosen], sound)}")
+        say(f"kept: {conformity.keep(row, [one.case.name for one in chosen], sound, packages)}")
     if as_json:
         told = [{**asdict(row), "ok": row.ok} for row in rows]
-        dump({"engine": engine, "version": conformity.engine_version(row), "conforms": sound, "rows": told})
+        dump({"engine": engine, "version": conformity.engine_version(row, packages), "conforms": sound, "rows": told})
     else:
         answer(_table(engine, rows, sound))
     return 0 if sound else 1
@@ -76,14 +85,16 @@ def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
     return out
 
 
-def _run(resolved: "Resolved", engine: str, accelerator: str, folder: Path) -> "Record":
+def _run(resolved: "Resolved", engine: str, of_engine: "EngineSettings", accelerator: str, folder: Path) -> "Record":
     from steelyard.case.request import Request
     from steelyard.run.parent import run_case
     from steelyard.run.ready import ready
 
     steps = STEPS if resolved.case.question.train is not None else None
     say(f"{resolved.case.name} {engine}")
-    request = Request(resolved=resolved, engine=engine, accelerator=accelerator, steps=steps, out=folder)
+    request = Request(
+        resolved=resolved, engine=engine, engine_settings=of_engine, accelerator=accelerator, steps=steps, out=folder
+    )
     return run_case(ready(request))[0]
 
 

@@ -16,6 +16,15 @@ DivisionOption = Annotated[
     str | None, typer.Option(help="closed (every token computed) or open (shared prefixes computed once).")
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override any value, such as tune.batch_tokens=16384.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override any value, such as tune.batch_tokens=16384; engine.python is the Python of workers.",
+    ),
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="engine.KEY=VALUE", help="Where the engine lives, such as engine.python=venv/bin/python."),
 ]
 Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]

@@ -121,9 +121,10 @@ def run(
       steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4
     """
     from steelyard.case import sweep
-    from steelyard.case.request import Request
+    from steelyard.case.request import Request, engine_settings
     from steelyard.run import site as sites
 
+    of_engine, settings = engine_settings(settings or [])
     axes = sweep.axes(sweeps or [], _given(settings, devices, nodes, parallel, checkpoint_every, precision, division))
     if axes and resume is not None:
         raise RequestError("--sweep and --resume: a sweep begins every run anew; leave one of the two out")
@@ -139,6 +140,7 @@ def run(
         Request(
             resolved=resolved,
             engine=engine,
+            engine_settings=of_engine,
             accelerator=accelerator,
             launcher=launcher,
             nodes=sweep.number(point, "nodes") or nodes,

@@ -43,8 +43,10 @@ class EngineRow:
     families: tuple[str, ...]
     divisions: tuple[str, ...] = ("closed",)
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")  # of matmuls
+    trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")  # names of precisions of training
     degrees: tuple[str, ...] = ("dp",)  # those it can make larger than 1
     processes: Literal["per_device", "one"] = "per_device"
+    checkpoints: bool = True  # whether its training keeps them, and goes on from one
     needs: tuple[str, ...] = ()  # modules that must be installed
     extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
 
@@ -99,12 +101,26 @@ REFERENCE = EngineRow(
     needs=("torch",),
     extra="torch",
 )
-FRAMEWORKS = [FrameworkRow("torch", "steelyard.engines.torch.framework:TorchFramework")]
+PADDLE = EngineRow(
+    name="paddle",
+    framework="paddle",
+    works={"train_rows": "steelyard.engines.paddle.train:PaddleTrain"},
+    families=("llama",),
+    trains_in=("fp32", "tf32", "fp16-o2", "bf16-o2"),
+    degrees=("tp", "pp", "dp"),
+    checkpoints=False,
+    needs=("paddle",),
+    extra="paddle",
+)
+FRAMEWORKS = [
+    FrameworkRow("torch", "steelyard.engines.torch.framework:TorchFramework"),
+    FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
+]
 
 
 def table() -> dict[str, EngineRow]:
     """All rows by name."""
-    return plugins.table([TORCH, TRANSFORMERS, REFERENCE], "steelyard.engines", EngineRow, "engine")
+    return plugins.table([TORCH, TRANSFORMERS, REFERENCE, PADDLE], "steelyard.engines", EngineRow, "engine")
 
 
 def row(name: str) -> EngineRow:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,17 +15,20 @@ from steelyard.engines import EngineRow
 from steelyard.errors import RequestError
 from steelyard.run import caches, environment
 from steelyard.run.clock import today
+from steelyard.schema import canonical
 
+Packages = Mapping[str, str] | None
 NAME = "conform.json"
 MOST_BYTES = 1 << 20
 
 
-def engine_version(row: EngineRow) -> str:
-    """Of its own source, this package's, and the packages it needs: whatever changes one of them must be tried again."""
+def engine_version(row: EngineRow, packages: Packages = None) -> str:
+    """Of its own source, this package's, and the packages it needs: whatever changes one of them must be tried again. An engine
+    that lives in another Python needs the packages of that one, which are given then."""
     parts = [row.name, environment.package_hash()]
     tops = {reference.partition(":")[0].partition(".")[0] for reference in row.works.values()}
     parts += [f"{name} {_source(name)}" for name in sorted(tops - {"steelyard"})]
-    parts += [f"{name} {_installed(name)}" for name in sorted(row.needs)]
+    parts += [f"{name} {_installed(name)}" for name in sorted(row.needs)] if packages is None else [canonical(dict(packages))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -43,22 +47,22 @@ def _installed(name: str) -> str | None:
     return None
 
 
-def keep(row: EngineRow, cases: list[str], conforms: bool) -> Path:
+def keep(row: EngineRow, cases: list[str], conforms: bool, packages: Packages = None) -> Path:
     """Write down what was found; the last word on an engine counts."""
     try:
         path = caches.private(os.environ) / NAME
     except OSError as error:
         raise RequestError(f"what was found cannot be kept: {error}; name a folder of yours in XDG_CACHE_HOME") from error
-    found = {"version": engine_version(row), "conforms": conforms, "cases": cases, "created": today()}
+    found = {"version": engine_version(row, packages), "conforms": conforms, "cases": cases, "created": today()}
     files.write(path, json.dumps(_read(path) | {row.name: found}, indent=2).encode())
     return path
 
 
-def conforms(row: EngineRow) -> bool | None:
+def conforms(row: EngineRow, packages: Packages = None) -> bool | None:
     """Whether this version of an engine conforms; None where nobody has tried."""
     with suppress(RequestError, OSError):  # a cache that is not ours is refused where something is loaded from it
         found = _read(caches.private(os.environ) / NAME).get(row.name)
-        if isinstance(found, dict) and found.get("version") == engine_version(row):
+        if isinstance(found, dict) and found.get("version") == engine_version(row, packages):
             return found.get("conforms") is True
     return None
 

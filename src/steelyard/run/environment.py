@@ -25,6 +25,8 @@ PACKAGES = (
     "jinja2",
     "numpy",
     "nvidia-ml-py",
+    "paddlepaddle",
+    "paddlepaddle-gpu",
     "psutil",
     "pydantic",
     "rich",

@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -11,7 +10,9 @@ import psutil
 from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
-from steelyard.run import caches, environment, locks
+from steelyard.record.facts import Environment, Software
+from steelyard.run import caches, environment, interpreter, locks
+from steelyard.run.interpreter import Interpreter
 from steelyard.run.locks import Claims
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 
@@ -26,7 +27,7 @@ SCRUBBED = frozenset(
         *("MASTER_ADDR", "MASTER_PORT", "JAX_COORDINATOR_ADDRESS"),
     )
 )
-SCRUBBED_BEGIN = ("TORCHELASTIC_", "SLURM_", "SLURMD_", "PMI_", "PMIX_", "OMPI_", "PADDLE_TRAINER", "ACCELERATE_")
+SCRUBBED_BEGIN = ("TORCHELASTIC_", "SLURM_", "SLURMD_", "PMI_", "PMIX_", "OMPI_", "PADDLE_", "ACCELERATE_")
 # What torch's and others' libraries listen on. NCCL takes a bare name for the beginning of one.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -46,12 +47,16 @@ class Host:
         self.listening: socket.socket | None = None
         self.problem: str | None = None
         self.caches: dict[str, str] = {}
+        self.python = sys.executable if asked.python is None else asked.python
+        self.interpreter: Interpreter | None = None  # of the workers, where it is another than this one
         try:
             self.caches = caches.variables(os.environ)
             self.accelerator = accelerators.named(asked.accelerator) if asked.accelerator else accelerators.detect()
             self.found = self.accelerator.find()
             self.interface = _interface(asked)
             self.listening = None if asked.peer is None else _listen(self.interface)
+            if asked.python is not None:
+                self.interpreter = interpreter.look(asked.python, asked.needs, self.variables())
         except RequestError as error:
             self.problem = str(error)
 
@@ -86,14 +91,23 @@ class Host:
             divisible=row.divisible,
             most=row.most(self.found),
             devices=self._devices(row),
-            environment=environment.of_host(row, self.used, self.variables()),
-            lacking=[name for name in self.asked.needs if find_spec(name) is None],
+            environment=self._environment(row),
+            lacking=[] if self.asked.python is not None else interpreter.lacking(self.asked.needs),
             missing=[i for i, names in enumerate(self.asked.paths) if not any(Path(name).exists() for name in names)],
             address=None if listening is None else listening.getsockname()[0],
             interface=self.interface,
             port=None if listening is None else listening.getsockname()[1],
             problem=self.problem,
         )
+
+    def _environment(self, row: Accelerator) -> Environment:
+        """With the Python and the packages of the workers, and then also the agent's own Python."""
+        made = environment.of_host(row, self.used, self.variables())
+        if self.interpreter is None:
+            return made
+        software = made.software.model_dump()
+        software |= {"python": self.interpreter.python, "packages": self.interpreter.packages}
+        return made.model_copy(update={"software": Software(**software, agent_python=made.software.python)})
 
     def _devices(self, row: Accelerator) -> list[FoundDevice]:
         free = row.free(self.found)

@@ -42,6 +42,7 @@ class Open(Frozen):
     environment: dict[str, str] = Field(description="of the site, for the agent and its workers")
     variables: dict[str, str] = Field(description="of the run, for its workers")
     needs: list[str] = Field(description="modules that must be installed")
+    python: str | None = Field(None, description="the interpreter of the workers; None: the agent's own")
     paths: list[list[str]] = Field(description="what must be there, each under one of its names")
     silence_s: float = SILENCE_S
 

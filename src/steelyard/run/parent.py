@@ -120,6 +120,7 @@ class Run:
                     environment=ready.site.environment,
                     variables=variables,
                     needs=list(ready.engine.needs),
+                    python=ready.request.engine_settings.python,
                     paths=[list(one.names) for one in (*asked, *probe)],
                     silence_s=ready.site.silence_s,
                 )
@@ -177,6 +178,12 @@ class Run:
             resume=ready.resume.path if ready.resume else None,
             checkpoints=request.out.resolve() / self.kept if self.kept else None,
         )
+
+    def _packages(self) -> dict[str, str] | None:
+        """Of the Python that the engine lives in, where that is another than this one."""
+        if self.ready.request.engine_settings.python is None:
+            return None
+        return next(iter(self.hellos.values())).environment.software.packages
 
     def _where(self) -> str:
         said = self.session.heard.progress
@@ -241,7 +248,7 @@ class Run:
             scope=ready.scope,
             resume=ready.resume,
             out=request.out,
-            conforms=conformity.conforms(ready.engine),
+            conforms=conformity.conforms(ready.engine, self._packages()),
             checkpoints=self.kept if self.kept and (request.out / self.kept).is_dir() else None,
         )
         return assemble.assemble(request.resolved, request.engine, facts, made)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -86,7 +85,7 @@ class Ranks:
         for local_rank in range(host.asked.devices):
             rank = start.first_rank + local_rank
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "steelyard.run.worker", str(path)],
+                [host.python, "-P", "-m", "steelyard.run.worker", str(path)],
                 stdin=subprocess.PIPE,  # closed when this agent is gone, however it went
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

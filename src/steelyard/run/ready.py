@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from steelyard import accelerators, engines
 from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
+from steelyard.case.precision import name_of
 from steelyard.case.request import Request
 from steelyard.data.corpus import IDS
 from steelyard.engines import EngineRow
@@ -44,11 +45,12 @@ def ready(request: Request) -> Ready:
     case, engine = request.resolved.case, engines.row(request.engine)
     where = site.read(site.find(request.site))
     launcher = launch.named(request.launcher or where.launcher or "local")
-    _check_engine(case, engine, launcher)
+    _check_engine(case, engine, launcher.remote or request.engine_settings.python is not None)
     plan = degrees.make(case, request.nodes, request.devices, request.sample, launcher.name)
     if not launcher.scheduler:
         launch.hosts(launcher, where, plan.nodes)
     _check_degrees(engine, plan)
+    _check_checkpoints(request, engine)
     passes = _passes(request)
     earlier = _resume(request)
     _check_files(request, launcher)
@@ -71,9 +73,10 @@ def ready(request: Request) -> Ready:
     )
 
 
-def _check_engine(case: Case, engine: EngineRow, launcher: Launcher) -> None:
+def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
+    """`elsewhere`: workers run in another Python than this one, and their agent says what that has."""
     missing = engine.missing()
-    if missing is not None and not launcher.remote:
+    if missing is not None and not elsewhere:
         raise RequestError(
             f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
             "then run again"
@@ -91,6 +94,9 @@ def _check_engine(case: Case, engine: EngineRow, launcher: Launcher) -> None:
         raise RequestError(
             f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed: {', '.join(engine.precisions)}"
         )
+    named = name_of(question.kind, question.precision.model_dump())
+    if question.kind == "train" and named not in engine.trains_in:
+        raise RequestError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
 
 
 def _check_degrees(engine: EngineRow, plan: Plan) -> None:
@@ -99,6 +105,16 @@ def _check_degrees(engine: EngineRow, plan: Plan) -> None:
         raise RequestError(
             f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed: --parallel {allowed}"
         )
+
+
+def _check_checkpoints(request: Request, engine: EngineRow) -> None:
+    """Said before anything is written."""
+    if engine.checkpoints:
+        return
+    given = {"--resume": request.resume, "tune.checkpoint_every": request.resolved.case.tune.checkpoint_every}
+    for name, value in given.items():
+        if value is not None:
+            raise RequestError(f"{name}: engine {engine.name} keeps no checkpoints, and goes on from none; leave it out")
 
 
 def _passes(request: Request) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from steelyard.data.rows import Key
 from steelyard.engines.job import Job
 from steelyard.engines.work import Phase, Work
 from steelyard.training.glm import ClozeMicroBatch, to_device
-from steelyard.training.micro_batches import deal
+from steelyard.training.packing import deal
 from steelyard.training.trainer import Trainer
 
 

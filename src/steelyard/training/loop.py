@@ -1,30 +1,82 @@
 """The training loop of every engine: batches, steps, the evaluation around and between them, and when to stop.
 
-An engine brings a `Trainer`, and says how rows become micro-batches and what an evaluation is. The loop decides what is
+An engine brings a `Learner`, and says how rows become micro-batches and what an evaluation is. The loop decides what is
 computed, never how: the global batch, its order and the normalisation of the loss are the same for every engine and plan.
+It needs no framework: tensors are what a learner says they are, and become numbers by `float`.
 """
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
-from torch import Tensor
 
 from steelyard.case.question import Train
 from steelyard.data.rows import Key
 from steelyard.engines.job import Job, Part
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
-from steelyard.training import checkpoint_files, checkpoints
-from steelyard.training.checkpoints import State
-from steelyard.training.trainer import Trainer
+from steelyard.training import checkpoints
+from steelyard.training.checkpoints import Numbers, State
 
 SOON = 32  # steps
 LATE = 2  # steps
 COUNTS = ("tokens", "samples", "padded", "logits", "pairs", "square")
+
+Tensor = Any  # of the learner's framework
+Late = Callable[[], float]  # waits for a number that is on its way from the device
+
+
+class Trained(Protocol):
+    """A model, as far as the loop knows one."""
+
+    weights: dict[str, Any]  # where they came from, for the record
+
+
+class Learner(Protocol):
+    """What is trained: a model on its devices, and an optimizer. `training/trainer.py` is torch's."""
+
+    @property
+    def model(self) -> Trained: ...
+
+    @property
+    def separate(self) -> bool:
+        """Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange."""
+
+    def prepare(self, part: Part) -> None:
+        """Build, load, compile."""
+
+    def warm(self, micro: Any) -> None:
+        """Run everything but the update once. Weights and gradients stay."""
+
+    def evaluate(self, micro: Any) -> Tensor:
+        """What an evaluation reads of a micro-batch: its summed loss, or scores."""
+
+    def total(self, number: int) -> Tensor:
+        """A count of this rank, summed over all replicas."""
+
+    def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
+        """Forward and backward of a step: gradients of Σ loss / targets. Returns this replica's part of that mean loss."""
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """Sum gradients over replicas, and the loss of a step."""
+
+    def update(self, lr: float) -> Tensor:
+        """Clip, step, zero the gradients. Returns their norm before clipping."""
+
+    def fetch(self, loss: Tensor) -> "float | Late":
+        """A loss as a number: at once where nothing is asynchronous, else what waits for its copy, which is under way."""
+
+    def numbers(self) -> Numbers:
+        """What is kept beside tensors, the same on all ranks."""
+
+    def save(self, folder: Path, state: State) -> None:
+        """Write a checkpoint, all ranks together."""
+
+    def load(self, path: Path, numbers: Numbers) -> None:
+        """Go on from a checkpoint."""
+
+    def details(self) -> dict[str, Any]: ...
 
 
 class Batches(Protocol):
@@ -78,24 +130,19 @@ class LossWatch:
     def __init__(self, bound: float | None) -> None:
         self.bound = bound
         self.found: dict[str, Any] | None = None
-        self._open: list[tuple[int, Tensor, Any]] = []
+        self._open: list[tuple[int, Late]] = []
 
-    def add(self, step: int, loss: Tensor) -> None:
-        if loss.device.type == "cpu":
-            self._look(step, float(loss))
-            return
-        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        host.copy_(loss, non_blocking=True)
-        event = torch.Event(loss.device)
-        event.record()
-        self._open.append((step, host, event))
+    def add(self, step: int, loss: float | Late) -> None:
+        if callable(loss):
+            self._open.append((step, loss))
+        else:
+            self._look(step, loss)
 
     def seen(self, wait: bool = False) -> bool:
         """Whether a loss was found that ends the run."""
         while self._open and (wait or len(self._open) > LATE):
-            step, host, event = self._open.pop(0)
-            event.synchronize()
-            self._look(step, float(host))
+            step, late = self._open.pop(0)
+            self._look(step, late())
         return self.found is not None
 
     def _look(self, step: int, loss: float) -> None:
@@ -109,9 +156,8 @@ class HeldOutLoss:
 
     reached = False
 
-    def __init__(self, job: Job, trainer: Trainer, batches: Batches) -> None:
+    def __init__(self, job: Job, trainer: Learner, batches: Batches) -> None:
         self.texts, self.trainer, self.batches = job.inputs, trainer, batches
-        self.device: torch.device = job.device.torch_device
         self.losses: dict[str, tuple[Tensor, int]] = {}
 
     def due(self, taken: int) -> bool:
@@ -126,14 +172,14 @@ class HeldOutLoss:
         return groups(self.texts.held_out(), len(groups(self.texts.batch(0))[0]))
 
     def work(self, name: str, taken: int) -> Iterator[Phase | Work]:
-        nll = torch.zeros((), dtype=torch.float64, device=self.device)
+        nll: Tensor = 0.0
         count = 0
         for keys in self._held_out():
             yield Phase("data")
             pack = self.batches.pack(keys)
             micro = self.batches.to_device(pack)
             yield Phase("evaluate")
-            nll += self.trainer.evaluate(micro).double()
+            nll = self.trainer.evaluate(micro).double() + nll
             count += self.batches.targets(pack)
             yield Work(pack.counts, rows=_known([keys]))
         yield Phase("score")
@@ -151,7 +197,7 @@ class HeldOutLoss:
 class Loop:
     """An engine that trains: passes `before`, `train` and `after`."""
 
-    def __init__(self, job: Job, trainer: Trainer, batches: Batches, evaluation: Evaluation) -> None:
+    def __init__(self, job: Job, trainer: Learner, batches: Batches, evaluation: Evaluation) -> None:
         question = job.case.question
         if question.train is None:
             raise ValueError("a question without training")
@@ -160,7 +206,7 @@ class Loop:
         self.steps = job.steps if job.steps is not None else self.train.steps
         self.watch = LossWatch(self.train.bound)
         self.begin = 0  # steps that an earlier run has taken
-        self.curve: list[Tensor | float | None] = []  # the loss of every step
+        self.curve: list[Tensor] = []  # the loss of every step
         self.ready = False
         self.executor = ThreadPoolExecutor(1, "rows")
 
@@ -183,15 +229,13 @@ class Loop:
         if self.job.weights is not None and model.weights != state.weights:
             raise RequestError("--resume: the checkpoint began with other weights; give the same, or leave --weights out")
         model.weights = state.weights
-        checkpoint_files.load(path, self.trainer.state())
-        self.trainer.restore(state.numbers)
+        self.trainer.load(path, state.numbers)
         self.begin, self.curve = state.step, [*state.losses]
 
     def _save(self, step: int, folder: Path) -> None:
         """Everything after so many steps, as it is once the device has finished them."""
         losses = [_float(loss) for loss in self.curve]
         self.curve = [*losses]
-        tensors = self.trainer.state()  # makes what `numbers` reads
         state = State(
             step=step,
             losses=losses,
@@ -200,7 +244,7 @@ class Loop:
             weights=self.trainer.model.weights,
             reached=self.evaluation.reached,
         )
-        checkpoint_files.save(folder, state, tensors, self.job.rank)
+        self.trainer.save(folder, state)
 
     def _sizes(self) -> list[list[Key]]:
         """A micro-batch of every size that comes soon: a compiler meets them here, not in a pass."""
@@ -237,7 +281,7 @@ class Loop:
             loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
             lr = rate(self.train, step)
             norm = self.trainer.update(lr)
-            self.watch.add(step, loss)
+            self.watch.add(step, self.trainer.fetch(loss))
             self.curve.append(loss)
             yield Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr}, _known(groups))
             if self.watch.seen():
@@ -300,7 +344,7 @@ class Loop:
         return {**self.trainer.details(), "micro_batches": len(self._groups(0)), **met}
 
 
-def _float(loss: Tensor | float | None) -> float | None:
+def _float(loss: Tensor) -> float | None:
     """JSON has no number for what is not finite."""
     value = math.nan if loss is None else float(loss)
     return value if math.isfinite(value) else None

@@ -1,31 +1,16 @@
-"""Rows as micro-batches: what a replica computes of a global batch, laid end to end, and on the device."""
+"""Rows as micro-batches: what a replica computes of a global batch, on the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from steelyard.data.rows import IGNORED, Key, Row
+from steelyard.data.rows import Key
 from steelyard.engines.job import Job
 from steelyard.models.attention import Layout, steady_layout
 from steelyard.models.tensors import send
-
-GRAIN = 128  # tokens: matmul kernels work in tiles
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Rows of a micro-batch as arrays, laid end to end."""
-
-    tokens: np.ndarray[Any, np.dtype[np.int64]]
-    positions: np.ndarray[Any, np.dtype[np.int64]]
-    lens: list[int]
-    pick: np.ndarray[Any, np.dtype[np.int64]]  # tokens from which something is learned
-    targets: np.ndarray[Any, np.dtype[np.int64]]
-    counts: dict[str, int]
+from steelyard.training.packing import Packed, deal, empty_row, packed, without_padding
 
 
 @dataclass(frozen=True)
@@ -39,65 +24,11 @@ class MicroBatch:
     targets: Tensor
 
 
-def packed(rows: list[Row]) -> Packed:
-    targets = np.concatenate([row.targets for row in rows])
-    pick = np.flatnonzero(targets != IGNORED)
-    lens = [n for row in rows for n in row.lens]
-    real = [n for row in rows for n in _real(row)]
-    return Packed(
-        tokens=np.concatenate([row.tokens for row in rows]),
-        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lens]),
-        lens=lens,
-        pick=pick,
-        targets=targets[pick],
-        counts={
-            "tokens": sum(real),
-            "samples": sum(row.samples for row in rows),
-            "padded": sum(lens) - sum(real),
-            "logits": len(pick),
-            "pairs": sum(n * (n + 1) // 2 for n in real),
-            "square": sum(n * n for n in real),
-        },
-    )
-
-
-def _real(row: Row) -> tuple[int, ...]:
-    """The segments of a row that are no padding."""
-    return row.lens if row.real == len(row.tokens) else row.lens[:-1]
-
-
-def empty_row(length: int) -> Row:
-    """Padding alone: what fills a micro-batch that has too few rows."""
-    return Row(np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64), (length,), 0, 0)
-
-
-def without_padding(rows: list[Row]) -> list[Row]:
-    """The same rows without what fills them up, and less than GRAIN tokens that fill up all of them together."""
-    short = [row if row.real == len(row.tokens) else _cut(row) for row in rows]
-    left = -sum(row.real for row in rows) % GRAIN
-    return [*short, empty_row(left)] if left else short
-
-
-def _cut(row: Row) -> Row:
-    return replace(row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1])
-
-
 def to_device(pack: Packed, length: int, device: torch.device) -> MicroBatch:
     """Rows of at most `length` tokens on the device, without waiting for it."""
     rows = steady_layout(pack.lens, length, device)
     tokens, positions = send(pack.tokens, device), send(pack.positions, device)
     return MicroBatch(tokens, positions, rows, send(pack.pick, device), send(pack.targets, device))
-
-
-def deal(job: Job, keys: list[Key], size: int | None = None) -> list[list[Key]]:
-    """Keys dealt to replicas in turn: the fewest micro-batches of at most the asked size, all of one size, and as many on
-    each replica; or micro-batches of a given size. What is missing at the end is None."""
-    replica, replicas = job.place.dp, job.plan.dp
-    count = -(-len(keys) // (replicas * (size or job.case.tune.micro_batch)))
-    size = size or -(-len(keys) // (replicas * count))
-    full = [*keys, *[None] * (size * count * replicas - len(keys))]
-    own = full[replica::replicas]
-    return [own[i : i + size] for i in range(0, size * count, size)]
 
 
 class RowBatches:

@@ -1,12 +1,15 @@
 """The trainer of every engine: a model, its placement on devices, and an optimizer."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from steelyard.engines.job import Job, Part
-from steelyard.training.checkpoints import Numbers
+from steelyard.training import checkpoint_files
+from steelyard.training.checkpoints import Numbers, State
 from steelyard.training.optimizer import Adam
 from steelyard.training.placement import Model, Placement
 
@@ -82,9 +85,34 @@ class Trainer:
         """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
         return self.optimizer.state([name for name, _ in self.model.named_parameters()])
 
+    def fetch(self, loss: Tensor) -> float | Callable[[], float]:
+        """A loss as a number: at once on a CPU, else what waits for its copy, which is under way."""
+        if loss.device.type == "cpu":
+            return float(loss)
+        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        host.copy_(loss, non_blocking=True)
+        event = torch.Event(loss.device)
+        event.record()
+
+        def read() -> float:
+            event.synchronize()
+            return float(host)
+
+        return read
+
     def numbers(self) -> Numbers:
         """The same of what is no tensor, and the same on all ranks."""
+        self.state()  # makes what they are read from
         return self.optimizer.numbers()
+
+    def save(self, folder: Path, state: State) -> None:
+        """Write a checkpoint, all ranks together."""
+        checkpoint_files.save(folder, state, self.state(), self.job.rank)
+
+    def load(self, path: Path, numbers: Numbers) -> None:
+        """Go on from a checkpoint, whatever plan either has."""
+        checkpoint_files.load(path, self.state())
+        self.restore(numbers)
 
     def restore(self, numbers: Numbers) -> None:
         """Go on from what `state` was filled with, and these numbers."""

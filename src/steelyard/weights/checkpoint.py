@@ -20,6 +20,9 @@ from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box
+from steelyard.weights.settings import agree as agree
+from steelyard.weights.settings import allow as allow
+from steelyard.weights.settings import shown as shown
 
 ByteProgress = Callable[[int, int], None]
 
@@ -226,25 +229,6 @@ def check_missing(where: Path, found: Iterable[str], parts: dict[str, TensorPart
         raise RequestError(f"{where}: {first} is missing, {len(missing)} in all; give a complete folder")
 
 
-def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
-    """Refuse a setting of a file that is not the model's."""
-    both = isinstance(found, float) and isinstance(wanted, float)  # some tools keep 1e-5 as its fp32
-    if not (math.isclose(found, wanted, rel_tol=1e-6) if both else found == wanted):
-        raise RequestError(
-            f"{path}: {key} is {shown(found)}, the case's {field} is {wanted!r}; "
-            "give weights of the case's model, or the case of theirs"
-        )
-
-
-def allow(path: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuse a setting of a file that changes what a model computes."""
-    if found is not None and found not in allowed:
-        raise RequestError(
-            f"{path}: {key} is {shown(found)}, allowed: {', '.join(map(repr, allowed)) or None}; "
-            "give weights of a plain Llama, or save these in that form"
-        )
-
-
 def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Fields of a shape as a stranger's file tells them, each of its type; None where it does not."""
     out: dict[str, Any] = {}
@@ -271,11 +255,3 @@ def common(pieces: Iterable[Piece], boxes: Callable[[str], Box]) -> Iterator[tup
         both = overlap(piece.box, boxes(piece.parameter))
         if both is not None:
             yield piece, both
-
-
-def shown(value: Any) -> str:
-    """A value of a stranger's file in a message: on one line, and not a megabyte of it."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to spell the longest
-        return "a number of over 128 bits"
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

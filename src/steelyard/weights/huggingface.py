@@ -6,7 +6,7 @@ two trainings of one architecture saved by the same tool have the same digest.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,58 +16,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
-from steelyard.schema import canonical
 from steelyard.weights import checkpoint
 from steelyard.weights.checkpoint import Piece, Stored, TensorPart, shown
+from steelyard.weights.hf_config import CONFIG_NAME as CONFIG_NAME
+from steelyard.weights.hf_config import INDEX_NAME as INDEX_NAME
+from steelyard.weights.hf_config import (
+    MAX_HEADER_BYTES,
+    POSITIONS,
+    SETTINGS,
+    check_config,
+    digest,
+    given,
+    read_json,
+    weight_map,
+)
+from steelyard.weights.hf_config import SINGLE_NAME as SINGLE_NAME
 
-MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
-
-CONFIG_NAME = "config.json"
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 32 << 20  # 130 a tensor; a model of 70B parameters has 100 KB in all
-EMBED = "model.embed_tokens.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-# What models/llama.py computes: another model_type or rope type of the same dimensions would load and answer wrongly.
-COMPUTED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama", "aquila"),
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "rope_type": ("default",),
-    "type": ("default",),  # the older spelling of rope_type
-    "partial_rotary_factor": (1.0,),
-}
-
-
-@dataclass(frozen=True)
-class ConfigKey:
-    """A key of config.json, the field of the shape it must equal, and what Hugging Face takes if the key is absent."""
-
-    key: str
-    field: str
-    absent: Callable[[Mapping[str, Any]], Any] = lambda config: None
-
-
-# Rows whose default is made of others come after them. Defaults: LlamaConfig of transformers.
-SETTINGS = (
-    ConfigKey("hidden_size", "hidden"),
-    ConfigKey("num_hidden_layers", "layers"),
-    ConfigKey("num_attention_heads", "heads"),
-    ConfigKey("num_key_value_heads", "kv_heads", lambda config: config["heads"]),
-    ConfigKey("intermediate_size", "ffn"),
-    ConfigKey("vocab_size", "vocab"),
-    ConfigKey("rope_theta", "rope_base", lambda config: 10000.0),
-    ConfigKey("rms_norm_eps", "norm_eps", lambda config: 1e-6),
-    ConfigKey("tie_word_embeddings", "tied", lambda config: False),
-    ConfigKey("attention_bias", "qkv_bias", lambda config: False),
-    ConfigKey("head_dim", "head_dim", lambda config: config["head_dim"]),
-)
-POSITIONS = ConfigKey("max_position_embeddings", "positions", lambda config: 2048)  # not compared: no weight depends on it
+EMBED = "model.embed_tokens.weight"
 
 
 def _queries(shape: LlamaShape) -> int:
@@ -188,17 +158,17 @@ class HuggingFace:
 
     def config(self) -> dict[str, Any]:
         path, values = self.folder / CONFIG_NAME, dict[str, Any]()
-        given = {s.field: _given(path, self.settings, s.key) for s in (*SETTINGS, POSITIONS)}
+        found = {s.field: given(path, self.settings, s.key) for s in (*SETTINGS, POSITIONS)}
         for setting in (*SETTINGS, POSITIONS):
             if setting.field == "head_dim":
                 values = checkpoint.typed(path, values)
                 hidden, heads = values["hidden"], values["heads"]
                 values["head_dim"] = hidden // heads if hidden and heads else None
-            values[setting.field] = next(iter(given[setting.field]), setting.absent(values))
+            values[setting.field] = next(iter(found[setting.field]), setting.absent(values))
         return checkpoint.typed(path, values)
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        _check_config(self.folder / CONFIG_NAME, self.settings, shape)
+        check_config(self.folder / CONFIG_NAME, self.settings, asdict(shape))
         wanted, known = parts(shape), redundant(shape)
         checkpoint.check_entries(self.tensors, wanted, lambda name: name in known)
         checkpoint.check_missing(self.folder, [stored.name for stored in self.tensors], wanted)
@@ -217,9 +187,8 @@ class HuggingFace:
         return checkpoint.count(self)
 
     def digest(self) -> str:
-        tensors = sorted((stored.name, stored.dtype, list(stored.shape)) for stored in self.tensors)
-        files = [(shard.size_bytes, shard.header_sha256) for shard in self.shards]
-        return hashlib.sha256(canonical({"files": files, "tensors": tensors}).encode()).hexdigest()
+        tensors = [(stored.name, stored.dtype, list(stored.shape)) for stored in self.tensors]
+        return digest([(shard.size_bytes, shard.header_sha256) for shard in self.shards], tensors)
 
     def notes(self) -> list[str]:
         return []
@@ -234,7 +203,7 @@ def names_in(folder: Path) -> set[str]:
     """The names of a folder's tensors; none, if it has no safetensors."""
     if (folder / SINGLE_NAME).is_file():
         return set(_inspect(folder / SINGLE_NAME).tensors)
-    return set(_weight_map(folder / INDEX_NAME)) if (folder / INDEX_NAME).is_file() else set()
+    return set(weight_map(folder / INDEX_NAME)) if (folder / INDEX_NAME).is_file() else set()
 
 
 def holds(folder: Path) -> bool:
@@ -244,46 +213,7 @@ def holds(folder: Path) -> bool:
 
 def read(folder: Path) -> HuggingFace:
     """A folder, its config and every header read."""
-    return HuggingFace(folder, _read_json(folder / CONFIG_NAME), shards_in(folder))
-
-
-def _tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where a setting may be: at the top, or in a table of the newer or the older spelling."""
-    out = [{"model_type": "absent"} | config]
-    for key in ("rope_parameters", "rope_scaling"):
-        table = config.get(key) or {}
-        if not isinstance(table, dict):
-            raise RequestError(f"{path}: {key} is {shown(table)}, not a table; fetch the file again")
-        out.append(table)
-    return out
-
-
-def _given(path: Path, config: dict[str, Any], key: str) -> list[Any]:
-    return [table[key] for table in _tables(path, config) if table.get(key) is not None]
-
-
-def _check_config(path: Path, config: dict[str, Any], shape: LlamaShape) -> None:
-    for setting in SETTINGS:
-        # A rope base may be spelled in several places: each one must be right.
-        for found in _given(path, config, setting.key) or [setting.absent(asdict(shape))]:
-            checkpoint.agree(path, setting.key, found, setting.field, getattr(shape, setting.field))
-    for key, allowed in COMPUTED.items():
-        for table in _tables(path, config):
-            checkpoint.allow(path, key, table.get(key), allowed)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = files.parse(files.read(path, MAX_JSON_BYTES))
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror}); give a complete Hugging Face folder") from error
-    except files.TooLargeError as error:
-        raise RequestError(f"{path}: is {error}, the most allowed; fetch the file again") from error
-    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number of too many digits
-        raise RequestError(f"{path}: is not JSON ({shown(files.reason(error))}); fetch the file again") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"{path}: is not a JSON object; fetch the file again")
-    return value
+    return HuggingFace(folder, read_json(folder / CONFIG_NAME), shards_in(folder))
 
 
 def shards_in(folder: Path) -> list[SafetensorsFile]:
@@ -297,7 +227,7 @@ def shards_in(folder: Path) -> list[SafetensorsFile]:
         if pickles:
             advice = f"only safetensors are read, convert {pickles[0]!r} with transformers' save_pretrained"
         raise RequestError(f"weights folder {str(folder)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; {advice}")
-    where = _weight_map(index)
+    where = weight_map(index)
     shards = [_inspect(folder / name) for name in sorted(set(where.values()))]
     found: dict[str, list[str]] = {}
     for shard in shards:
@@ -310,21 +240,6 @@ def shards_in(folder: Path) -> list[SafetensorsFile]:
                 f"{shown(found.get(name))}; fetch the index and the shards again"
             )
     return shards
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    where = _read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise RequestError(f"{index}: has no table weight_map of tensor name to file name; fetch the index again")
-    for file in where.values():
-        # A plain name cannot leave the folder. A link of that name may: Hugging Face's own cache is made of such links.
-        plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\")
-        if not plain or not file.endswith(".safetensors"):
-            raise RequestError(
-                f"{index}: names the shard {shown(file)}, allowed: a plain file name ending in .safetensors; "
-                "fetch the index again"
-            )
-    return where
 
 
 def _open(path: Path, name: str) -> Tensor:

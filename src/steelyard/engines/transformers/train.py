@@ -28,7 +28,8 @@ from steelyard.models.attention import KERNELS, Layout, attend
 from steelyard.models.llama_fused import Gradient
 from steelyard.models.tensors import DTYPES, compute_dtype
 from steelyard.training.loop import HeldOutLoss, Loop
-from steelyard.training.micro_batches import MicroBatch, Packed, RowBatches, to_device
+from steelyard.training.micro_batches import MicroBatch, RowBatches, to_device
+from steelyard.training.packing import Packed
 from steelyard.training.placement import Placement, SingleDevice
 from steelyard.training.trainer import Trainer
 from steelyard.weights import load

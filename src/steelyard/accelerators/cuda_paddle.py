@@ -1,0 +1,87 @@
+"""NVIDIA devices in framework paddle, loaded by workers only: events, memory, identity and precision.
+
+Written from Paddle 3.3's own source; nobody here has run it on a GPU yet (docs/engines.md).
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import paddle
+
+from steelyard.accelerators import nvml
+from steelyard.accelerators.events import Clock, Event
+from steelyard.errors import RequestError
+
+_cuda: Any = paddle.device.cuda
+
+
+class CudaEvent:
+    """A mark in the device's current stream; the host does not wait for it."""
+
+    def __init__(self) -> None:
+        self._event = _cuda.Event(enable_timing=True)
+        self._event.record(_cuda.current_stream())
+
+    def elapsed_s(self, later: Event) -> float:
+        if not isinstance(later, CudaEvent):
+            raise TypeError("events of two kinds of device have no distance")
+        time_ms: float = self._event.elapsed_time(later._event)
+        return time_ms / 1000
+
+
+class Device:
+    backend = "nccl"
+    matmul_shape = 8192
+    lacks: Mapping[str, str] = {}
+
+    def __init__(self, local_rank: int, clock: Clock) -> None:
+        if not paddle.device.is_compiled_with_cuda():
+            raise RequestError("this Paddle is built for CPUs; install paddlepaddle-gpu, or choose --accelerator cpu")
+        self._index, self.place = local_rank, f"gpu:{local_rank}"
+        os.environ["FLAGS_selected_gpus"] = str(local_rank)  # noqa: SIM112  Paddle's own spelling
+        paddle.set_device(self.place)
+
+    def threads(self) -> int:
+        return len(os.sched_getaffinity(0))
+
+    def event(self) -> CudaEvent:
+        return CudaEvent()
+
+    def synchronize(self) -> None:
+        _cuda.synchronize(self._index)
+
+    def reset_memory(self) -> None:
+        _cuda.reset_max_memory_allocated(self._index)
+        _cuda.reset_max_memory_reserved(self._index)
+
+    def memory(self) -> dict[str, int | None]:
+        return {
+            "allocated_bytes": _cuda.max_memory_allocated(self._index),
+            "reserved_bytes": _cuda.max_memory_reserved(self._index),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        seen = _cuda.get_device_properties(self._index)
+        found = nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))  # Paddle does not tell which one it is
+        return {
+            "name": seen.name,
+            "uuid": found[self._index].uuid if self._index < len(found) else None,
+            "memory_bytes": seen.total_memory,
+            "capability": f"{seen.major}.{seen.minor}",
+            "multiprocessors": seen.multi_processor_count,
+        }
+
+    def versions(self) -> dict[str, str | None]:
+        nccl = int(paddle.version.nccl())  # 22005 is 2.20.5
+        return {
+            "cuda": str(paddle.version.cuda()),
+            "cudnn": str(paddle.version.cudnn()),
+            "nccl": f"{nccl // 10000}.{nccl // 100 % 100}.{nccl % 100}" if nccl else None,
+        }
+
+    def set_precision(self, matmul: str) -> None:
+        """TF32 only where it is asked for: Paddle has it on by default."""
+        for switch in ("set_cublas_switch", "set_cudnn_switch"):
+            if hasattr(paddle.base.core, switch):
+                getattr(paddle.base.core, switch)(matmul == "tf32")

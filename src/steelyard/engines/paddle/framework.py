@@ -1,0 +1,97 @@
+"""PaddlePaddle as a framework: joins ranks by paddle.distributed, and drives the device that an accelerator names."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+from steelyard import plugins
+from steelyard.accelerators.events import Clock, Event
+from steelyard.accelerators.row import PaddleDevice
+from steelyard.engines.framework import Meeting
+from steelyard.engines.paddle import rendezvous
+from steelyard.engines.paddle.precision import DTYPES
+from steelyard.errors import RequestError
+from steelyard.plan.degrees import Plan
+
+EXCHANGE_NUMBERS = 1 << 18
+DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deterministic": 1}
+
+
+class PaddleFramework:
+    def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
+        if device is None:
+            raise RequestError("this accelerator brings no device class for paddle; choose another with --accelerator")
+        self.device: PaddleDevice = plugins.load(device)(local_rank, clock)
+        self.world, self.local_rank = 1, local_rank
+
+    def set_precision(self, matmul: str) -> None:
+        self.device.set_precision(matmul)
+
+    def make_deterministic(self) -> None:
+        """Paddle's kernels in their deterministic variants, where its flags have any; a CPU's need none."""
+        known = paddle.get_flags([name for name in DETERMINISTIC if paddle.base.core.globals().is_public(name)])
+        paddle.set_flags({name: DETERMINISTIC[name] for name in known})
+
+    def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
+        """All ranks of the run; an engine divides them."""
+        self.world = world
+        if world == 1:
+            return
+        if meet is None:
+            raise ValueError("ranks that are told nowhere to meet")
+        host, port = rendezvous.master(meet, rank)
+        os.environ.update(rendezvous.variables(host, port, rank, self.local_rank, world, self.device.backend))
+        dist.init_parallel_env()
+
+    def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+        """Rank r brings r + 1, and nothing it got before."""
+        mine = paddle.full([EXCHANGE_NUMBERS], float(dist.get_rank() + 1))
+        out = paddle.zeros_like(mine)
+
+        def work() -> None:
+            paddle.assign(mine, out)
+            dist.all_reduce(out)
+
+        def check() -> str | None:
+            expected = self.world * (self.world + 1) / 2
+            wrong = out.numpy()[out.numpy() != expected]
+            return None if wrong.size == 0 else f"{float(wrong[0])} where it must be {expected}"
+
+        return work, EXCHANGE_NUMBERS * 4, check
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def leave(self) -> None:
+        """Rank 0 serves the store: nobody goes while another may still ask."""
+        self.barrier()
+
+    def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
+        size, dtype = self.device.matmul_shape, DTYPES[precision]
+        a, b = (paddle.randn([size, size]).astype(dtype) for _ in range(2))
+        return lambda: paddle.matmul(a, b), 2 * size**3
+
+    def event(self) -> Event:
+        return self.device.event()
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def reset_memory(self) -> None:
+        self.device.reset_memory()
+
+    def memory(self) -> dict[str, int | None]:
+        return self.device.memory()
+
+    def identity(self) -> dict[str, Any]:
+        return self.device.identity()
+
+    def versions(self) -> dict[str, str | None]:
+        return {**self.device.versions(), "paddle": paddle.__version__}
+
+    def threads(self) -> int:
+        return self.device.threads()

@@ -1,0 +1,132 @@
+"""A Llama in Paddle's own layers: on one device, or a stage of a pipeline with fleet's tensor-parallel layers.
+
+Tokens are packed: a micro-batch is one long row of tokens whose segments do not see each other. Parameters have the names they
+have in models/llama.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet import meta_parallel
+from paddle.nn import functional as F
+
+from steelyard.engines.paddle.batches import MicroBatch
+from steelyard.engines.paddle.kernels import Kernels
+from steelyard.models.shapes import LlamaModel
+from steelyard.plan.degrees import stage_layers
+
+Tensor = Any
+IGNORED = -100
+
+
+class RMSNorm(nn.Layer):  # type: ignore[misc]
+    def __init__(self, model: LlamaModel, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([model.hidden], default_initializer=nn.initializer.Constant(1.0))
+        self.eps, self.kernels = model.norm_eps, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+def columns(tp: int, inputs: int, outputs: int, bias: bool = False) -> Any:
+    """A linear layer whose outputs are divided over a tensor-parallel group, and stay so."""
+    if tp == 1:
+        return nn.Linear(inputs, outputs, bias_attr=None if bias else False)
+    return meta_parallel.ColumnParallelLinear(inputs, outputs, has_bias=bias, gather_output=False)
+
+
+def rows(tp: int, inputs: int, outputs: int) -> Any:
+    """A linear layer whose inputs are divided; its outputs are summed over the group."""
+    if tp == 1:
+        return nn.Linear(inputs, outputs, bias_attr=False)
+    return meta_parallel.RowParallelLinear(inputs, outputs, has_bias=False, input_is_parallel=True)
+
+
+class Block(nn.Layer):  # type: ignore[misc]
+    def __init__(self, model: LlamaModel, tp: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.dim, self.queries, self.kernels = model.hidden // model.heads, model.heads // model.kv_heads, kernels
+        self.attention_norm = RMSNorm(model, kernels)
+        self.qkv = columns(tp, model.hidden, (model.heads + 2 * model.kv_heads) * self.dim, model.qkv_bias)
+        self.out = rows(tp, model.hidden, model.hidden)
+        self.ffn_norm = RMSNorm(model, kernels)
+        self.gate_up = columns(tp, model.hidden, 2 * model.ffn)
+        self.down = rows(tp, model.ffn, model.hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, micro: MicroBatch) -> Tensor:
+        tokens = x.shape[0]
+        grouped = self.qkv(self.attention_norm(x)).reshape([tokens, -1, self.queries + 2, self.dim])
+        q = rotate(grouped[:, :, : self.queries].reshape([tokens, -1, self.dim]), cos, sin)
+        k = rotate(grouped[:, :, self.queries], cos, sin)
+        attended = self.kernels.attend(q, k, grouped[:, :, self.queries + 1], micro)
+        x = x + self.out(attended.reshape([tokens, -1]))
+        return x + self.down(F.swiglu(self.gate_up(self.ffn_norm(x))))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the half-split convention of Hugging Face checkpoints."""
+    a, b = x.chunk(2, axis=-1)
+    return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def rotary(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Tensor]:
+    """cos and sin of every token's angles, [T, 1, D/2], computed in fp32."""
+    dim = model.hidden // model.heads
+    with paddle.amp.auto_cast(False):
+        steps = paddle.arange(0, dim, 2, dtype="int64").astype("float32") / dim
+        angles = positions.astype("float32").unsqueeze(1) * (1.0 / model.rope_base**steps)
+        return angles.cos().unsqueeze(1).astype(dtype), angles.sin().unsqueeze(1).astype(dtype)
+
+
+class Stage(nn.Layer):  # type: ignore[misc]
+    """A stage of a pipeline; without one, the whole model. It takes its micro-batch from `micros`, where its trainer puts all
+    of a step in their order: stages send each other the residual stream and nothing else."""
+
+    def __init__(self, model: LlamaModel, index: int, count: int, tp: int, kernels: Kernels, recompute: bool) -> None:
+        super().__init__()
+        self.model, self.recompute = model, recompute
+        self.first, self.last, self.tied = index == 0, index == count - 1, model.tied
+        if self.first:
+            make = nn.Embedding if tp == 1 else meta_parallel.VocabParallelEmbedding
+            self.embed = make(model.vocab, model.hidden)
+        own = stage_layers(model.layers, count)[index]
+        self.layers = nn.LayerDict({str(i): Block(model, tp, kernels) for i in own})
+        if self.last:
+            self.norm = RMSNorm(model, kernels)
+            if not self.tied:
+                self.output = columns(tp, model.hidden, model.vocab)
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = (
+            _cross_entropy if tp == 1 else meta_parallel.ParallelCrossEntropy(ignore_index=IGNORED)
+        )
+        self.logits_dtype: str | None = None  # of the last micro-batch, for who must know
+        self.micros: list[MicroBatch] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream after this stage, [T, hidden]; of the last one, the summed cross-entropy of the micro-batch."""
+        micro = self.micros.pop(0)
+        if self.first:
+            x = self.embed(micro.tokens)
+        cos, sin = rotary(micro.positions, self.model, x.dtype)
+        for block in self.layers.values():
+            x = self._again(block, x, cos, sin, micro) if self.recompute else block(x, cos, sin, micro)
+        return self._loss(x, micro) if self.last else x
+
+    @staticmethod
+    def _again(block: Block, *inputs: Any) -> Tensor:
+        """Computed once more for its backward. Nothing is drawn at random, so no generator's state is kept."""
+        return fleet.utils.recompute(block, *inputs, preserve_rng_state=False)
+
+    def _loss(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        hidden = self.norm(x.index_select(micro.pick))
+        logits = paddle.matmul(hidden, self.embed.weight, transpose_y=True) if self.tied else self.output(hidden)
+        self.logits_dtype = logits.dtype.name.lower()
+        with paddle.amp.auto_cast(False):
+            return self.cross_entropy(logits.astype("float32"), micro.targets.unsqueeze(1)).sum()
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")

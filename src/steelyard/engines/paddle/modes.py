@@ -1,0 +1,75 @@
+"""What of Paddle a run needs, and whether it can have it: parallel modes, recomputation, checkpoints. Needs no Paddle.
+
+What nobody here has run yet says so in every record that uses it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from steelyard.engines.job import Job
+from steelyard.errors import RequestError
+from steelyard.plan.degrees import shard_degree
+
+# Run by us, on a CPU and in fp32, against engine torch (tests/engine_paddle). All else is Paddle's documented way, unrun.
+TRIED = ("cpu", "fp32", "single", "dp", "sharding 1", "recompute")
+
+
+@dataclass(frozen=True)
+class Modes:
+    """How a model is divided: `shards` replicas divide what `sharding` says, and there are `copies` of those groups."""
+
+    tp: int
+    pp: int
+    copies: int
+    shards: int
+    sharding: int
+    recompute: bool
+
+    @property
+    def dp(self) -> int:
+        return self.copies * self.shards
+
+    @property
+    def data_parallel(self) -> bool:
+        """Whole replicas and nothing else."""
+        return self.tp == self.pp == self.shards == 1 and self.copies > 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        found = {
+            "tp": self.tp > 1,
+            "pp": self.pp > 1,
+            f"sharding {self.sharding}": self.shards > 1,
+            "dp": self.copies > 1,
+            "copies of shards": self.copies > 1 and self.shards > 1,
+            "recompute": self.recompute,
+        }
+        parallel = [name for name, used in found.items() if used]
+        return tuple(parallel if self.tp * self.pp * self.dp > 1 else ["single", *parallel])
+
+
+def of(job: Job) -> Modes:
+    """The modes of a run; what engine paddle has not raises RequestError."""
+    tune, plan, model = job.case.tune, job.plan, job.case.question.model
+    if tune.sharding > 2:
+        raise RequestError(f"tune.sharding={tune.sharding}: engine paddle divides states and gradients; allowed: 0, 1, 2")
+    if tune.recompute == "selective":
+        raise RequestError("tune.recompute=selective: engine paddle recomputes whole layers; allowed: none, full")
+    shards = shard_degree(job.case, plan.dp)
+    if plan.pp > 1 and tune.sharding == 2 and shards > 1:
+        raise RequestError("tune.sharding=2: not in a pipeline of engine paddle; allowed there: 0, 1")
+    if model.vocab % plan.tp:
+        raise RequestError(f"TP{plan.tp} does not divide the {model.vocab} tokens of the vocabulary, as engine paddle needs")
+    return Modes(plan.tp, plan.pp, plan.dp // shards, shards, tune.sharding, tune.recompute == "full")
+
+
+def refuse(modes: Modes, lacks: Mapping[str, str]) -> None:
+    """What Paddle cannot do on a device, with its reason."""
+    for name in modes.names:
+        if name in lacks:
+            raise RequestError(f"engine paddle has no {name} on this device: {lacks[name]}; see docs/engines.md")
+
+
+def untried(modes: Modes, device: str, precision: str) -> list[str]:
+    """What of a run nobody here has run before."""
+    return [one for one in (device, precision, *modes.names) if one not in TRIED]

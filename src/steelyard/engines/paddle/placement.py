@@ -1,0 +1,126 @@
+"""A Llama on Paddle's devices with its weights and its optimizer: alone, or as fleet places it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle.distributed import fleet
+from paddle.distributed.fleet import meta_parallel
+from paddle.distributed.sharding import group_sharded_parallel
+
+from steelyard.case.question import Train
+from steelyard.engines.job import Job
+from steelyard.engines.paddle import optimizer, precision, weights
+from steelyard.engines.paddle.checkpoint import HuggingFaceFolder
+from steelyard.engines.paddle.kernels import Kernels
+from steelyard.engines.paddle.layers import Stage
+from steelyard.engines.paddle.modes import Modes
+
+# Tensor-parallel neighbours, then the stages of a pipeline, then replicas: as plan/degrees.py counts ranks.
+ORDER = ["dp", "sharding", "pp", "sep", "cp", "mp"]
+
+
+@dataclass
+class Weight:
+    """What the loss of a pipeline is multiplied with."""
+
+    value: Any = 1.0
+
+
+@dataclass
+class Placed:
+    """A rank's part of a model, wrapped as Paddle trains it."""
+
+    net: Any
+    stage: Stage
+    optimizer: Any
+    scaler: Any
+    parameters: list[tuple[str, Any]]
+    weights: dict[str, Any]
+    weight: Weight
+
+
+def place(job: Job, modes: Modes, kernels: Kernels, train: Train) -> Placed:
+    if job.world > 1:
+        _init_fleet(modes)
+    weight = Weight()
+    model = _build(job, modes, kernels, weight)
+    stage = next(one for one in [model, *model.sublayers()] if isinstance(one, Stage))
+    parameters = list(stage.named_parameters())
+    source = _fill(job, parameters)
+    adam = optimizer.adamw(parameters, train)
+    chosen = job.case.question.precision
+    if precision.level(chosen) is not None:
+        dtype = precision.DTYPES[chosen.matmul]
+        model, adam = paddle.amp.decorate(models=model, optimizers=adam, level="O2", dtype=dtype, master_weight=True)
+    scaler = _scaler() if chosen.matmul == "fp16" else None
+    net, adam, scaler = _distribute(job, modes, model, adam, scaler)
+    return Placed(net, stage, adam, scaler, parameters, source, weight)
+
+
+def _init_fleet(modes: Modes) -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {
+        "dp_degree": modes.copies,
+        "sharding_degree": modes.shards,
+        "pp_degree": modes.pp,
+        "mp_degree": modes.tp,
+        "order": ORDER,
+        "mp_configs": {"need_broadcast_data": False},  # every rank of a group reads the same data
+    }
+    strategy.pipeline_configs = {"accumulate_steps": 1, "micro_batch_size": 1}  # each step says how many there are
+    fleet.init(is_collective=True, strategy=strategy)
+
+
+def _build(job: Job, modes: Modes, kernels: Kernels, weight: Weight) -> Any:
+    model = job.case.question.model
+    shared: dict[str, Any] = {"count": modes.pp, "tp": modes.tp, "kernels": kernels, "recompute": modes.recompute}
+    if modes.pp == 1:
+        return Stage(model, 0, **shared)
+    stages = [meta_parallel.LayerDesc(Stage, model, index, **shared) for index in range(modes.pp)]
+    return meta_parallel.PipelineLayer(
+        layers=stages,
+        topology=fleet.get_hybrid_communicate_group().topology(),
+        loss_fn=lambda nll, label: nll * weight.value,
+        seg_method=list(range(modes.pp + 1)),
+    )
+
+
+def _fill(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Fill a rank's parameters; returns where the weights came from, for the record."""
+    question = job.case.question
+    if job.weights is None:
+        wholes = weights.random(question.seed, question.model)
+        source: dict[str, Any] = {"source": "random", "seed": question.seed}
+    else:
+        folder = HuggingFaceFolder(job.weights, question.model)
+        wholes, source = folder.whole, folder.facts()
+    threads = job.device.threads()
+    with ThreadPoolExecutor(threads) as pool:
+        for begin in range(0, len(parameters), threads):  # no more at once than are being made
+            some = parameters[begin : begin + threads]
+            for (name, parameter), whole in zip(some, pool.map(wholes, [name for name, _ in some]), strict=True):
+                own = weights.part(name, whole, job.place.tp, job.plan.tp)
+                parameter.set_value(weights.oriented(name, own))
+            if job.loading is not None:
+                job.loading(min(begin + threads, len(parameters)), len(parameters))
+    return source
+
+
+def _scaler() -> Any:
+    return paddle.amp.GradScaler(init_loss_scaling=optimizer.FIRST_SCALE, incr_every_n_steps=optimizer.GROWTH_STEPS)
+
+
+def _distribute(job: Job, modes: Modes, model: Any, adam: Any, scaler: Any) -> tuple[Any, Any, Any]:
+    if job.world == 1:
+        return model, adam, scaler
+    if modes.shards > 1 and modes.sharding == 2:
+        groups = fleet.get_hybrid_communicate_group()
+        copies = groups.get_data_parallel_group() if modes.copies > 1 else None
+        net = fleet.distributed_model(model) if modes.tp > 1 else model
+        shards = groups.get_sharding_parallel_group()
+        out: tuple[Any, Any, Any] = group_sharded_parallel(net, adam, "os_g", scaler=scaler, group=shards, dp_group=copies)
+        return out
+    net, adam = fleet.distributed_model(model), fleet.distributed_optimizer(adam)
+    return net, adam, None if scaler is None else fleet.distributed_scaler(scaler)

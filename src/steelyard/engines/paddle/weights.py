@@ -1,0 +1,96 @@
+"""Weights as arrays of the host: random ones from a seed, the same that engine torch draws, and what a rank holds of them.
+
+Arrays have the names and the orientation of models/llama.py: a matrix has a row for each output. QKV is stored by key group,
+gate and up one after the other.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from steelyard.models.shapes import LlamaModel
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Wholes = Callable[[str], Array]  # a parameter's name → all of it
+
+CHUNK = 1 << 22  # numbers that are drawn at once
+LANES = 8  # of torch's Box-Muller: 8 uniform numbers for the radius, then 8 for the angle
+ROWS, HALVES, COLUMNS = "rows", "halves", "columns"  # how tensor parallelism divides a matrix
+SPLIT = {"embed": ROWS, "qkv": ROWS, "gate_up": HALVES, "out": COLUMNS, "down": COLUMNS, "output": ROWS}
+
+
+def whole_shape(name: str, model: LlamaModel) -> tuple[int, ...]:
+    """Of a parameter of the whole model."""
+    heads = (model.heads + 2 * model.kv_heads) * (model.hidden // model.heads)
+    module, _, leaf = name.rpartition(".")
+    if leaf == "bias":
+        return (heads,)
+    sizes = {
+        "embed": (model.vocab, model.hidden),
+        "qkv": (heads, model.hidden),
+        "out": (model.hidden, model.hidden),
+        "gate_up": (2 * model.ffn, model.hidden),
+        "down": (model.hidden, model.ffn),
+        "output": (model.vocab, model.hidden),
+    }
+    return sizes.get(module.rpartition(".")[2], (model.hidden,))
+
+
+def random(seed: int, model: LlamaModel) -> Wholes:
+    """As models/llama_init.py fills a model on a CPU: N(0, 1 / columns) in matrices, ones in norms, zeros in biases."""
+
+    def make(name: str) -> Array:
+        size = whole_shape(name, model)
+        if len(size) == 1:
+            return np.full(size, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        drawn = normal(int.from_bytes(digest[:8], "big") >> 1, size[0] * size[1])
+        drawn *= np.float32(size[1] ** -0.5)
+        return drawn.reshape(size)
+
+    return make
+
+
+def normal(seed: int, count: int) -> Array:
+    """Standard normal numbers as torch draws them on a CPU for this seed, up to the last bit of a logarithm and a sine: both
+    have the same Mersenne Twister, of which torch takes 24 bits a number, in blocks of 16. There are 16 or more."""
+    source = np.random.RandomState(seed & 0xFFFFFFFF)
+    out = np.empty(count, np.float32)
+    whole = count // (2 * LANES) * (2 * LANES)
+    for begin in range(0, whole, CHUNK):
+        end = min(begin + CHUNK, whole)
+        out[begin:end] = _block(_uniform(source, end - begin))
+    if count > whole:
+        _uniform(source, count - whole)  # drawn, and then drawn again for a last whole block
+        out[-2 * LANES :] = _block(_uniform(source, 2 * LANES))
+    return out
+
+
+def _uniform(source: np.random.RandomState, count: int) -> Array:
+    bits = source.randint(0, 1 << 32, size=count, dtype=np.uint32) & np.uint32((1 << 24) - 1)
+    return np.asarray(bits.astype(np.float32) * np.float32(2**-24))
+
+
+def _block(uniform: Array) -> Array:
+    pairs = uniform.reshape(-1, 2, LANES)
+    radius = np.sqrt(np.float32(-2) * np.log(np.float32(1) - pairs[:, 0]))
+    angle = np.float32(2 * np.pi) * pairs[:, 1]
+    return np.asarray(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1))
+
+
+def part(name: str, whole: Array, index: int, count: int) -> Array:
+    """What one of `count` tensor-parallel ranks holds of a parameter."""
+    split = SPLIT.get(name.rpartition(".")[0].rpartition(".")[2])
+    if count == 1 or split is None:
+        return whole
+    if split == HALVES:
+        gate, up = np.split(whole, 2)
+        return np.concatenate([np.split(one, count)[index] for one in (gate, up)])
+    return np.split(whole, count, axis=1 if split == COLUMNS else 0)[index]
+
+
+def oriented(name: str, array: Array) -> Array:
+    """As Paddle stores it: a linear layer has a column for each output, a table of embeddings a row for each token."""
+    return array if name.startswith("embed.") or array.ndim == 1 else np.ascontiguousarray(array.T)

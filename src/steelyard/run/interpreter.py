@@ -1,0 +1,93 @@
+"""Another Python for the workers of an engine (`engine.python`): what it has, as its host's agent sees it.
+
+The agent starts it as `python -P -m steelyard.run.interpreter MODULE...`, which answers with one line of JSON. Nothing of a
+framework is imported: modules are looked for, not loaded.
+"""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+from pydantic import ValidationError
+
+from steelyard import __version__
+from steelyard.errors import RequestError
+from steelyard.run import environment
+from steelyard.schema import Frozen
+
+LOOK_S = 60.0  # a first import over a network file system takes its time
+MODULE = ["-P", "-m", "steelyard.run.interpreter"]
+
+
+class Interpreter(Frozen):
+    """A Python that workers run in: its version, its packages, its steelyard, and which of the asked modules it lacks."""
+
+    python: str
+    packages: dict[str, str]
+    version: str
+    package: str
+    lacking: list[str]
+
+
+def own(needs: Sequence[str]) -> Interpreter:
+    """This one."""
+    return Interpreter(
+        python=platform.python_version(),
+        packages=environment.packages(),
+        version=__version__,
+        package=environment.package_hash(),
+        lacking=lacking(needs),
+    )
+
+
+def lacking(needs: Sequence[str]) -> list[str]:
+    """Those that this Python has not."""
+    return [name for name in needs if find_spec(name) is None]
+
+
+def look(path: str, needs: Sequence[str], variables: Mapping[str, str]) -> Interpreter:
+    """The Python at a path, if workers of an engine that needs these modules can run in it; else RequestError, one line."""
+    named = f"engine.python {path!r}"
+    install = shlex.join([path, "-m", "pip", "install", f"steelyard=={__version__}"])
+    try:
+        done = subprocess.run(
+            [path, *MODULE, *needs], capture_output=True, text=True, timeout=LOOK_S, env=dict(variables), check=False
+        )
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise RequestError(f"{named} cannot be started: {why}; name a Python that has steelyard and the engine") from error
+    except subprocess.TimeoutExpired as error:
+        raise RequestError(f"{named} does not answer within {LOOK_S:.0f} s; name another Python") from error
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise RequestError(f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there by: {install}")
+    try:
+        found = Interpreter.model_validate_json(done.stdout)
+    except ValidationError as error:
+        raise RequestError(f"{named} has another steelyard; install this one there: {install}") from error
+    _check(found, named, install)
+    return found
+
+
+def _check(found: Interpreter, named: str, install: str) -> None:
+    if found.version != __version__:
+        raise RequestError(f"{named} has steelyard {found.version}, and this is {__version__}; install it there: {install}")
+    if found.package != environment.package_hash():
+        here = environment.package_hash()
+        raise RequestError(
+            f"{named} has another steelyard {found.version} (files {found.package}, here {here}); install this one there"
+        )
+    if found.lacking:
+        raise RequestError(f"{named} has no {found.lacking[0]}, and the engine needs it; install it there")
+
+
+def main() -> None:
+    os.write(1, own(sys.argv[1:]).model_dump_json().encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Engine paddle as a user runs it: workers in a Python of their own, which `make engine-paddle` makes."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from steelyard.case.request import EngineSettings, Request
+from steelyard.case.resolve import resolve
+from steelyard.record.record import Record
+from steelyard.run.parent import run_case
+from steelyard.run.ready import ready
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("STEELYARD_PADDLE_PYTHON", ROOT / ".venv-paddle" / "bin" / "python"))
+STEPS = 10
+
+Run = Callable[..., Record]
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    if not PYTHON.exists():
+        pytest.skip(f"no {PYTHON}: Paddle lives in a virtual environment of its own, see make engine-paddle")
+    return str(PYTHON)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
+    """A run of a case at size smoke on CPUs, to its record."""
+
+    def made(
+        engine: str,
+        case: str,
+        *settings: str,
+        devices: int = 1,
+        weights: Path | None = None,
+        precision: str | None = None,
+    ) -> Record:
+        request = Request(
+            resolve(case, "smoke", precision, None, list(settings)),
+            engine=engine,
+            engine_settings=EngineSettings(python=python if engine == "paddle" else None),
+            accelerator="cpu",
+            devices=devices,
+            steps=STEPS,
+            weights=weights,
+            out=tmp_path_factory.mktemp("records"),
+        )
+        return run_case(ready(request))[0]
+
+    return made

@@ -1,0 +1,91 @@
+"""Engine paddle against engine torch, in fp32 on CPUs: losses and gradient norms of ten steps, and the held-out losses.
+
+A loss does not depend on the plan, so one run of engine torch is what all of a case's are compared with.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_paddle.conftest import STEPS, Run
+from fixtures.huggingface import sizes_of, write
+from steelyard.case.resolve import resolve
+from steelyard.models.llama_init import shape_of
+from steelyard.record.record import Record
+
+pytestmark = pytest.mark.full
+
+CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
+APART = 1e-5
+# Grouped keys and biases, which the shipped smoke models have not; two micro-batches or more in every step.
+MODEL = ("question.model.kv_heads=2", "question.model.qkv_bias=true", "tune.micro_batch=2")
+STATES = 238_720  # two for each of the 119,360 parameters
+MODES: dict[str, tuple[tuple[str, ...], int, list[str], int]] = {
+    "single": ((), 1, ["single"], STATES),
+    "recompute": (("tune.recompute=full",), 1, ["single", "recompute"], STATES),
+    "dp": (("tune.parallel=DP2",), 2, ["dp"], STATES),
+    "dp with recompute": (("tune.parallel=DP2", "tune.recompute=full"), 2, ["dp", "recompute"], STATES),
+    "sharding 1": (("tune.parallel=DP2", "tune.sharding=1"), 2, ["sharding 1"], 119_424),
+}
+EXCHANGE = {"dp": "inside", "dp with recompute": "separate", "sharding 1": "inside"}
+
+
+def curve(record: Record, rank: int = 0) -> Iterator[tuple[str, float]]:
+    """Losses and norms of the steps, and the losses of held-out rows."""
+    for sample in record.samples:
+        if sample.pass_name == "train" and sample.rank == rank:
+            yield from ((name, sample.values[name]) for name in ("loss", "grad_norm", "lr"))
+    yield from ((name, record.metrics[name].value) for name in ("loss_before", "loss_after"))
+
+
+def assert_alike(found: Record, wanted: Record) -> None:
+    assert (found.status, found.reasons) == ("valid", [])
+    ours, theirs = list(curve(wanted)), list(curve(found))
+    assert len(ours) == 3 * STEPS + 2
+    assert [name for name, _ in theirs] == [name for name, _ in ours]
+    for (name, a), (_, b) in zip(ours, theirs, strict=True):
+        assert b == pytest.approx(a, rel=APART), name
+    assert found.case.key == wanted.case.key
+    assert found.drawn == wanted.drawn
+
+
+@pytest.fixture(scope="module")
+def corpus(run: Run) -> Record:
+    return run("torch", CORPUS, *MODEL)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_on_rows(run: Run, corpus: Record, mode: str) -> None:
+    settings, devices, names, states = MODES[mode]
+    found = run("paddle", CORPUS, *MODEL, *settings, devices=devices)
+    assert_alike(found, corpus)
+    details = found.engine.details
+    assert (details["modes"], details["never_run"], details["compiled"]) == (names, [], False)
+    assert (details["parameters"], details["optimizer_states"], details["master_weights"]) == (119_360, states, 0)
+    assert details["dtypes"] == dict.fromkeys(("gradients", "logits", "parameters", "states"), "float32")
+    assert details.get("exchange") == EXCHANGE.get(mode)
+    assert found.weights == corpus.weights
+    for rank in range(1, devices):
+        assert list(curve(found, rank)) == list(curve(found))
+    software = found.environment.software
+    assert software.packages["paddlepaddle"].startswith(details["paddle"])
+    assert "torch" not in software.packages
+    assert software.python is not None
+    assert str(Path(software.python)) == software.python  # a version, and no place
+
+
+def test_packed_rows_and_weights_of_a_folder(run: Run, tmp_path: Path) -> None:
+    """Segments of a row do not see each other; weights in bf16 are read alike."""
+    shape = shape_of(resolve(ALPACA, "smoke").case.question.model)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: (torch.randn(size, generator=generator) * 0.1 if len(size) > 1 else torch.ones(size)).to(torch.bfloat16)
+        for name, size in sizes_of(shape).items()
+    }
+    folder = write(tmp_path, shape, tensors)
+    wanted, found = (run(engine, ALPACA, weights=folder) for engine in ("torch", "paddle"))
+    assert_alike(found, wanted)
+    assert found.weights == wanted.weights
+    assert found.weights.source == "huggingface"

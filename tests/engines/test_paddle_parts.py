@@ -1,0 +1,227 @@
+"""Parts of engine paddle that need no Paddle: weights, types, modes, and where its ranks meet."""
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from steelyard import engines
+from steelyard.case.precision import TRAIN
+from steelyard.case.request import Request
+from steelyard.case.resolve import resolve
+from steelyard.engines.paddle import modes, precision, rendezvous, weights
+from steelyard.engines.paddle.modes import Modes
+from steelyard.errors import RequestError
+from steelyard.models import llama_init, placements
+from steelyard.models.placements import WHOLE, Shard
+from steelyard.models.shapes import LlamaModel
+from steelyard.run.ready import ready
+
+CORPUS = "llama1-7b-openwebtext"
+# Matrices that are no whole number of the blocks of 16 that torch draws in.
+MODEL = LlamaModel(
+    family="llama", layers=1, hidden=24, heads=4, kv_heads=2, ffn=22, vocab=33, positions=64, qkv_bias=True
+)  # fmt: skip
+
+
+def torch_wholes() -> dict[str, np.ndarray]:
+    """What engine torch draws, in the order of its logical views."""
+    shape = llama_init.shape_of(MODEL)
+    model = llama_init.build(shape, torch.device("cpu"), torch.float32)
+    llama_init.fill_random(model, 7)
+    out = {}
+    for name, parameter in model.named_parameters():
+        view = placements.logical_view(name, parameter, shape, WHOLE)
+        flat = placements.flat_shape(name, tuple(view.shape))
+        out[name] = view.reshape(flat if len(flat) > 1 else -1).numpy()
+    return out
+
+
+def test_random_weights_are_those_of_engine_torch() -> None:
+    wanted, make = torch_wholes(), weights.random(7, MODEL)
+    assert {"layers.0.qkv.bias", "layers.0.gate_up.weight", "norm.weight"} <= wanted.keys()
+    for name, array in wanted.items():
+        found = make(name)
+        assert found.shape == array.shape == weights.whole_shape(name, MODEL), name
+        np.testing.assert_allclose(found, array, rtol=0, atol=2e-7, err_msg=name)
+    assert not np.allclose(weights.random(8, MODEL)("embed.weight"), wanted["embed.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [16, 17, 31, 32, 1000])
+def test_numbers_are_drawn_as_torch_draws_them(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = 2**62 + 5
+    wanted = torch.empty(count).normal_(generator=torch.Generator().manual_seed(seed)).numpy()
+    np.testing.assert_allclose(weights.normal(seed, count), wanted, rtol=0, atol=2e-6)
+    monkeypatch.setattr(weights, "CHUNK", 48)
+    np.testing.assert_allclose(weights.normal(seed, count), wanted, rtol=0, atol=2e-6)
+
+
+def test_a_tensor_parallel_rank_holds_what_engine_torch_gives_it() -> None:
+    shape, make = llama_init.shape_of(MODEL), weights.random(7, MODEL)
+    for index in range(2):
+        share = Shard(index, 2)
+        model = llama_init.build(shape, torch.device("cpu"), torch.float32, share)
+        llama_init.fill_random(model, 7, shape, share)
+        for name in ("layers.0.qkv.weight", "layers.0.out.weight", "layers.0.gate_up.weight", "layers.0.down.weight"):
+            view = placements.logical_view(name, model.get_parameter(name), shape, share)
+            wanted = view.reshape(placements.flat_shape(name, tuple(view.shape))).numpy()
+            np.testing.assert_allclose(weights.part(name, make(name), index, 2), wanted, rtol=0, atol=2e-7, err_msg=name)
+    table = make("embed.weight")[:32]
+    np.testing.assert_array_equal(np.concatenate([weights.part("embed.weight", table, i, 2) for i in range(2)]), table)
+    norm = make("norm.weight")
+    assert weights.part("norm.weight", norm, 1, 2) is norm
+
+
+def test_paddle_stores_linear_layers_the_other_way_round() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(weights.oriented("layers.0.out.weight", array), array.T)
+    np.testing.assert_array_equal(weights.oriented("embed.weight", array), array)
+
+
+FOUND = {"parameters": {"bfloat16"}, "gradients": {"bfloat16"}, "logits": {"bfloat16"}, "states": {"float32"}}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_types_that_are_others_than_the_precision_says_end_a_run(name: str) -> None:
+    """Paddle's O2 on a CPU stays in fp32 without a word."""
+    precision.check(TRAIN["bf16-o2"], FOUND)
+    other = "bfloat16" if name == "states" else "float32"
+    wanted = "float32" if name == "states" else "bfloat16"
+    with pytest.raises(RuntimeError, match=f"precision bf16-o2: {name} must be {wanted}, and Paddle made them {other}"):
+        precision.check(TRAIN["bf16-o2"], FOUND | {name: {other}})
+
+
+def test_levels() -> None:
+    found = {name: precision.level(TRAIN[name]) for name in engines.PADDLE.trains_in}
+    assert found == {"fp32": None, "tf32": None, "fp16-o2": "O2", "bf16-o2": "O2"}
+
+
+def job(*settings: str, **degrees: int) -> Any:
+    case = resolve(CORPUS, "smoke", settings=list(settings)).case
+    return SimpleNamespace(case=case, plan=SimpleNamespace(**({"tp": 1, "pp": 1, "dp": 1} | degrees)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "degrees", "wanted", "names"),
+    [
+        ((), {}, Modes(1, 1, 1, 1, 0, False), ["single"]),
+        (("tune.recompute=full",), {}, Modes(1, 1, 1, 1, 0, True), ["single", "recompute"]),
+        ((), {"dp": 4}, Modes(1, 1, 4, 1, 0, False), ["dp"]),
+        (("tune.sharding=1",), {"dp": 4}, Modes(1, 1, 1, 4, 1, False), ["sharding 1"]),
+        (
+            ("tune.sharding=2", "tune.sharding_degree=2"),
+            {"tp": 2, "dp": 4},
+            Modes(2, 1, 2, 2, 2, False),
+            ["tp", "sharding 2", "dp", "copies of shards"],
+        ),
+        (("tune.sharding=1",), {"pp": 2, "dp": 2}, Modes(1, 2, 1, 2, 1, False), ["pp", "sharding 1"]),
+    ],
+)
+def test_modes(settings: tuple[str, ...], degrees: dict[str, int], wanted: Modes, names: list[str]) -> None:
+    found = modes.of(job(*settings, **degrees))
+    assert (found, list(found.names), found.dp) == (wanted, names, degrees.get("dp", 1))
+    assert found.data_parallel is (names == ["dp"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "degrees", "said"),
+    [
+        (("tune.sharding=3",), {"dp": 2}, "tune.sharding=3: engine paddle divides states and gradients; allowed: 0, 1, 2"),
+        (
+            ("tune.recompute=selective",),
+            {},
+            "tune.recompute=selective: engine paddle recomputes whole layers; allowed: none, full",
+        ),
+        (("tune.sharding=2",), {"pp": 2, "dp": 2}, "tune.sharding=2: not in a pipeline of engine paddle; allowed there: 0, 1"),
+        (
+            ("question.model.vocab=257",),
+            {"tp": 2},
+            "TP2 does not divide the 257 tokens of the vocabulary, as engine paddle needs",
+        ),
+    ],
+)
+def test_modes_that_are_refused(settings: tuple[str, ...], degrees: dict[str, int], said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        modes.of(job(*settings, **degrees))
+    assert str(caught.value) == said
+
+
+def test_what_a_device_lacks_is_refused_with_its_reason() -> None:
+    alone = Modes(1, 1, 1, 1, 0, False)
+    modes.refuse(alone, {"tp": "no"})
+    with pytest.raises(RequestError, match=r"engine paddle has no tp on this device: no kernels; see docs/engines\.md"):
+        modes.refuse(replace(alone, tp=2), {"tp": "no kernels"})
+
+
+def test_a_record_says_what_nobody_has_run() -> None:
+    assert modes.untried(Modes(1, 1, 1, 2, 1, True), "cpu", "fp32") == []
+    assert modes.untried(Modes(2, 1, 1, 2, 2, False), "gpu", "bf16-o2") == ["gpu", "bf16-o2", "tp", "sharding 2"]
+
+
+@pytest.mark.parametrize("engine", ["torch", "transformers"])
+def test_other_engines_do_not_train_in_paddles_precisions(engine: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ready(Request(resolve(CORPUS, "smoke", "fp16-o2"), engine=engine, accelerator="cpu"))
+    assert str(caught.value) == f"engine {engine} does not train in fp16-o2; allowed: fp32, tf32, fp16, bf16, bf16-pure"
+
+
+@pytest.mark.parametrize(
+    ("settings", "resume", "named"),
+    [(["tune.checkpoint_every=5"], None, "tune.checkpoint_every"), ([], Path("records"), "--resume")],
+)
+def test_checkpoints_are_refused(settings: list[str], resume: Path | None, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "row", lambda name: replace(engines.PADDLE, needs=()))
+    request = Request(resolve(CORPUS, "smoke", settings=settings), engine="paddle", accelerator="cpu", resume=resume)
+    with pytest.raises(RequestError) as caught:
+        ready(request)
+    assert str(caught.value) == f"{named}: engine paddle keeps no checkpoints, and goes on from none; leave it out"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    file: Path | None = None
+    address: str | None = None
+    port: int | None = None
+    listen_fd: int | None = None
+
+
+def test_ranks_of_one_host_meet_on_loopback(tmp_path: Path) -> None:
+    """The others wait until rank 0 has said where."""
+    meet, found = Meeting(file=tmp_path / "store"), []
+    other = threading.Thread(target=lambda: found.append(rendezvous.master(meet, 1)))
+    other.start()
+    host, port = rendezvous.master(meet, 0)
+    other.join(20)
+    assert found == [(host, port)]
+    assert host == "127.0.0.1"
+    assert 0 < port < 1 << 16
+
+
+def test_ranks_of_several_hosts_meet_where_the_run_says() -> None:
+    assert rendezvous.master(Meeting(address="10.0.0.1", port=4711), 3) == ("10.0.0.1", 4711)
+    with pytest.raises(ValueError, match="nowhere to meet"):
+        rendezvous.master(Meeting(), 0)
+
+
+def test_a_rank_that_is_told_nothing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MEET_S", 0.1)
+    with pytest.raises(TimeoutError, match="rank 0 did not say within 0 s where to meet"):
+        rendezvous.master(Meeting(file=tmp_path / "store"), 1)
+
+
+def test_paddles_variables() -> None:
+    assert rendezvous.variables("127.0.0.1", 5000, 1, 1, 2, "gloo") == {
+        "PADDLE_TRAINER_ID": "1",
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:5001,127.0.0.1:5002",
+        "PADDLE_CURRENT_ENDPOINT": "127.0.0.1:5002",
+        "PADDLE_MASTER": "127.0.0.1:5000",
+        "PADDLE_RANK_IN_NODE": "1",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+    assert "PADDLE_DISTRI_BACKEND" not in rendezvous.variables("h", 1, 0, 0, 1, "nccl")

@@ -1,0 +1,115 @@
+"""Workers in another Python: what is known of it before anything is started, and what a record keeps."""
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.commands import Shell
+from steelyard import __version__
+from steelyard.case.request import engine_settings
+from steelyard.errors import RequestError
+from steelyard.run import environment, interpreter
+from steelyard.run.host import scrubbed
+
+CORPUS = "llama1-7b-openwebtext"
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def answer(folder: Path, **other: Any) -> str:
+    """A Python that says this of itself."""
+    told = {"python": "3.12.1", "packages": {"numpy": "2.0"}, "version": __version__, "lacking": []}
+    return script(folder, f"echo '{json.dumps({**told, 'package': environment.package_hash(), **other})}'")
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        interpreter.look(path, ["paddle"], os.environ)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_one_that_fits(tmp_path: Path) -> None:
+    found = interpreter.look(answer(tmp_path), ["paddle"], os.environ)
+    assert (found.python, found.packages) == ("3.12.1", {"numpy": "2.0"})
+
+
+def test_this_one_is_seen_from_outside_as_from_inside() -> None:
+    found = interpreter.look(sys.executable, ["json"], {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    assert found == interpreter.own(["json"])
+    assert found.python == platform.python_version()
+
+
+def test_those_that_do_not_fit(tmp_path: Path) -> None:
+    path = str(tmp_path / "python")
+    named = f"engine.python '{path}'"
+    install = f"{path} -m pip install steelyard=={__version__}"
+    assert (
+        refusal(path)
+        == f"{named} cannot be started: No such file or directory; name a Python that has steelyard and the engine"
+    )
+    said = refusal(script(tmp_path, "echo 'No module named steelyard' >&2; exit 3"))
+    assert said == f"{named} ended with exit code 3: No module named steelyard; steelyard is installed there by: {install}"
+    assert refusal(script(tmp_path, "echo hello")) == f"{named} has another steelyard; install this one there: {install}"
+    said = refusal(answer(tmp_path, version="0.0.1"))
+    assert said == f"{named} has steelyard 0.0.1, and this is {__version__}; install it there: {install}"
+    said = refusal(answer(tmp_path, package="0123"))
+    here = environment.package_hash()
+    assert said == f"{named} has another steelyard {__version__} (files 0123, here {here}); install this one there"
+    assert refusal(answer(tmp_path, lacking=["paddle"])) == f"{named} has no paddle, and the engine needs it; install it there"
+
+
+def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "LOOK_S", 0.2)
+    path = script(tmp_path, "exec sleep 60")
+    assert refusal(path) == f"engine.python '{path}' does not answer within 0 s; name another Python"
+
+
+def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:
+    found, others = engine_settings(["tune.compile=false", "engine.python=/a/python"])
+    assert (found.python, others) == ("/a/python", ["tune.compile=false"])
+    assert engine_settings([])[0].python is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("engine.pyton=x", "--set: no key 'engine.pyton'; did you mean 'engine.python'?"),
+        ("engine.python", "--set 'engine.python' is not of the form key=value, such as engine.python=venv/bin/python"),
+        ("engine.python=", "--set engine.python: String should have at least 1 character"),
+    ],
+)
+def test_settings_that_are_wrong(setting: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine_settings([setting])
+    assert str(caught.value) == said
+
+
+def test_a_launchers_words_to_paddle_are_not_inherited() -> None:
+    assert all(map(scrubbed, ("PADDLE_TRAINER_ID", "PADDLE_MASTER", "PADDLE_DISTRI_BACKEND")))
+
+
+def test_a_run_in_another_python(shell: Shell, tmp_path: Path) -> None:
+    """A link is another Python as far as anyone knows; the record says which version it is, and not where it lies."""
+    words = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--steps", "2")
+    refused = shell(*words, "--set", f"engine.python={tmp_path / 'none'}", "--out", shell.out)
+    assert refused.code == 2
+    assert f"engine.python '{tmp_path / 'none'}' cannot be started" in refused.err
+    path = script(tmp_path, f'exec {sys.executable} "$@"')
+    done = shell(*words, "--set", f"engine.python={path}", "--out", shell.out)
+    assert done.code == 0, done.err
+    (record,) = shell.records()
+    software = record["environment"]["software"]
+    assert software["python"] == software["agent_python"] == platform.python_version()
+    assert software["packages"] == environment.packages()
+    assert path not in json.dumps(record)
