@@ -1,6 +1,6 @@
 """The training loop of every engine: batches, steps, the evaluation around and between them, and when to stop.
 
-An engine brings a `Trainer`, and says how rows become micro-batches and what an evaluation is. The loop decides what is
+An engine brings a `Learner`, most of them a `Trainer`, and says how rows become micro-batches and what an evaluation is. The loop decides what is
 computed, never how: the global batch, its order and the normalisation of the loss are the same for every engine and plan.
 """
 
@@ -19,8 +19,7 @@ from steelyard.engines.job import Job, Part
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.training import checkpoint_files, checkpoints
-from steelyard.training.checkpoints import State
-from steelyard.training.trainer import Trainer
+from steelyard.training.checkpoints import Numbers, State
 
 SOON = 32  # steps
 LATE = 2  # steps
@@ -59,6 +58,50 @@ class Evaluation(Protocol):
     def work(self, name: str, taken: int) -> Iterator[Phase | Work]: ...
 
     def outputs(self, name: str) -> dict[str, Any]: ...
+
+
+class Origin(Protocol):
+    weights: dict[str, Any]  # where they came from, for the record
+
+
+class Learner(Protocol):
+    """What learns, on this rank: training/trainer.py, or a framework's own model, schedule and optimizer behind the same."""
+
+    @property
+    def model(self) -> Origin: ...
+
+    @property
+    def separate(self) -> bool:
+        """Whether ranks meet in `total` and `reduce` alone."""
+
+    def prepare(self, part: Part) -> None: ...
+
+    def warm(self, micro: Any) -> None:
+        """Run everything but the update once. Weights and gradients stay."""
+
+    def evaluate(self, micro: Any) -> Tensor:
+        """What an evaluation reads of a micro-batch: its summed loss, or scores."""
+
+    def total(self, number: int) -> Tensor:
+        """A count of this rank, summed over all replicas, on the device."""
+
+    def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
+        """Forward and backward of a step: gradients of Σ loss / targets. Returns this replica's part of that mean."""
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """Sum gradients, where they are not yet, and the loss over replicas."""
+
+    def update(self, lr: float) -> Tensor | float:
+        """Clip, step, zero the gradients. Returns their norm before clipping."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
+
+    def numbers(self) -> Numbers: ...
+
+    def restore(self, numbers: Numbers) -> None: ...
+
+    def details(self) -> dict[str, Any]: ...
 
 
 def rate(train: Train, step: int) -> float:
@@ -109,7 +152,7 @@ class HeldOutLoss:
 
     reached = False
 
-    def __init__(self, job: Job, trainer: Trainer, batches: Batches) -> None:
+    def __init__(self, job: Job, trainer: Learner, batches: Batches) -> None:
         self.texts, self.trainer, self.batches = job.inputs, trainer, batches
         self.device: torch.device = job.device.torch_device
         self.losses: dict[str, tuple[Tensor, int]] = {}
@@ -151,7 +194,7 @@ class HeldOutLoss:
 class Loop:
     """An engine that trains: passes `before`, `train` and `after`."""
 
-    def __init__(self, job: Job, trainer: Trainer, batches: Batches, evaluation: Evaluation) -> None:
+    def __init__(self, job: Job, trainer: Learner, batches: Batches, evaluation: Evaluation) -> None:
         question = job.case.question
         if question.train is None:
             raise ValueError("a question without training")
