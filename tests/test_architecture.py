@@ -104,6 +104,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.torch": {*WORK, "accelerators"},
     "engines.transformers": WORK,
     "engines.reference": WORK,
+    "engines.megatron": WORK,
     "training": {"case", "data", "engines", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
     "models": {"data", "kernels"},
@@ -113,7 +114,10 @@ ROOMS: dict[str, set[str]] = {
 }
 FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetensors"}
 # Where a framework may be imported; of models only what workers load, and of accelerators their device classes.
-FRAMEWORK_ROOMS = {"engines.torch", "engines.transformers", "engines.reference", "models", "kernels", "weights", "training"}
+FRAMEWORK_ROOMS = {
+    *("engines.torch", "engines.transformers", "engines.reference", "engines.megatron"),
+    *("models", "kernels", "weights", "training"),
+}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
     *("training/__init__.py", "training/checkpoints.py", "weights/__init__.py", "kernels/__init__.py"),

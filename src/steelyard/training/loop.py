@@ -1,7 +1,8 @@
 """The training loop of every engine: batches, steps, the evaluation around and between them, and when to stop.
 
-An engine brings a `Learner`, most of them a `Trainer`, and says how rows become micro-batches and what an evaluation is. The loop decides what is
-computed, never how: the global batch, its order and the normalisation of the loss are the same for every engine and plan.
+An engine brings a `Learner`, most of them a `Trainer`, and says how rows become micro-batches and what an evaluation is. The
+loop decides what is computed, never how: the global batch, its order and the normalisation of the loss are the same for every
+engine and plan.
 """
 
 import math

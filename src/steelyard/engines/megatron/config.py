@@ -31,7 +31,7 @@ def check(job: Job) -> None:
         )
     if job.case.question.train is None:
         return
-    if tune.sharding > 1 or shard_degree(job.case, job.plan.dp) not in (1, job.plan.dp):
+    if sharded(job) and (tune.sharding > 1 or shard_degree(job.case, job.plan.dp) != job.plan.dp):
         raise RequestError(
             "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: "
             "tune.sharding=0 or 1, without tune.sharding_degree"
@@ -42,6 +42,11 @@ def check(job: Job) -> None:
             f"engine megatron keeps weights, gradients and states in fp32, and {precision.name} does not: that takes the "
             "optimizer of Transformer Engine; allowed: --precision fp32, tf32, fp16 or bf16"
         )
+
+
+def sharded(job: Job) -> bool:
+    """Whether replicas divide their optimiser states: Megatron's distributed optimizer."""
+    return shard_degree(job.case, job.plan.dp) > 1
 
 
 def choose_kernel(job: Job) -> str:
@@ -81,6 +86,7 @@ def make(job: Job, shape: LlamaShape) -> Any:
         fp16=training and question.precision.matmul == "fp16",
         tensor_model_parallel_size=job.plan.tp,
         pipeline_model_parallel_size=job.plan.pp,
+        deterministic_mode=tune.deterministic,
         perform_initialization=True,
         init_method=_leave,
         output_layer_init_method=_leave,

@@ -70,7 +70,7 @@ class StageModel:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=dp > 1,
-            use_distributed_optimizer=bool(job.case.tune.sharding),
+            use_distributed_optimizer=config.sharded(job),
         )
         self.module = DistributedDataParallel(self.config, ddp, inner)
         self.config.no_sync_func = self.module.no_sync if dp > 1 else None
@@ -99,7 +99,7 @@ class MegatronLearner:
             raise ValueError("a question without training")
         with part("weights"):
             self.model.build()
-            sharded = bool(self.job.case.tune.sharding)
+            sharded = config.sharded(self.job)
             self.optimizer = MegatronAdam(self.model.module, question.train, question.precision, sharded)
             self.model.config.grad_scale_func = self.optimizer.scale
             self.optimizer.zero_grad()
@@ -167,7 +167,7 @@ class MegatronLearner:
     def state(self) -> dict[str, Tensor]:
         """Of replicas that divide their states each has its own; others have the same, which is written once."""
         place = self.job.place
-        own = f"dp{place.dp}." if self.job.case.tune.sharding else ""
+        own = f"dp{place.dp}." if config.sharded(self.job) else ""
         return {f"tp{place.tp}.pp{place.pp}.{own}{name}": one for name, one in self.optimizer.state().items()}
 
     def numbers(self) -> Numbers:
@@ -183,7 +183,7 @@ class MegatronLearner:
         types = {
             "parameters": parameters[0].dtype,
             "main_parameters": kept[0].dtype,
-            "gradients": parameters[0].main_grad.dtype,  # type: ignore[attr-defined]
+            "gradients": parameters[0].main_grad.dtype,
             **({"states": moments[0].dtype} if moments else {}),
         }
         return {
