@@ -28,12 +28,12 @@ from steelyard.training import checkpoints
 KEEP_EVERY = 6  # of ten steps: one checkpoint a run
 CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
 LAMBADA, MMLU = "aquila2-34b-lambada", "llama2-7b-mmlu"
-MODEL = ("layers=4", "heads=8", "kv_heads=4", "vocab=251")  # rows that pad a divided vocabulary, grouped keys
+MODEL = ("layers=2", "heads=8", "kv_heads=4", "vocab=251")  # rows that pad a divided vocabulary, grouped keys
 TRAIN = ("steps=10", "clip=2.0", "weight_decay=0.5")
 SETTINGS = {
     CORPUS: (
         *(f"question.model.{one}" for one in MODEL),
-        *(f"question.train.{one}" for one in (*TRAIN, "length=64", "batch=16")),
+        *(f"question.train.{one}" for one in (*TRAIN, "length=64", "batch=8")),
         *("question.data.made.documents=900", "question.data.held_out=3", "tune.micro_batch=2"),
     ),
     ALPACA: (
