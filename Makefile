@@ -1,6 +1,7 @@
 # make run    sets up, runs every case at size smoke on the CPU, prints the table, writes the page
 # make test   sets up, runs the fast tests
 # make check  lint, types and all tests, as CI runs it
+# make engines  the tests of engines that live in a virtual environment of their own; a part of make check
 # make long   the tests that take longer than CI may
 # make faults every fault of docs/faults.md, and its table anew
 # make gpu-test  the tests that need a device, on a machine that has one
@@ -11,7 +12,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check long faults gpu-test lint types clean
+.PHONY: setup run test check engines engine-megatron long faults gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -38,6 +39,21 @@ types: setup
 
 check: lint types
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not long"
+	$(MAKE) engines
+
+engines: engine-megatron
+
+engine-megatron: .venv-megatron/ready
+	.venv-megatron/bin/python -m pytest -n 2 --dist loadfile tests/engines_extra/megatron
+
+# It sees all of .venv, torch among it, and adds what the engine needs. `addsitedir` reads the .pth files there too.
+.venv-megatron/ready: .venv/ready
+	rm -rf .venv-megatron
+	$(BIN)/python -m venv .venv-megatron
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > .venv-megatron/seen.pth
+	mv .venv-megatron/seen.pth "$$(.venv-megatron/bin/python -c 'import site; print(site.getsitepackages()[0])')"
+	.venv-megatron/bin/python -m pip install --quiet -e '.[megatron]'
+	touch $@
 
 long: setup
 	$(BIN)/python -m pytest -m long
@@ -49,4 +65,4 @@ gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
 
 clean:
-	rm -rf .venv records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf .venv .venv-* records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
