@@ -122,6 +122,8 @@ def plant(bug: str | None) -> Callable[[], None]:
 
     if bug == "no_initialization":
         changed(perform_initialization=False)
+    elif bug == "fused_loss":
+        changed(cross_entropy_loss_fusion=True)
     elif bug == "schedule_divides":
         changed(calculate_per_token_loss=False)
     elif bug == "no_scheduler":

@@ -46,11 +46,13 @@ RUNS: dict[int, list[dict]] = {
         run("recomputed", recompute="full"),
         run("recomputed selectively", recompute="selective"),
         run("tied", of=TIED),
+        run("compiled", compile="true"),
         run("alpaca", ALPACA),
         run("alpaca unpacked", ALPACA, pack="false"),
         run("lambada", LAMBADA),
         run("read", recompute="none") | {"weights": "hf"},
         run("bf16", of=FEW) | {"precision": "bf16"},
+        run("fused loss", of=FEW, compile="true") | {"bug": "fused_loss"},
         run("decay everything") | {"bug": "no_scheduler"},
         run("schedule divides", of=FEW) | {"bug": "schedule_divides"},
     ],
@@ -261,6 +263,14 @@ def test_norms_are_not_decayed(folder: Path) -> None:
     expected = by_torch(folder, "single")
     assert wrong["losses"][0] == pytest.approx(expected["losses"][0], rel=NEAR)
     assert furthest(wrong["losses"][-1:], expected["losses"][-1:]) > 10 * NEAR
+
+
+def test_the_fused_loss_is_for_bf16_alone(folder: Path) -> None:
+    """It rounds gradients to bf16, of fp32 logits too; the loss itself is right."""
+    [wrong] = ranks(folder, "fused loss")
+    expected = by_torch(folder, "fused loss")
+    assert wrong["losses"][0] == pytest.approx(expected["losses"][0], rel=NEAR)
+    assert furthest(wrong["norms"][:1], expected["norms"][:1]) > 10 * NEAR
 
 
 def test_the_schedule_does_not_divide(folder: Path) -> None:
