@@ -73,8 +73,8 @@ def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
     [
         (
             "TP2PP2VP2",
-            "--parallel 'TP2PP2VP2': no engine has virtual pipeline stages: megatron-core's losses under them were off by 0.04; "
-            "allowed: TP, PP and DP",
+            "--parallel 'TP2PP2VP2': no engine has virtual pipeline stages: megatron-core's losses under them were off by "
+            "0.04; allowed: TP, PP and DP",
         ),
         (
             "TP2SP2",

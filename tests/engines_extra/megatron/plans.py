@@ -23,7 +23,7 @@ from steelyard.engines.torch import tensor_parallel
 from steelyard.engines.work import Phase, Work
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
-from steelyard.training import checkpoints
+from steelyard.training import checkpoints, optimizer
 
 KEEP_EVERY = 6  # of ten steps: one checkpoint a run
 CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
@@ -101,6 +101,9 @@ def score(engine: Any) -> dict:
 def answer(one: dict, rank: int, world: int, of: dict[str, Callable[[Job], Any]]) -> tuple[dict, Any]:
     """What a run answered, and its engine."""
     work = "score" if one.get("case") in (LAMBADA, MMLU) else "train"
+    for module in (optimizer, sys.modules.get("steelyard.engines.megatron.optimizer")):
+        if module is not None:
+            module.FIRST_SCALE = one.get("scale", 65536.0)
     engine = build(one, rank, world, of[work])
     return (score if work == "score" else train)(engine), engine
 

@@ -21,8 +21,8 @@ from steelyard.training.checkpoints import Numbers, State
 
 PATCH = Path(__file__).parents[2] / "fixtures" / "megatron_cpu"
 STATES = (
-    "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: tune.sharding=0 or 1, without "
-    "tune.sharding_degree"
+    "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: tune.sharding=0 or 1, "
+    "without tune.sharding_degree"
 )
 CPU = "engine megatron runs on CUDA devices alone, and this rank has cpu; choose another --accelerator, or --engine torch"
 

@@ -85,6 +85,7 @@ def make(job: Job, shape: LlamaShape) -> Any:
         fp16=training and question.precision.matmul == "fp16",
         tensor_model_parallel_size=job.plan.tp,
         pipeline_model_parallel_size=job.plan.pp,
+        deallocate_pipeline_outputs=job.plan.pp > 1,  # what was sent is no longer needed
         deterministic_mode=tune.deterministic,
         perform_initialization=True,
         init_method=_leave,
@@ -98,8 +99,8 @@ def make(job: Job, shape: LlamaShape) -> Any:
 
 
 def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
-    """Megatron's own fused functions, which torch.compile makes, where a training is compiled. Others need extensions. The fused
-    loss rounds its gradient to bf16, whatever the logits are: in fp32, gradient norms were off by 4e-4."""
+    """Megatron's own fused functions, which torch.compile makes, where a training is compiled. Others need extensions. The
+    fused loss rounds its gradient to bf16, whatever the logits are: in fp32, gradient norms were off by 4e-4."""
     return {
         "bias_activation_fusion": compiled,
         "bias_dropout_fusion": compiled,
