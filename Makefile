@@ -1,8 +1,8 @@
 # make run    sets up, runs every case at size smoke on the CPU, prints the table, writes the page
 # make test   sets up, runs the fast tests
 # make check  lint, types and all tests, as CI runs it
+# make engines  the tests of engines that live in a virtual environment of their own; a part of make check
 # make long   the tests that take longer than CI may
-# make engines  the tests of engines that live in a virtual environment of their own, each made where it is missing
 # make faults every fault of docs/faults.md, and its table anew
 # make hard   every attack of docs/faults.md, and its table anew
 # make gpu-test  the tests that need a device, on a machine that has one
@@ -13,7 +13,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check engines engine-paddle long faults hard gpu-test lint types clean
+.PHONY: setup run test check engines engine-megatron engine-paddle long faults hard gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -38,10 +38,14 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types engines
-	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/engine_paddle -m "not gpu and not long"
+check: lint types
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/engine_paddle --ignore=tests/engine_megatron -m "not gpu and not long"
+	$(MAKE) engines
 
-engines: engine-paddle
+engines: engine-megatron engine-paddle
+
+engine-megatron: .venv-megatron/ready
+	.venv-megatron/bin/python -m pytest -n 2 --dist loadfile tests/engine_megatron -m "not gpu and not long"
 
 engine-paddle: setup .venv-paddle/ready
 	$(BIN)/python -m pytest tests/engine_paddle -m "not gpu and not long"
@@ -51,6 +55,15 @@ engine-paddle: setup .venv-paddle/ready
 	rm -rf .venv-paddle
 	$(PYTHON) -m venv .venv-paddle
 	.venv-paddle/bin/python -m pip install --quiet -e '.[paddle]'
+	touch $@
+
+# It sees all of .venv, torch among it, and adds what the engine needs. `addsitedir` reads the .pth files there too.
+.venv-megatron/ready: .venv/ready
+	rm -rf .venv-megatron
+	$(BIN)/python -m venv .venv-megatron
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > .venv-megatron/seen.pth
+	mv .venv-megatron/seen.pth "$$(.venv-megatron/bin/python -c 'import site; print(site.getsitepackages()[0])')"
+	.venv-megatron/bin/python -m pip install --quiet -e '.[megatron]'
 	touch $@
 
 long: setup
@@ -66,4 +79,4 @@ gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
 
 clean:
-	rm -rf .venv .venv-paddle records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf .venv .venv-* records .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -105,6 +105,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.torch": {*WORK, "accelerators"},
     "engines.transformers": WORK,
     "engines.reference": WORK,
+    "engines.megatron": WORK,
     "engines.paddle": {*WORK, "accelerators"},
     "training": {"case", "data", "engines", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
@@ -115,7 +116,7 @@ ROOMS: dict[str, set[str]] = {
 }
 FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetensors"}
 # Where a framework may be imported; of models only what workers load, and of accelerators their device classes.
-ENGINE_ROOMS = {"engines.torch", "engines.transformers", "engines.reference", "engines.paddle"}
+ENGINE_ROOMS = {f"engines.{name}" for name in ("torch", "transformers", "reference", "megatron", "paddle")}
 FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),

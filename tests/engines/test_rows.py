@@ -1,7 +1,8 @@
 """Rows of engines: what each can do is known, refused and listed without importing a framework."""
 
+import importlib.util
+import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,12 @@ def refusal(request: Request) -> str:
     ("request_", "said"),
     [
         (asked(RECORD, "transformers"), f"engine 'transformers' does not run {RECORD}; allowed: torch, reference"),
-        (asked(MMLU, "reference"), f"engine 'reference' does not run {MMLU}; allowed: torch, transformers"),
-        (asked(CORPUS, "reference"), f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, paddle"),
-        (asked(MMLU, "abacus"), "no engine 'abacus'; known: paddle, reference, torch, transformers"),
+        (asked(MMLU, "reference"), f"engine 'reference' does not run {MMLU}; allowed: torch, transformers, megatron"),
+        (
+            asked(CORPUS, "reference"),
+            f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, megatron, paddle",
+        ),
+        (asked(MMLU, "abacus"), "no engine 'abacus'; known: megatron, paddle, reference, torch, transformers"),
         (
             asked(MMLU, "transformers", division="open"),
             f"{MMLU} has no division 'open' with engine transformers; allowed: closed",
@@ -83,15 +87,34 @@ def test_what_a_row_says_is_ready() -> None:
     assert (found.scope.kind, found.accelerator.name) == ("full", "cpu")
 
 
+def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of megatron.core, `megatron` itself may be missing; the line names what to install."""
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    assert engines.MEGATRON.missing() == "megatron.core"
+    assert refusal(asked(MMLU, "megatron")) == (
+        "megatron.core is not installed, and engine megatron needs it; pip install 'steelyard[megatron]', then run again"
+    )
+    monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.score", raising=False)
+    monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.groups", raising=False)
+    with pytest.raises(RequestError) as caught:
+        engines.load("megatron", "score_texts")
+    assert str(caught.value).startswith("engine 'megatron' needs megatron")
+    assert str(caught.value).endswith("; pip install 'steelyard[megatron]'")
+
+
 @pytest.mark.parametrize("row", engines.table().values(), ids=lambda row: row.name)
 def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
     assert set(row.works) <= set(engines.WORKS)
     assert row.divisions[0] == "closed"
-    for work in row.works:
+    for work, reference in row.works.items():
         if row.missing() is None:
             assert callable(engines.load(row.name, work))
-        module, _, name = row.works[work].partition(":")
-        assert f"class {name}" in Path(find_spec(module).origin).read_text()
+        else:  # not installed here: the file and the class are there all the same
+            module, name = reference.split(":")
+            spec = importlib.util.find_spec(module)
+            assert spec is not None
+            assert f"\nclass {name}" in Path(str(spec.origin)).read_text()
     with pytest.raises(RequestError, match=f"engine '{row.name}' does no juggling; it does: {', '.join(row.works)}"):
         engines.load(row.name, "juggling")
 
@@ -116,18 +139,21 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
     found = {one["name"]: one for one in done.json()["engines"]}
     llama = [name for name in names() if name != RECORD]
     assert {name: one["cases"] for name, one in found.items()} == {
+        "megatron": llama,
         "paddle": ["aquila2-7b-alpaca", "llama1-13b-openwebtext", CORPUS],
         "reference": [RECORD],
         "torch": names(),
         "transformers": llama,
     }
     assert {name: one["divisions"] for name, one in found.items()} == {
+        "megatron": ["closed"],
         "paddle": ["closed"],
         "reference": ["closed"],
         "torch": ["closed", "open"],
         "transformers": ["closed"],
     }
     assert {name: one["degrees"] for name, one in found.items()} == {
+        "megatron": ["TP", "PP", "DP"],
         "paddle": ["TP", "PP", "DP"],
         "reference": ["DP"],
         "torch": ["TP", "PP", "DP"],

@@ -68,6 +68,29 @@ def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
         plan.make(lambada(parallel), 1, devices)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "TP2PP2VP2",
+            "--parallel 'TP2PP2VP2': no engine has virtual pipeline stages: megatron-core's losses under them were off by "
+            "0.04; allowed: TP, PP and DP",
+        ),
+        (
+            "TP2SP2",
+            "--parallel 'TP2SP2': no engine has sequence parallelism of its own: megatron-core's needs Transformer Engine, and "
+            "engine torch's comes with TP; allowed: TP, PP and DP",
+        ),
+        ("CP2", "--parallel 'CP2': no engine has context parallelism; allowed: TP, PP and DP"),
+        ("EP2DP4", "--parallel 'EP2DP4': no engine has expert parallelism; allowed: TP, PP and DP"),
+    ],
+)
+def test_degrees_of_other_programs_are_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        plan.degrees(text, 8)
+    assert str(caught.value) == says
+
+
 @pytest.mark.parametrize("text", ["TP-2", "XP2", "DP2TP2", "TP2.5", "tp2", "TP2 DP2", "TP99999", "TP٢", ""])
 def test_texts_that_are_no_plan(text):
     with pytest.raises(RequestError, match="not degrees; give them as TP2"):

@@ -63,7 +63,15 @@ class EngineRow:
 
     def missing(self) -> str | None:
         """The first module that it needs and that is not installed."""
-        return next((module for module in self.needs if find_spec(module) is None), None)
+        return next((module for module in self.needs if not _installed(module)), None)
+
+
+def _installed(module: str) -> bool:
+    """Looking for a module in a package imports the package, which may be what is missing."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 TORCH = EngineRow(
@@ -101,6 +109,19 @@ REFERENCE = EngineRow(
     needs=("torch",),
     extra="torch",
 )
+MEGATRON = EngineRow(
+    name="megatron",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.megatron.score:MegatronScore",
+        "score_texts": "steelyard.engines.megatron.score:MegatronScore",
+        "train_rows": "steelyard.engines.megatron.train:MegatronTrain",
+    },
+    families=("llama",),
+    degrees=("tp", "pp", "dp"),
+    needs=("torch", "megatron.core"),
+    extra="megatron",
+)
 PADDLE = EngineRow(
     name="paddle",
     framework="paddle",
@@ -120,7 +141,7 @@ FRAMEWORKS = [
 
 def table() -> dict[str, EngineRow]:
     """All rows by name."""
-    return plugins.table([TORCH, TRANSFORMERS, REFERENCE, PADDLE], "steelyard.engines", EngineRow, "engine")
+    return plugins.table([TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE], "steelyard.engines", EngineRow, "engine")
 
 
 def row(name: str) -> EngineRow:

@@ -51,11 +51,18 @@ def fill_random(model: nn.Module, seed: int, shape: LlamaShape | None = None, sh
             elif shape is None or (shard.count == 1 and not placements.placement(name).swapped):
                 _normal(parameter, name, seed)
             else:
-                size = placements.placement(name).logical_shape(shape)
-                whole = _normal(parameter.new_empty(placements.flat_shape(name, size)), name, seed).view(size)
                 parameter.zero_()  # rows that pad a vocabulary stay so
-                part = whole[tuple(slice(*span) for span in placements.box(name, shape, shard))]
-                placements.logical_view(name, parameter, shape, shard).copy_(part)
+                fill_place(name, placements.logical_view(name, parameter, shape, shard), seed, shape, shard)
+
+
+def fill_place(
+    name: str, place: Tensor, seed: int, shape: LlamaShape, shard: Shard = WHOLE, kept: torch.dtype | None = None
+) -> None:
+    """The same of one matrix: a shard's part of its logical view, wherever that lies. The values are made in the type that
+    weights are kept in, where the place has another."""
+    size = placements.placement(name).logical_shape(shape)
+    whole = _normal(place.new_empty(placements.flat_shape(name, size), dtype=kept), name, seed).view(size)
+    place.copy_(whole[tuple(slice(*span) for span in placements.box(name, shape, shard))])
 
 
 def _normal(parameter: Tensor, name: str, seed: int) -> Tensor:

@@ -16,6 +16,13 @@ from steelyard.schema import Frozen
 DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
 FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
 PIPELINE = {"score": False, "train": True}
+# What users of other programs write beside them, and no engine here has.
+OTHERS = {
+    "VP": "virtual pipeline stages: megatron-core's losses under them were off by 0.04",
+    "SP": "sequence parallelism of its own: megatron-core's needs Transformer Engine, and engine torch's comes with TP",
+    "CP": "context parallelism",
+    "EP": "expert parallelism",
+}
 
 
 Degree = Annotated[int, Field(ge=1, le=10**6)]
@@ -72,6 +79,9 @@ def make(case: Case, nodes: int, devices: int, sample: int | None = None, launch
 def degrees(text: str, world: int) -> tuple[int, int, int]:
     """TP, PP and DP of a text such as TP2PP4DP1. The factor without a number, or else DP if it is not named, takes the
     devices that the others leave."""
+    for name, what in OTHERS.items():
+        if name in text:
+            raise RequestError(f"--parallel {text!r}: no engine has {what}; allowed: TP, PP and DP")
     if not FACTORS.fullmatch(text):
         raise RequestError(f"--parallel {text!r}: not degrees; give them as TP2, DP4, TP2DP4 or TP2PP4DP1, in this order")
     named = dict(re.findall(r"(TP|PP|DP)(\d*)", text, re.ASCII))

@@ -23,6 +23,7 @@ from steelyard.record.facts import DeviceFacts, Environment, Hardware, PeakFacts
 PACKAGES = (
     "accelerate",
     "jinja2",
+    "megatron-core",
     "numpy",
     "nvidia-ml-py",
     "paddlepaddle",

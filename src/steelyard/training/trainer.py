@@ -14,7 +14,45 @@ from steelyard.training.optimizer import Adam
 from steelyard.training.placement import Model, Placement
 
 
-class Trainer:
+class Kept:
+    """What a learner whose tensors are torch's does with a loss and with a checkpoint."""
+
+    job: Job
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
+        raise NotImplementedError
+
+    def restore(self, numbers: Numbers) -> None:
+        """Go on from what `state` was filled with, and these numbers."""
+        raise NotImplementedError
+
+    def fetch(self, loss: Tensor) -> float | Callable[[], float]:
+        """A loss as a number: at once on a CPU, else what waits for its copy, which is under way."""
+        if loss.device.type == "cpu":
+            return float(loss)
+        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        host.copy_(loss, non_blocking=True)
+        event = torch.Event(loss.device)
+        event.record()
+
+        def read() -> float:
+            event.synchronize()
+            return float(host)
+
+        return read
+
+    def save(self, folder: Path, state: State) -> None:
+        """Write a checkpoint, all ranks together."""
+        checkpoint_files.save(folder, state, self.state(), self.job.rank)
+
+    def load(self, path: Path, numbers: Numbers) -> None:
+        """Go on from a checkpoint, whatever plan either has."""
+        checkpoint_files.load(path, self.state())
+        self.restore(numbers)
+
+
+class Trainer(Kept):
     def __init__(self, job: Job, model: Model, placement: Placement) -> None:
         self.job, self.model, self.placement = job, model, placement
         self.device: torch.device = job.device.torch_device
@@ -85,34 +123,10 @@ class Trainer:
         """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
         return self.optimizer.state([name for name, _ in self.model.named_parameters()])
 
-    def fetch(self, loss: Tensor) -> float | Callable[[], float]:
-        """A loss as a number: at once on a CPU, else what waits for its copy, which is under way."""
-        if loss.device.type == "cpu":
-            return float(loss)
-        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        host.copy_(loss, non_blocking=True)
-        event = torch.Event(loss.device)
-        event.record()
-
-        def read() -> float:
-            event.synchronize()
-            return float(host)
-
-        return read
-
     def numbers(self) -> Numbers:
         """The same of what is no tensor, and the same on all ranks."""
         self.state()  # makes what they are read from
         return self.optimizer.numbers()
-
-    def save(self, folder: Path, state: State) -> None:
-        """Write a checkpoint, all ranks together."""
-        checkpoint_files.save(folder, state, self.state(), self.job.rank)
-
-    def load(self, path: Path, numbers: Numbers) -> None:
-        """Go on from a checkpoint, whatever plan either has."""
-        checkpoint_files.load(path, self.state())
-        self.restore(numbers)
 
     def restore(self, numbers: Numbers) -> None:
         """Go on from what `state` was filled with, and these numbers."""

@@ -4,6 +4,7 @@ Loading reads one tensor at a time from the mapped file straight into its place 
 a second copy. All headers are checked before the first byte of data is copied: a wrong folder fails at once.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,25 @@ from torch import Tensor
 from steelyard.errors import RequestError
 from steelyard.models import families, placements
 from steelyard.models.llama import Llama, LlamaShape
-from steelyard.models.llama_init import build, fill_random, shape_of
+from steelyard.models.llama_init import build, fill_place, fill_random, shape_of
 from steelyard.models.placements import WHOLE, Shard
 from steelyard.weights import checkpoint, detect, huggingface, megatron
 from steelyard.weights.checkpoint import ByteProgress, Checkpoint
 
-__all__ = ["WHOLE", "ByteProgress", "build", "copy_to_hf", "facts", "fill_random", "holds", "load", "open_folder", "shape_of"]
+__all__ = [
+    "WHOLE",
+    "ByteProgress",
+    "build",
+    "copy_to_hf",
+    "facts",
+    "fill_place",
+    "fill_random",
+    "holds",
+    "load",
+    "load_places",
+    "open_folder",
+    "shape_of",
+]
 
 
 def holds(folder: Path) -> bool:
@@ -68,20 +82,30 @@ def load(
 ) -> dict[str, Any]:
     """Fill a shard of a model of this shape from a checkpoint; returns where the weights came from, for the record.
     `progress` is told the bytes copied so far and in all, after every tensor."""
+    with torch.no_grad():
+        places = {}
+        for name in checkpoint.parameters(shape):
+            parameter = model.get_parameter(name)
+            if name in ("embed.weight", "output.weight"):
+                parameter.zero_()  # rows that pad a vocabulary stay so
+            places[name] = placements.logical_view(name, parameter, shape, shard)
+    return load_places(places, folder, shape, shard, progress)
+
+
+def load_places(
+    places: Mapping[str, Tensor], folder: Path, shape: LlamaShape, shard: Shard, progress: ByteProgress | None
+) -> dict[str, Any]:
+    """The same into any places: views as large as a shard's boxes, by the names of the parameters that are wanted."""
     source = open_folder(folder)
-    pieces = source.pieces(shape)
+    pieces = [piece for piece in source.pieces(shape) if piece.parameter in places]
     source.check_values(shape)
-    boxes = {name: placements.box(name, shape, shard) for name in checkpoint.parameters(shape)}
+    boxes = {name: placements.box(name, shape, shard) for name in places}
     wanted = list(checkpoint.common(pieces, boxes.__getitem__))
     total = sum(checkpoint.size(both) * piece.dtype.itemsize for piece, both in wanted)
     done = 0
     with torch.no_grad():
-        for name in {"embed.weight", "output.weight"} & boxes.keys():
-            rows = boxes[name][0]
-            model.get_parameter(name)[rows[1] - rows[0] :].zero_()
         for piece, both in wanted:
-            place = placements.logical_view(piece.parameter, model.get_parameter(piece.parameter), shape, shard)
-            checkpoint.copy(piece, both, place, boxes[piece.parameter])
+            checkpoint.copy(piece, both, places[piece.parameter], boxes[piece.parameter])
             done += checkpoint.size(both) * piece.dtype.itemsize
             if progress is not None:
                 progress(done, total)

@@ -1,0 +1,116 @@
+"""Megatron's settings for a case, and what this engine refuses."""
+
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from steelyard.engines.job import Job
+from steelyard.errors import RequestError
+from steelyard.models.attention import KERNELS
+from steelyard.models.llama import LlamaShape
+from steelyard.models.tensors import COMPUTED_IN, DTYPES, compute_dtype
+from steelyard.plan.degrees import shard_degree
+
+# `selective` is Megatron's own: attention alone is computed again.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def check(job: Job) -> None:
+    """Refuse what Megatron cannot do without Transformer Engine, or would do otherwise than asked."""
+    tune, precision, model = job.case.tune, job.case.question.precision, job.case.question.model
+    if model.layers % job.plan.pp:
+        raise RequestError(
+            f"engine megatron has as many layers in every stage; PP{job.plan.pp} does not divide {model.layers}; change PP"
+        )
+    if job.case.question.train is None:
+        return
+    if sharded(job) and (tune.sharding > 1 or shard_degree(job.case, job.plan.dp) != job.plan.dp):
+        raise RequestError(
+            "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: "
+            "tune.sharding=0 or 1, without tune.sharding_degree"
+        )
+    kept = (precision.weights, precision.gradients, precision.states)
+    if kept != ("fp32", "fp32", "fp32"):
+        raise RequestError(
+            f"engine megatron keeps weights, gradients and states in fp32, and {precision.name} does not: that takes the "
+            "optimizer of Transformer Engine; allowed: --precision fp32, tf32, fp16 or bf16"
+        )
+
+
+def sharded(job: Job) -> bool:
+    """Whether replicas divide their optimiser states: Megatron's distributed optimizer."""
+    return shard_degree(job.case, job.plan.dp) > 1
+
+
+def choose_kernel(job: Job) -> str:
+    """The kernel of attention that was asked for, or the one for the device."""
+    precision, kernel = job.case.question.precision, job.case.tune.attention
+    if kernel == "auto":
+        kernel = job.device.attention(COMPUTED_IN[precision.matmul], False)
+    if kernel not in KERNELS:
+        raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
+    return str(kernel)
+
+
+def make(job: Job, shape: LlamaShape) -> Any:
+    """A TransformerConfig. Weights come from elsewhere, so that its initialisation does nothing; but it must run, for it also
+    marks what is tensor parallel, and gradient norms are wrong without these marks."""
+    question, tune = job.case.question, job.case.tune
+    training = question.train is not None
+    dtype = compute_dtype(question.precision.matmul) if training else DTYPES[question.precision.weights]
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=training and question.precision.matmul == "bf16",
+        fp16=training and question.precision.matmul == "fp16",
+        tensor_model_parallel_size=job.plan.tp,
+        pipeline_model_parallel_size=job.plan.pp,
+        deallocate_pipeline_outputs=job.plan.pp > 1,  # what was sent is no longer needed
+        deterministic_mode=tune.deterministic,
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        # The loss comes divided by the targets of all replicas: nothing else may divide it, and gradients are summed.
+        calculate_per_token_loss=True,
+        **_fusions(tune.compile and training, question.precision.matmul),
+        **(RECOMPUTE[tune.recompute] if training else {}),
+    )
+
+
+def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
+    """Megatron's own fused functions, which torch.compile makes, where a training is compiled. Others need extensions. The
+    fused loss rounds its gradient to bf16, whatever the logits are: in fp32, gradient norms were off by 4e-4."""
+    return {
+        "bias_activation_fusion": compiled,
+        "bias_dropout_fusion": compiled,
+        "cross_entropy_loss_fusion": compiled and matmul == "bf16",
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight

@@ -1,0 +1,109 @@
+"""Megatron's optimizer around AdamW, its distributed one where replicas divide the states."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from steelyard.case.precision import Precision
+from steelyard.case.question import Train
+from steelyard.errors import RequestError
+from steelyard.models.tensors import compute_dtype
+from steelyard.training.checkpoints import Numbers
+from steelyard.training.optimizer import FIRST_SCALE, GROWTH_STEPS, MOMENTS
+
+
+class MegatronAdam:
+    def __init__(self, model: Any, train: Train, precision: Precision, distributed: bool) -> None:
+        """`model` is Megatron's DistributedDataParallel."""
+        self.model, self.decay = model, train.weight_decay
+        self.whole = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=train.lr,
+                min_lr=train.min_lr,
+                weight_decay=train.weight_decay,
+                adam_beta1=train.beta1,
+                adam_beta2=train.beta2,
+                adam_eps=train.eps,
+                clip_grad=train.clip,
+                bf16=precision.matmul == "bf16",
+                fp16=precision.matmul == "fp16",
+                params_dtype=compute_dtype(precision.matmul),
+                initial_loss_scale=FIRST_SCALE,
+                loss_scale_window=GROWTH_STEPS,
+                hysteresis=1,
+                use_distributed_optimizer=distributed,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        [self.part] = self.whole.chained_optimizers
+        self.inner: torch.optim.Optimizer = self.part.optimizer
+        if isinstance(self.inner, torch.optim.AdamW):
+            # Megatron means a fused Adam. Torch's default makes copies of all states for an update.
+            for group in self.inner.param_groups:
+                group |= {"fused": True, "foreach": False}
+
+    def scale(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self.whole.scale_loss(loss)
+        return scaled
+
+    def step(self, lr: float) -> float:
+        """Clip, update, zero the gradients. Returns their norm, infinite where fp16 overflowed and no step was taken. What
+        Megatron's scheduler would set is set here: without it, norms get the weight decay of matrices."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self.decay * group["wd_mult"]
+        taken, norm, _ = self.whole.step()
+        self.zero_grad()
+        return float(norm) if taken else math.inf
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad_buffer()
+        self.whole.zero_grad()
+
+    def kept(self) -> list[Tensor]:
+        """What is updated: the parameters, fp32 ones beside them, or this replica's part of those."""
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+
+    def moments(self) -> list[Tensor]:
+        return [states[key] for states in self.inner.state.values() for key in MOMENTS if key in states]
+
+    def state(self) -> dict[str, Tensor]:
+        """All that is kept, numbered: it is this rank's alone."""
+        out: dict[str, Tensor] = {}
+        for i, parameter in enumerate(self.kept()):
+            states = self.inner.state[parameter]
+            if not states:  # as the first step would make them
+                moments = {key: torch.zeros_like(parameter.detach()) for key in MOMENTS}
+                states.update(step=torch.zeros((), dtype=torch.float32, device=parameter.device), **moments)
+            out |= {f"weights.{i}": parameter.detach()} | {f"{key}.{i}": states[key] for key in MOMENTS}
+        return out
+
+    def numbers(self) -> Numbers:
+        updates = max((float(states["step"]) for states in self.inner.state.values()), default=0.0)
+        scaler = getattr(self.part, "grad_scaler", None)
+        if scaler is None:
+            return Numbers(updates=updates)
+        told = scaler.state_dict()
+        return Numbers(updates=updates, scale=float(told["scale"]), growth=float(told["growth_tracker"]))
+
+    def restore(self, numbers: Numbers) -> None:
+        """Go on from tensors that `state` named, and that were filled since."""
+        for states in self.inner.state.values():
+            states["step"].fill_(numbers.updates)
+        scaler = getattr(self.part, "grad_scaler", None)
+        if scaler is not None:
+            if numbers.scale is None or numbers.growth is None:
+                raise RequestError("the checkpoint does not say how losses were scaled, and this precision scales them")
+            told = scaler.state_dict()
+            scale = torch.full_like(told["scale"], numbers.scale)
+            scaler.load_state_dict({**told, "scale": scale, "growth_tracker": int(numbers.growth)})
+        if hasattr(self.part, "_copy_main_params_to_model_params"):  # parameters are a copy, or a part of one
+            with torch.no_grad():
+                self.part._copy_main_params_to_model_params()
+        if self.part.config.use_distributed_optimizer:
+            self.model.start_param_sync(force_sync=True)

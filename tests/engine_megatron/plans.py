@@ -1,0 +1,176 @@
+"""Real processes over gloo: runs of engine megatron one after the other, in one launch. Run by torchrun from test_parity.py.
+
+Each run is a table: its case, settings, and what is special about it. The same tables make engine torch's runs, in the test
+process, which are what these are compared with.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard.accelerators.cpu_torch import Device
+from steelyard.case import resolve
+from steelyard.engines.job import Job, Keep
+from steelyard.engines.torch import tensor_parallel
+from steelyard.engines.work import Phase, Work
+from steelyard.plan import degrees
+from steelyard.tasks.task import Sources
+from steelyard.training import checkpoints, optimizer
+
+KEEP_EVERY = 6  # of ten steps: one checkpoint a run
+CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
+LAMBADA, MMLU = "aquila2-34b-lambada", "llama2-7b-mmlu"
+MODEL = ("layers=2", "heads=8", "kv_heads=4", "vocab=251")  # rows that pad a divided vocabulary, grouped keys
+TRAIN = ("steps=10", "clip=2.0", "weight_decay=0.5")
+SETTINGS = {
+    CORPUS: (
+        *(f"question.model.{one}" for one in MODEL),
+        *(f"question.train.{one}" for one in (*TRAIN, "length=64", "batch=8")),
+        *("question.data.made.documents=900", "question.data.held_out=3", "tune.micro_batch=2"),
+    ),
+    ALPACA: (
+        *(f"question.model.{one}" for one in MODEL[:-1]),
+        *(f"question.train.{one}" for one in TRAIN),
+        *("question.data.made.conversations=300", "question.data.held_out=3", "tune.micro_batch=2"),
+    ),
+    LAMBADA: ("question.model.vocab=251", "tune.batch_tokens=300"),
+    MMLU: ("question.model.vocab=251", "question.model.heads=16", "question.model.kv_heads=8"),
+}
+
+
+def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
+    name = one.get("case", CORPUS)
+    settings = [*SETTINGS[name], *[f"{key}={value}" for key, value in one.get("settings", {}).items()]]
+    case = resolve.resolve(name, "smoke", one.get("precision"), settings=settings).case
+    plan = degrees.make(case, 1, world)
+    prepared = case.question.row.prepare(case.question.asked(Sources(None, None, None), None, True, {}))
+    return make(
+        Job(
+            case=case,
+            work=case.question.row.work,
+            inputs=prepared.inputs,
+            weights=Path(one["weights"]) if one.get("weights") else None,
+            device=Device(0, monotonic),
+            rank=rank,
+            world=world,
+            plan=plan,
+            place=degrees.place(plan, rank),
+            group=tensor_parallel.form(plan, rank, torch.device("cpu")),
+            steps=None,
+            keep=Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
+            resume=Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None,
+        )
+    )
+
+
+def train(engine: Any) -> dict:
+    """Losses and norms of every step, and the held-out loss before and after."""
+    out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
+    for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
+        engine.prepare(name, lambda part: nullcontext())
+        items = list(engine.work(name))
+        works = [item for item in items if isinstance(item, Work) and item.counts]
+        out[name] = engine.outputs(name)
+        if name == "train":
+            out["phases"] = [item.name for item in items[: items.index(works[0])] if isinstance(item, Phase)]
+            out["losses"] = [float(work.values["loss"]) for work in works]
+            out["norms"] = [float(work.values["grad_norm"]) for work in works]
+            out["rows"] = [list(map(str, work.rows)) for work in works]
+    engine.executor.shutdown()
+    return out | {"details": engine.details(), "source": engine.weights}
+
+
+def score(engine: Any) -> dict:
+    place = engine.job.place
+    out: dict = {"place": [place.tp, place.pp, place.dp]}
+    for name in ("val", "infer"):
+        engine.prepare(name, lambda part: nullcontext())
+        out["rows"] = [row for item in engine.work(name) if isinstance(item, Work) for row in item.rows or ()]
+        out[name] = engine.outputs(name)
+    return out | {"details": engine.details(), "source": engine.weights}
+
+
+def answer(one: dict, rank: int, world: int, of: dict[str, Callable[[Job], Any]]) -> tuple[dict, Any]:
+    """What a run answered, and its engine."""
+    work = "score" if one.get("case") in (LAMBADA, MMLU) else "train"
+    for module in (optimizer, sys.modules.get("steelyard.engines.megatron.optimizer")):
+        if module is not None:
+            module.FIRST_SCALE = one.get("scale", 65536.0)
+    engine = build(one, rank, world, of[work])
+    return (score if work == "score" else train)(engine), engine
+
+
+def plant(bug: str | None) -> Callable[[], None]:
+    """Put a silent trap of Megatron's back; returns what takes it away again."""
+    from steelyard.engines.megatron import config
+    from steelyard.engines.megatron.optimizer import MegatronAdam
+
+    plain, step = config.TransformerConfig, MegatronAdam.step
+
+    def changed(**values: Any) -> None:
+        config.TransformerConfig = lambda **named: plain(**(named | values))
+
+    def decay_everything(self: Any, lr: float) -> float:
+        for group in self.inner.param_groups:
+            group["wd_mult"] = 1.0
+        return step(self, lr)
+
+    if bug == "no_initialization":
+        changed(perform_initialization=False)
+    elif bug == "fused_loss":
+        changed(cross_entropy_loss_fusion=True)
+    elif bug == "schedule_divides":
+        changed(calculate_per_token_loss=False)
+    elif bug == "no_scheduler":
+        MegatronAdam.step = decay_everything
+
+    def undo() -> None:
+        config.TransformerConfig, MegatronAdam.step = plain, step
+
+    return undo
+
+
+def inside(engine: Any) -> dict:
+    """What only Megatron's objects tell: which parameters it takes for tensor parallel, and each group's weight decay."""
+    stage = engine.trainer.model.stage
+    marked = [name for name, one in stage.named_parameters() if getattr(one, "tensor_model_parallel", False)]
+    groups = engine.trainer.optimizer.inner.param_groups
+    return {
+        "marked": marked,
+        "decay": [[group["wd_mult"], group["weight_decay"]] for group in groups],
+        "held": sum(one.numel() for one in engine.trainer.optimizer.kept()),
+    }
+
+
+def main() -> None:
+    from steelyard.engines.megatron.score import MegatronScore
+    from steelyard.engines.megatron.train import MegatronTrain
+
+    torch.set_num_threads(1)
+    world = int(sys.argv[3])
+    if world > 1:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if world > 1 else 0
+    out = {}
+    for one in json.loads(Path(sys.argv[1]).read_text()):
+        began = monotonic()
+        undo = plant(one.get("bug"))
+        found, engine = answer(one, rank, world, {"train": MegatronTrain, "score": MegatronScore})
+        undo()
+        told = inside(engine) if "losses" in found else {}
+        out[one["name"]] = found | told | {"seconds": monotonic() - began}
+        del engine
+        gc.collect()  # here, and not in the middle of the next plan
+        (Path(sys.argv[2]) / f"rank-{rank}-of-{world}.json").write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

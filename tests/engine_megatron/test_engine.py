@@ -1,0 +1,122 @@
+"""Engine megatron as a user meets it: what it refuses, and what `steelyard conform` says of it."""
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed here; run make engine-megatron", allow_module_level=True)
+
+from engine_megatron.plans import CORPUS, MMLU, build
+from fixtures.commands import Shell
+from steelyard.engines.megatron.score import MegatronScore
+from steelyard.engines.megatron.train import MegatronTrain
+from steelyard.errors import RequestError
+from steelyard.plan.degrees import Plan
+from steelyard.training import checkpoints
+from steelyard.training.checkpoints import Numbers, State
+
+PATCH = Path(__file__).parents[2] / "fixtures" / "megatron_cpu"
+STATES = (
+    "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: tune.sharding=0 or 1, "
+    "without tune.sharding_degree"
+)
+CPU = "engine megatron runs on CUDA devices alone, and this rank has cpu; choose another --accelerator, or --engine torch"
+
+
+def told(**settings: object) -> dict:
+    return {"case": CORPUS, "settings": {name.replace("__", "."): value for name, value in settings.items()}}
+
+
+@pytest.mark.parametrize(
+    ("one", "world", "says"),
+    [
+        (told(), 1, CPU),
+        ({"case": MMLU}, 1, CPU),
+        (told(tune__sharding=2), 2, STATES),
+        (told(tune__sharding=3), 2, STATES),
+        (told(tune__sharding=1, tune__sharding_degree=2), 4, STATES),
+        (
+            told(tune__parallel="PP2", question__model__layers=3),
+            2,
+            "engine megatron has as many layers in every stage; PP2 does not divide 3; change PP",
+        ),
+        (
+            told() | {"precision": "bf16-pure"},
+            1,
+            "engine megatron keeps weights, gradients and states in fp32, and bf16-pure does not: that takes the optimizer of "
+            "Transformer Engine; allowed: --precision fp32, tf32, fp16 or bf16",
+        ),
+        (
+            {"case": MMLU, "settings": {"tune.batching": "sorted"}},
+            1,
+            "engine megatron packs; tune.batching='sorted' is for engine transformers",
+        ),
+        (
+            {"case": MMLU, "settings": {"tune.attention": "sdpa"}},
+            1,
+            "tune.attention='sdpa' is not known; allowed: auto, cudnn, efficient, flash, packed, rows",
+        ),
+    ],
+    ids=range(9),
+)
+def test_what_it_cannot_do_is_refused_in_one_line(one: dict, world: int, says: str) -> None:
+    """In a process without the patch, where it meets a CPU. Nothing is joined before it refuses."""
+    with pytest.raises(RequestError) as caught:
+        build(one, 0, world, MegatronScore if one["case"] == MMLU else MegatronTrain)
+    assert str(caught.value) == says
+
+
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / checkpoints.name_of(6)
+    place.mkdir()
+    plan = Plan(nodes=1, devices=2, tp=2, pp=1, dp=1, launcher="local")
+    state = State(step=6, losses=[1.0], numbers=Numbers(updates=6), plan=plan, weights={})
+    checkpoints.write(place / checkpoints.STATE, state)
+    with pytest.raises(RequestError) as caught:
+        build(told() | {"resume": str(tmp_path)}, 0, 1, MegatronTrain)
+    assert str(caught.value) == (
+        "--resume: engine megatron goes on under the plan that it began with, TP2PP1DP1; asked: TP1PP1DP1"
+    )
+
+
+@pytest.fixture
+def patched(tmp_path: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path, (PATCH,))
+    yield one
+    one.clean()
+
+
+def test_a_cpu_is_refused_as_a_wrong_request(shell: Shell) -> None:
+    done = shell("run", MMLU, "--size", "smoke", "--accelerator", "cpu", "--engine", "megatron", "--out", shell.out)
+    assert done.code == 2
+    assert done.lines[-1].endswith(CPU)
+
+
+def test_it_conforms(patched: Shell) -> None:
+    cache = {"XDG_CACHE_HOME": str(patched.folder / "cache")}
+    cases = [word for name in (CORPUS, MMLU) for word in ("--case", name)]
+    found = patched("conform", "megatron", *cases, "--json", **cache)
+    assert (found.code, found.json()["conforms"]) == (0, True), [row for row in found.json()["rows"] if not row["ok"]]
+    assert {row["what"] for row in found.json()["rows"]} >= {"status", "train counts", "step 1 grad_norm", "infer answers"}
+
+
+def test_a_record_says_what_computed(patched: Shell) -> None:
+    """Two ranks, through the launcher, with checkpoints."""
+    run = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--engine", "megatron", "--steps", "4")
+    how = ("--devices", "2", "--parallel", "DP2", "--set=tune.sharding=1", "--checkpoint-every", "2", "--out", patched.out)
+    done = patched(*run, *how, OMP_NUM_THREADS="1")
+    assert done.code == 0, done.err
+    [path] = patched.out.glob("*.json")
+    record = json.loads(path.read_text())
+    details = record["engine"]["details"]
+    assert details["library"].startswith("megatron-core 0.16.")
+    assert details["library"].endswith("without Transformer Engine")
+    assert details["exchange"] == "inside"
+    assert details["state_elements"] < 1.1 * details["parameters"]
+    assert record["environment"]["software"]["packages"]["megatron-core"].startswith("0.16.")
+    [kept] = (patched.out / "checkpoints").iterdir()
+    assert [one.name for one in checkpoints.whole(kept)] == ["step-00000004", "step-00000002"]
