@@ -117,16 +117,18 @@ def test_bounded_reads_of_a_plain_file() -> None:
 
 
 COST = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 from steelyard.errors import RequestError
 {imports}
-begin = time.monotonic()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def most():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+begin, before = time.monotonic(), most()
 try:
     {read}(Path(sys.argv[1]))
 except RequestError as error:
-    print(time.monotonic() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, error)
+    print(time.monotonic() - begin, (most() - before) // 1024, error)
 """
 BOMBS = {
     "17 MiB tar.gz": ("4.1 GiB", "from steelyard.tasks.mmlu import data", "data.read"),
@@ -152,12 +154,13 @@ def bomb(name: str, folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_a_bomb_costs(name: str, tmp_path: Path, attacks: Attacks) -> None:
-    """In a process of its own: memory is what it held at most, beside what it needs for nothing."""
+    """In a process of its own: memory is what it held at most, beside what it needs for nothing. A record is mapped, and its
+    pages count."""
     before, imports, read = BOMBS[name]
     path = bomb(name, tmp_path)
     program = COST.format(imports=imports, read=read)
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True, timeout=120)
     time_s, mib, why = done.stdout.split(" ", 2)
     assert str(path) in why
-    assert int(mib) <= 200, done.stdout
+    assert int(mib) <= 300, done.stdout
     attacks.add(f"bomb: {name}", 1, before, f"refused in {float(time_s):.1f} s, {mib} MiB")

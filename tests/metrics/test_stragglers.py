@@ -56,7 +56,7 @@ def measured(*ranks: Sequence[float], **changes: Any) -> Record:
     samples = []
     for rank, own in enumerate(ranks):
         host = Host()
-        samples += measure("train", replica(host, own, slowest), host, rank, clock=host).samples
+        samples += measure(replica(host, own, slowest), host, clock=host).trace("train", rank).samples
     return trained([one.model_dump(mode="json", by_alias=True) for one in samples], len(ranks), **changes)
 
 

@@ -61,7 +61,7 @@ def engine(clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0) 
 def test_a_pass_is_timed_to_the_end_of_the_device():
     clock = Clock()
     device = Device(clock)
-    trace = measure("infer", engine(clock, device), device, clock=clock)
+    trace = measure(engine(clock, device), device, clock=clock).trace("infer")
     assert trace.start_at == 100.0
     # 0.25 s until the first copy, then the device is never idle: three times 0.5 + 2 s.
     assert trace.wall_s == 0.25 + 3 * 2.5
@@ -77,14 +77,14 @@ def test_a_pass_is_timed_to_the_end_of_the_device():
 def test_the_loop_waits_for_the_device_only_at_the_borders():
     clock = Clock()
     device = Device(clock)
-    measure("infer", engine(clock, device, steps=50), device, clock=clock)
+    measure(engine(clock, device, steps=50), device, clock=clock).trace("infer")
     assert device.synchronized == 2
 
 
 def test_work_hidden_behind_the_last_mark_is_in_the_wall_time():
     clock = Clock()
     device = Device(clock)
-    trace = measure("infer", engine(clock, device, hidden_s=10.0), device, clock=clock)
+    trace = measure(engine(clock, device, hidden_s=10.0), device, clock=clock).trace("infer")
     assert trace.wall_s == 17.75
     assert trace.samples[-1].end_s == 7.75
 
@@ -93,7 +93,7 @@ def test_steps_are_told_as_they_are_queued():
     clock = Clock()
     device = Device(clock)
     told: list[int] = []
-    measure("infer", engine(clock, device), device, clock=clock, step_done=told.append)
+    measure(engine(clock, device), device, clock=clock, step_done=told.append)
     assert told == [1, 2, 3]
 
 
@@ -105,7 +105,7 @@ def test_an_engine_that_marks_no_phases_has_none():
         device.launch(1.0)
         yield Work(COUNTS | {"tokens": 1})
 
-    trace = measure("val", plain(), device, rank=3, clock=clock)
+    trace = measure(plain(), device, clock=clock).trace("val", rank=3)
     (sample,) = trace.samples
     assert (sample.phases, sample.rank, sample.pass_name, sample.end_s) == ({}, 3, "val", 1.0)
 
@@ -122,7 +122,7 @@ def test_a_phase_that_comes_twice_in_a_step_adds_up():
             device.launch(time_s)
         yield Work(COUNTS | {"tokens": 1})
 
-    (sample,) = measure("infer", twice(), device, clock=clock).samples
+    (sample,) = measure(twice(), device, clock=clock).trace("infer").samples
     assert sample.phases == {"data": 1.0, "compute": 3.0}
 
 
@@ -133,7 +133,7 @@ def test_values_that_are_not_finite_become_null():
     def bad() -> Iterator[Phase | Work]:
         yield Work({}, {"loss": float("nan"), "norm": float("inf"), "fine": 2})
 
-    (sample,) = measure("infer", bad(), device, clock=clock).samples
+    (sample,) = measure(bad(), device, clock=clock).trace("infer").samples
     assert sample.values == {"loss": None, "norm": None, "fine": 2.0}
 
 
@@ -152,7 +152,7 @@ def test_an_error_of_the_engine_passes_through():
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        measure("infer", broken(), Device(clock), clock=clock)
+        measure(broken(), Device(clock), clock=clock).trace("infer")
 
 
 def test_budget_parts_add_up_and_time_between_them_is_named():
@@ -206,6 +206,6 @@ def test_work_that_counts_too_little_is_refused():
     """A step without work counts nothing; one that counts, counts all that a formula reads."""
     clock = Clock()
     device = Device(clock)
-    assert measure("infer", iter([Work({})]), device, clock=clock).samples[0].counts == {}
+    assert measure(iter([Work({})]), device, clock=clock).trace("infer").samples[0].counts == {}
     with pytest.raises(ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"):
-        measure("infer", iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock)
+        measure(iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock).trace("infer")

@@ -36,17 +36,30 @@ class _Mark:
     event: Event
 
 
+@dataclass(frozen=True)
+class Marks:
+    """What was seen of a pass. What its steps count is found out afterwards, which takes its time too."""
+
+    start_at: float
+    wall_s: float
+    device_s: float | None
+    cpu_s: float | None
+    first: Event
+    every: list[_Mark]
+
+    def trace(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> Trace:
+        samples = _samples(name, rank, self.first, self.every, count)
+        return Trace(self.start_at, self.wall_s, samples, self.device_s, self.cpu_s)
+
+
 def measure(
-    name: str,
     items: Iterator[Phase | Work],
     device: Timeline,
-    rank: int = 0,
     clock: Clock = now,
     step_done: Callable[[int], None] | None = None,
-    count: Count = lambda item: item.counts,
     busy: Clock | None = None,
-) -> Trace:
-    """Run a pass to its end and return what was seen. `count` says what a step counts, `busy` the CPU time used so far."""
+) -> Marks:
+    """Run a pass to its end. `busy` is the CPU time used so far."""
     device.synchronize()
     busy_s = None if busy is None else busy()
     start = clock()
@@ -64,7 +77,7 @@ def measure(
     wall = clock() - start
     device_s = None if isinstance(last, HostEvent) else first.elapsed_s(last)
     cpu_s = None if busy is None or busy_s is None else busy() - busy_s
-    return Trace(start, wall, _samples(name, rank, first, marks, count), device_s, cpu_s)
+    return Marks(start, wall, device_s, cpu_s, first, marks)
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:

@@ -220,6 +220,7 @@ class Run:
         """Rank files are another program's words, and an engine's in them: what cannot be made sense of is a reason too."""
         try:
             finished = self._assemble(made)
+            Record.model_validate(record.to_table(finished))  # what is written must be read again
             wrong = evidence.contradictions(finished)
             if not wrong:
                 return finished

@@ -239,9 +239,11 @@ class Worker:
             if name == "bare":
                 trace = bare(engine.work(name), framework)
             else:
-                done, count = partial(self._step, name, total), partial(self._count, name)
-                trace = measure(name, engine.work(name), framework, self.rank, step_done=done, count=count, busy=busy)
+                marks = measure(engine.work(name), framework, step_done=partial(self._step, name, total), busy=busy)
         self.tell(name, total, total)
+        if name != "bare":
+            with self.budget.part(f"count_{name}"):
+                trace = marks.trace(name, self.rank, partial(self._count, name))
         self._keep(name, trace, framework)
         self._draw(name, trace)
         if name != "bare" and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
