@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.accelerators.events import Clock, Event, HostEvent, Timeline
+from steelyard.accelerators.events import Clock, ClockName, Event, Timeline, clock_of
 from steelyard.engines.work import Phase, Work
 from steelyard.record.record import Sample
 from steelyard.run.clock import now
@@ -26,7 +26,8 @@ class Trace:
     wall_s: float
     samples: list[Sample]
     device_s: float | None = None  # the wall time on the device's own clock, where that is another than the host's
-    cpu_s: float | None = None  # CPU time of this process
+    cpu_s: float | None = None  # CPU time of this process, where that did the work
+    clock: ClockName = "host"
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ def measure(
     last = device.event()
     device.synchronize()
     wall = clock() - start
-    device_s = None if isinstance(last, HostEvent) else first.elapsed_s(last)
-    cpu_s = None if busy is None or busy_s is None else busy() - busy_s
-    return Trace(start, wall, _samples(name, rank, first, marks, count), device_s, cpu_s)
+    whose = clock_of(last)
+    device_s = first.elapsed_s(last) if whose == "device" else None
+    cpu_s = None if busy is None or busy_s is None or whose == "reported" else busy() - busy_s
+    return Trace(start, wall, _samples(name, rank, first, marks, count), device_s, cpu_s, whose)
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:
