@@ -107,6 +107,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.reference": WORK,
     "engines.megatron": WORK,
     "engines.paddle": {*WORK, "accelerators"},
+    "engines.flagscale": {*WORK, "accelerators"},
     "training": {"case", "data", "engines", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
     "models": {"data", "kernels"},

@@ -106,7 +106,10 @@ def test_run_json(shell: Shell) -> None:
         ((*SMOKE, "--repeat", "0"), "--repeat 0: must be at least 1"),
         ((*SMOKE, "--hang-after", "nan"), "--hang-after nan: must be more than 0"),
         ((*SMOKE, "--time-limit", "-1"), "--time-limit -1"),
-        ((*SMOKE, "--engine", "tensorflow"), "no engine 'tensorflow'; known: megatron, reference, torch, transformers"),
+        (
+            (*SMOKE, "--engine", "tensorflow"),
+            "no engine 'tensorflow'; known: flagscale, megatron, paddle, reference, torch, transformers",
+        ),
         (("run", CASE, "--accelerator", "abacus", "--size", "smoke"), "accelerator 'abacus' is unknown; known are cuda, cpu"),
         ((*SMOKE, "--weights", "no/such"), "--weights 'no/such' does not exist"),
         ((*SMOKE, "--data", "no/such"), "--data 'no/such' does not exist"),

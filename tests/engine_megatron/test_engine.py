@@ -116,7 +116,7 @@ def test_a_record_says_what_computed(patched: Shell) -> None:
     assert details["library"].startswith("megatron-core 0.16.")
     assert details["library"].endswith("without Transformer Engine")
     assert details["exchange"] == "inside"
-    assert details["state_elements"] < 1.1 * details["parameters"]
+    assert details["optimizer_states"] < 1.1 * details["parameters"]
     assert record["environment"]["software"]["packages"]["megatron-core"].startswith("0.16.")
     [kept] = (patched.out / "checkpoints").iterdir()
     assert [one.name for one in checkpoints.whole(kept)] == ["step-00000004", "step-00000002"]

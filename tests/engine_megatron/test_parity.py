@@ -233,7 +233,7 @@ def test_records_say_what_computed_and_what_a_rank_holds(folder: Path) -> None:
     assert whole["library"].endswith(", without Transformer Engine")
     assert whole["optimizer"] == "FP32Optimizer of torch.optim.adamw"
     assert whole["dtypes"] == {"parameters": "fp32", "main_parameters": "fp32", "gradients": "fp32", "states": "fp32"}
-    assert whole["state_elements"] == 2 * whole["parameters"]
+    assert whole["optimizer_states"] == 2 * whole["parameters"]
     norms, padding = 5 * 64, 2 * (256 - 251) * 64  # the same in every part; rows that pad both tables
     for rank in ranks(folder, "TP2"):
         assert rank["details"]["parameters"] == (whole["parameters"] - norms + padding) // 2 + norms
@@ -242,9 +242,9 @@ def test_records_say_what_computed_and_what_a_rank_holds(folder: Path) -> None:
     assert {rank["details"]["optimizer"] for rank in sharded} == {"DistributedOptimizer of torch.optim.adamw"}
     assert {rank["details"]["parameters"] for rank in sharded} == {whole["parameters"]}
     assert sum(rank["held"] for rank in sharded) == whole["parameters"]
-    assert sum(rank["details"]["state_elements"] for rank in sharded) == whole["state_elements"]
-    assert max(rank["details"]["state_elements"] for rank in sharded) < 0.6 * whole["state_elements"]
-    assert {rank["details"]["state_elements"] for rank in ranks(folder, "DP2")} == {whole["state_elements"]}
+    assert sum(rank["details"]["optimizer_states"] for rank in sharded) == whole["optimizer_states"]
+    assert max(rank["details"]["optimizer_states"] for rank in sharded) < 0.6 * whole["optimizer_states"]
+    assert {rank["details"]["optimizer_states"] for rank in ranks(folder, "DP2")} == {whole["optimizer_states"]}
     score = ranks(folder, "TP2 mmlu")[0]["details"]
     assert (score["library"], score["dtypes"]) == (whole["library"], {"parameters": "fp32"})
 

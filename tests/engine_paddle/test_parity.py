@@ -64,7 +64,7 @@ def test_training_on_rows(run: Run, corpus: Record, mode: str) -> None:
     details = found.engine.details
     assert (details["modes"], details["never_run"], details["compiled"]) == (names, [], False)
     assert (details["parameters"], details["optimizer_states"], details["master_weights"]) == (119_360, states, 0)
-    assert details["dtypes"] == dict.fromkeys(("gradients", "logits", "parameters", "states"), "float32")
+    assert details["dtypes"] == dict.fromkeys(("gradients", "logits", "parameters", "states"), "fp32")
     assert details.get("exchange") == EXCHANGE.get(mode)
     assert found.weights == corpus.weights
     for rank in range(1, devices):

@@ -77,4 +77,5 @@ def test_it_is_listed(shell: Shell) -> None:
         "precisions": ["fp32"],
         "degrees": ["DP"],
         "missing": None,
+        "checkout": None,
     }

@@ -37,9 +37,9 @@ def refusal(request: Request) -> str:
         (asked(MMLU, "reference"), f"engine 'reference' does not run {MMLU}; allowed: torch, transformers, megatron"),
         (
             asked(CORPUS, "reference"),
-            f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, megatron, paddle",
+            f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, megatron, paddle, flagscale",
         ),
-        (asked(MMLU, "abacus"), "no engine 'abacus'; known: megatron, paddle, reference, torch, transformers"),
+        (asked(MMLU, "abacus"), "no engine 'abacus'; known: flagscale, megatron, paddle, reference, torch, transformers"),
         (
             asked(MMLU, "transformers", division="open"),
             f"{MMLU} has no division 'open' with engine transformers; allowed: closed",
@@ -121,7 +121,7 @@ def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
 
 def test_frameworks() -> None:
     assert engines.load_framework("torch").__name__ == "TorchFramework"
-    with pytest.raises(RequestError, match="no framework 'jax'; known: paddle, torch"):
+    with pytest.raises(RequestError, match="no framework 'jax'; known: paddle, program, torch"):
         engines.load_framework("jax")
 
 
@@ -139,6 +139,7 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
     found = {one["name"]: one for one in done.json()["engines"]}
     llama = [name for name in names() if name != RECORD]
     assert {name: one["cases"] for name, one in found.items()} == {
+        "flagscale": ["llama1-13b-openwebtext", CORPUS],
         "megatron": llama,
         "paddle": ["aquila2-7b-alpaca", "llama1-13b-openwebtext", CORPUS],
         "reference": [RECORD],

@@ -144,7 +144,15 @@ def test_every_precision_learns(precision: str) -> None:
     assert losses[-1] < losses[0] / 2
     kept = {"bf16": torch.float32, "fp16": torch.float32, "bf16-pure": torch.bfloat16, "tf32": torch.float32}[precision]
     assert {p.dtype for p in made.optimizer.master} == {kept} == {flat.dtype for flat in made.placement.buckets}
-    assert made.details() == {"attention": "padded"}
+    count = sum(p.numel() for p in made.optimizer.parameters)
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16"}[kept]
+    types = {"parameters": {"tf32": "fp32", "bf16-pure": "bf16"}.get(precision, precision), "main_parameters": short}
+    assert made.details() == {
+        "attention": "padded",
+        "parameters": count,
+        "optimizer_states": 2 * count,
+        "dtypes": {**types, "gradients": short, "states": short},
+    }
     assert made.model.weights == {"source": "random", "seed": 0}
 
 

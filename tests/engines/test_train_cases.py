@@ -80,7 +80,7 @@ def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, sav
 @pytest.mark.full
 @pytest.mark.parametrize("sharding", ["1", "3"])
 def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: str) -> None:
-    losses = []
+    losses, held = [], []
     for devices in ("1", "2"):
         one = Shell(shell.folder / devices)
         one.folder.mkdir()
@@ -89,7 +89,11 @@ def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: 
         assert done.code == 0, done.err
         found = record(one)
         losses.append([s["values"]["loss"] for s in steps(found) if s["rank"] == 0])
-    assert found["engine"]["details"]["sharding"] == int(sharding)
+        held.append(found["engine"]["details"])
+    assert held[1]["sharding"] == int(sharding)
+    assert held[0]["optimizer_states"] == 2 * held[0]["parameters"] == 2 * 2 * held[1]["parameters"]
+    assert held[1]["optimizer_states"] == held[0]["optimizer_states"] / 2
+    assert held[1]["dtypes"] == dict.fromkeys(("parameters", "main_parameters", "gradients", "states"), "fp32")
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 

@@ -224,6 +224,9 @@ def test_a_rank_holds_its_share(folder, alone):
     def states(name: str) -> list[int]:
         return [rank["states"] for rank in of_ranks(folder, name)]
 
+    assert whole == 2 * alone[0]["parameters"]
+    assert alone[0]["dtypes"] == dict.fromkeys(("parameters", "main_parameters", "gradients", "states"), "fp64")
+    assert {*of_ranks(folder, "TP2DP4 2 - none 4 bf16-pure")[0]["dtypes"].values()} == {"bf16"}
     assert states("DP8 0 - none 2 -") == [whole] * 8
     assert sum(states("DP8 1 - selective 1 -")) == sum(states("DP8 3 - none 4 -")) == whole
     assert max(states("DP8 1 - selective 1 -")) < whole / 7

@@ -75,9 +75,9 @@ def train(engine: TorchTrain) -> dict:
             out["losses"] = [float(work.values["loss"]) for work in works]
             out["curve"] = [float(loss) for loss in engine.curve]
             out["norms"] = [float(work.values["grad_norm"]) for work in works]
-    states = [one[key] for one in engine.trainer.optimizer.inner.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    out["block"] = engine.details()["block"]
-    out["states"] = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in states)
+    details = engine.details()
+    out["block"], out["states"], out["parameters"] = details["block"], details["optimizer_states"], details["parameters"]
+    out["dtypes"] = details["dtypes"]
     return out
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from steelyard.accelerators.events import HostEvent
+from steelyard.accelerators.events import HostEvent, ReportedEvent
 from steelyard.engines.work import Phase, Work
 from steelyard.run.measure import Budget, bare, mean_time_s, measure
 
@@ -209,3 +209,23 @@ def test_work_that_counts_too_little_is_refused():
     assert measure(iter([Work({})]), device, clock=clock).trace("infer").samples[0].counts == {}
     with pytest.raises(ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"):
         measure(iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock).trace("infer")
+
+
+@pytest.mark.parametrize(("kind", "device_s", "cpu_s"), [("device", 2.5, 3.0), ("host", None, 3.0), ("reported", None, None)])
+def test_whose_clock_it_was(kind: str, device_s: float | None, cpu_s: float | None):
+    """Of a program that reports its times, neither this process's CPU time nor a device's clock is known."""
+    clock = Clock()
+    events = {"device": Event, "reported": ReportedEvent, "host": lambda at_s: HostEvent(clock)}
+
+    class Told(Device):
+        def event(self):
+            return events[kind](clock.now)
+
+    def work() -> Iterator[Work]:
+        clock.now += 2.5
+        yield Work(COUNTS)
+
+    busy = iter((1.0, 4.0))
+    trace = measure(work(), Told(clock), clock=clock, busy=lambda: next(busy)).trace("train")
+    assert (trace.clock, trace.wall_s, trace.device_s, trace.cpu_s) == (kind, 2.5, device_s, cpu_s)
+    assert (trace.samples[0].end_s, trace.samples[0].host_end_s) == (2.5, 2.5)

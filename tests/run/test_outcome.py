@@ -97,3 +97,15 @@ def test_hosts_with_other_data() -> None:
     found = outcome.differing([read(0, "a"), read(1, "b")])
     assert found is not None
     assert (found.code, found.rank) == ("data_differ", 1)
+
+
+def test_one_worker_speaks_for_all_ranks_of_its_program():
+    found = outcome.of_program([rank(0, "done", 1.5)], 3)
+    assert [(one.rank, one.device, one.status, one.ended_s) for one in found] == [
+        (0, "cpu:0", "done", 1.5), (1, "cpu:1", "done", 1.5), (2, "cpu:2", "done", 1.5),
+    ]  # fmt: skip
+    plan = PLAN.model_copy(update={"devices": 3, "dp": 3})
+    assert outcome.judge(Left(found, exits((0, 0, 2.0))), plan, ["here"]).code is None
+    raised = [rank(0, "raised", 1.5)]
+    assert outcome.of_program(raised, 3) == raised
+    assert outcome.judge(Left(raised, exits((0, 1, 2.0))), plan, ["here"]).code == "raised"

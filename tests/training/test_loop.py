@@ -73,7 +73,7 @@ def loop(log: list[str], placement: Any, steps: int = 2) -> Loop:
         log.append("update")
         return torch.tensor(1.0)
 
-    trainer.optimizer = SimpleNamespace(scale=lambda loss: loss, step=update)
+    trainer.optimizer = SimpleNamespace(scale=lambda loss: loss, step=update, details=dict)
     evaluation = SimpleNamespace(reached=False, due=lambda taken: False)
     return Loop(job, trainer, Batches(log), evaluation)
 

@@ -1,9 +1,10 @@
 """Marks on a device's timeline."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 Clock = Callable[[], float]
+ClockName = Literal["device", "host", "reported"]  # whose times the samples of a pass have
 
 
 class Event(Protocol):
@@ -30,3 +31,20 @@ class HostEvent:
         if not isinstance(later, HostEvent):
             raise TypeError("events of two kinds of device have no distance")
         return later.at_s - self.at_s
+
+
+class ReportedEvent:
+    """A mark in the time that another program says it took."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def elapsed_s(self, later: Event) -> float:
+        if not isinstance(later, ReportedEvent):
+            raise TypeError("events of two kinds of device have no distance")
+        return later.at_s - self.at_s
+
+
+def clock_of(event: Event) -> ClockName:
+    """Whose clock an event is on."""
+    return "host" if isinstance(event, HostEvent) else "reported" if isinstance(event, ReportedEvent) else "device"

@@ -21,6 +21,7 @@ class EngineSettings(Frozen):
     python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = Field(
         None, description="the Python that workers run in, where the engine is installed in another virtual environment"
     )
+    checkout: Path | None = Field(None, description="the folder of the program that the engine starts")
 
 
 def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:

@@ -47,6 +47,8 @@ def conform(
         raise RequestError(f"--set {others[0]!r}: here only where the engine lives, such as engine.python=venv/bin/python")
     if engine == YARDSTICK:
         raise RequestError(f"engine {YARDSTICK!r} is what others are compared with; name another")
+    if row.checkout:
+        raise RequestError(f"engine {engine!r} draws weights and rows of its own: no step of it can be compared with another's")
     rows: list[Compared] = []
     packages: dict[str, str] | None = None
     chosen = _cases(row, cases)
@@ -74,7 +76,7 @@ def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
     out: list[Resolved] = []
     for name in names or resolve.names():
         found = resolve.resolve(name, "smoke", None, "closed").case
-        refusal = row.refusal(name, found.question.row.work, found.question.model.family)
+        refusal = row.refusal(found)
         if refusal is not None and names:
             raise RequestError(refusal)
         if refusal is None:

@@ -241,7 +241,7 @@ def _resolve(
         row = engines.row(engine)
         for known in resolve.names():
             found = resolve.resolve(known, "smoke", precision, division, settings).case
-            if row.refusal(known, found.question.row.work, found.question.model.family) is not None:
+            if row.refusal(found) is not None:
                 continue
             able = [one for one in found.divisions if one in row.divisions]
             for one in [division] if division else able:

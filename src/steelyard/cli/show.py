@@ -38,6 +38,7 @@ def list_(as_json: Json = False) -> None:
     width = max(len(row["name"]) for row in rows)
     for row in rows:
         missing = f" ({row['missing']} is not installed)" if row["missing"] else ""
+        missing += f" (needs --set engine.checkout=DIR, a checkout of {row['checkout']})" if row["checkout"] else ""
         lines.append(f"  {row['name']:<{width}}  {', '.join(row['cases']) or 'none of these cases'}{missing}")
         lines.append(
             f"  {'':<{width}}  {', '.join(row['divisions'])}; {', '.join(row['precisions'])}; {' '.join(row['degrees'])}"
@@ -51,7 +52,7 @@ def list_(as_json: Json = False) -> None:
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
     """What an engine can do, from its row."""
-    able = [case.name for case in cases if row.refusal(case.name, case.question.row.work, case.question.model.family) is None]
+    able = [case.name for case in cases if row.refusal(case) is None]
     return {
         "name": row.name,
         "framework": row.framework,
@@ -62,6 +63,7 @@ def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
         "precisions": list(row.precisions),
         "degrees": [degree.upper() for degree in row.degrees],
         "missing": row.missing(),
+        "checkout": row.checkout or None,
     }
 
 

@@ -233,6 +233,13 @@ class CorpusRows:
     def batch(self, step: int) -> list[Key]:
         return list(range(step * self._batch, (step + 1) * self._batch))
 
+    def documents(self) -> Iterator[NDArray[Any]]:
+        """The training documents in the order of the file, for a program that draws rows of them itself."""
+        begin = 0
+        for end in map(int, self._corpus.ends[: self._train]):
+            yield np.asarray(self._corpus.ids[begin:end])
+            begin = end
+
     def held_out(self) -> list[Key]:
         return [("valid", k) for k in range(self._held_out)]
 

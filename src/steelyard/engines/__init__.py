@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from typing import Literal
 
 from steelyard import plugins
+from steelyard.case.case import Case
+from steelyard.case.question import Question
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job
 from steelyard.errors import RequestError
@@ -47,15 +49,28 @@ class EngineRow:
     degrees: tuple[str, ...] = ("dp",)  # those it can make larger than 1
     processes: Literal["per_device", "one"] = "per_device"
     checkpoints: bool = True  # whether its training keeps them, and goes on from one
+    passes: tuple[str, ...] | None = None  # those it has; None: all of the task's
+    batches_of: tuple[str, ...] = ("rows", "samples")  # what a global batch may count
+    several_hosts: bool = True
+    checkout: str = ""  # the program whose folder `engine.checkout` must name, where the engine starts one
     needs: tuple[str, ...] = ()  # modules that must be installed
     extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
 
-    def refusal(self, name: str, work: str, family: str) -> str | None:
-        """Why it cannot run a case of this name, work and family; None where it can."""
-        if work in self.works and family in self.families:
+    def refusal(self, case: Case) -> str | None:
+        """Why it cannot run a case; None where it can."""
+        question = case.question
+        if self._runs(question):
             return None
-        able = [row.name for row in table().values() if work in row.works and family in row.families]
-        return f"engine {self.name!r} does not run {name}; allowed: {', '.join(able)}"
+        able = [row.name for row in table().values() if row._runs(question)]
+        why = ""
+        if question.row.work in self.works and question.row.batch_unit not in self.batches_of:
+            why = f": its global batch counts {question.row.batch_unit}, several to a row that do not see each other"
+        return f"engine {self.name!r} does not run {case.name}{why}; allowed: {', '.join(able)}"
+
+    def _runs(self, question: Question) -> bool:
+        row = question.row
+        counts = row.kind != "train" or row.batch_unit in self.batches_of
+        return row.work in self.works and question.model.family in self.families and counts
 
     def divides(self, plan: Plan) -> bool:
         """Whether it can divide a model so."""
@@ -133,15 +148,35 @@ PADDLE = EngineRow(
     needs=("paddle",),
     extra="paddle",
 )
+FLAGSCALE = EngineRow(
+    name="flagscale",
+    framework="program",
+    works={"train_rows": "steelyard.engines.flagscale.train:FlagScaleTrain"},
+    families=("llama",),
+    precisions=("fp32", "fp16", "bf16"),
+    trains_in=("fp32", "fp16", "bf16"),
+    degrees=("tp", "pp", "dp"),
+    processes="one",
+    checkpoints=False,
+    passes=("train",),
+    batches_of=("rows",),
+    several_hosts=False,
+    checkout="FlagScale",
+    needs=("torch",),
+    extra="torch",
+)
 FRAMEWORKS = [
     FrameworkRow("torch", "steelyard.engines.torch.framework:TorchFramework"),
     FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
+    FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework"),
 ]
 
 
 def table() -> dict[str, EngineRow]:
     """All rows by name."""
-    return plugins.table([TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE], "steelyard.engines", EngineRow, "engine")
+    return plugins.table(
+        [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE], "steelyard.engines", EngineRow, "engine"
+    )
 
 
 def row(name: str) -> EngineRow:

@@ -49,8 +49,9 @@ class Framework(Timeline, Protocol):
     def leave(self) -> None:
         """The last call of a worker that is done."""
 
-    def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
-        """One large square matmul on random numbers, and its FLOPs: what is timed to know the achievable rate."""
+    def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
+        """One large square matmul on random numbers, and its FLOPs: what is timed to know the achievable rate. None where
+        another program drives the device."""
 
     def reset_memory(self) -> None: ...
 

@@ -39,6 +39,8 @@ class Job:
     loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
     keep: Keep | None = None  # training: where to write checkpoints
     resume: Path | None = None  # training: the checkpoint to go on from
+    folder: Path | None = None  # private to the run, and gone with it
+    checkout: Path | None = None  # of the program that the engine starts, where it is one
 
 
 class Engine(Protocol):

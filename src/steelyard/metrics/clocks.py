@@ -3,13 +3,21 @@ in a record would show it; the kernel's own text and the device's events are not
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import fsum
 
+from steelyard.metrics import readings
 from steelyard.metrics.result import Finding
-from steelyard.record.record import Check, Record, Value
+from steelyard.metrics.spans import samples, span, windows
+from steelyard.record.record import Check, Record, Sample, Value
 
 APART = 0.005  # clocks of one machine drift apart by less than a tenth of this, corrections by a time server included
 SLACK_S = 0.005  # two readings are not made at once
 COARSE_S = {"uptime": 0.02, "device": 0.02}  # the kernel's text counts hundredths; a device is read from the host
+
+PASS = "train"  # the only one that programs report
+REPORTED_APART = 0.02
+READ_SLACK_S = 0.1  # a line is read when its reader gets a turn on a busy host
+ROUNDED_S = 5e-5  # half of a tenth of a millisecond, in which they are told
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,65 @@ def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
             f" {worst.other_s:.3f} s; at most {APART:.1%} apart is allowed{_preloaded(record)}"
         )
     return [(Check(name="clocks_agree", ok=ok, detail=text), "clock", None)]
+
+
+def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """Times that a program told of itself, beside ours: between its lines as they were read, over all of the pass and over what
+    rates are taken from; and beside the readings of its devices. The first line has no line before it."""
+    if record.clock != "reported":
+        return []
+    found = span(record)
+    parts = {"all steps": samples(record, PASS), "the steady window": found.steps.get(found.slowest, []) if found else []}
+    pairs = [pair for name, steps in parts.items() if (pair := _between(name, steps)) is not None]
+    worst = max(pairs, key=lambda pair: pair.excess_s, default=None)
+    text = "too few lines to compare their times with ours" if worst is None else str(worst)
+    out: list[Finding] = [(Check(name="reported", ok=worst is None or worst.excess_s <= 0, detail=text), "reported", None)]
+    out += _in_use(record)
+    return [*out, (None, None, "times of steps are the program's own; what they count is that of the configuration")]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A time that a program told, and the same as it was seen from outside."""
+
+    where: str
+    steps: int
+    told_s: float
+    seen_s: float
+
+    @property
+    def excess_s(self) -> float:
+        """What they are apart beyond what is allowed. Each time that is told is rounded."""
+        allowed = REPORTED_APART * self.seen_s + READ_SLACK_S + self.steps * ROUNDED_S
+        return abs(self.told_s - self.seen_s) - allowed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: {self.steps} steps took {self.told_s:.3f} s as the program tells, and {self.seen_s:.3f} s between "
+            f"its lines; at most {REPORTED_APART:.0%} apart is allowed"
+        )
+
+
+def _between(where: str, steps: list[Sample]) -> Told | None:
+    """From the end of a step to that of the last, each by a line."""
+    rest = [step for step in steps if step.step > 0]
+    if not rest:
+        return None
+    told = fsum(step.end_s - step.start_s for step in rest)
+    return Told(where, len(rest), told, fsum(step.host_end_s - step.host_start_s for step in rest))
+
+
+def _in_use(record: Record) -> list[Finding]:
+    """A device that counts its processes shows one while steps are told of it."""
+    out: list[Finding] = []
+    for window in windows(record, PASS):
+        for series in record.telemetry:
+            counts = readings.window(series, window.start_s, window.start_s + window.wall_s).columns.processes
+            known = [count for count in counts if count is not None]
+            if known:
+                text = f"device {series.device}: at most {max(known)} process(es) on it while the program told of its steps"
+                out.append((Check(name="reported_in_use", ok=max(known) > 0, detail=text), "reported", None))
+    return out
 
 
 def _of_ranks(record: Record) -> Iterator[Pair]:

@@ -92,6 +92,8 @@ def mfu(convention: str, seconds: Callable[[Span], float | None], ceiling: Formu
         if done.value is None or peak.value is None:
             return Result(None, done.note if done.value is None else peak.note)
         time_s = seconds(found) if found is not None else None
+        if found is not None and time_s is None:
+            return Result(None, "the engine does not separate compute time")
         if not time_s:
             return _missing(record)
         return Result(done.value / time_s / (peak.value * devices(record)), f"convention {convention}")

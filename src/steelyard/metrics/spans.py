@@ -118,6 +118,8 @@ def _steady(record: Record, name: str) -> Span | None:
     slowest = max(walls, key=lambda rank: walls[rank])
     begun = {window.rank: window.start_s for window in windows(record, name)}
     borders = {r: (begun[r] + s[0].start_s, begun[r] + s[-1].end_s) for r, s in kept.items() if r in begun}
+    if record.clock == "reported" and 0 in borders:  # one process tells of all ranks
+        borders = {one.rank: borders[0] for one in record.ranks}
     counts = _counts(record, [sample for steps in kept.values() for sample in steps])
     note = f"steady window: steps {first} to {count - 1} ({how})"
     return Span(counts, walls[slowest], _compute_by_step(kept), borders, kept, slowest, note)

@@ -1,6 +1,6 @@
 """Names of number types as torch's, and arrays on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 COMPUTED_IN = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}  # by what matmuls run in
 
 
 def compute_dtype(matmul: str) -> torch.dtype:
     """The type that a matmul's operands have."""
     return DTYPES[COMPUTED_IN[matmul]]
+
+
+def dtype_names(tensors: Iterable[Tensor]) -> str:
+    """The types that tensors really have, for a record."""
+    return "/".join(sorted({SHORT.get(one.dtype, str(one.dtype)) for one in tensors}))
 
 
 def send(array: "np.ndarray[Any, np.dtype[np.int64]]", device: torch.device) -> Tensor:

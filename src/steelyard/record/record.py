@@ -37,6 +37,7 @@ Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes n
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 LATER_HASHES = ("bytes",)  # which older records do not have
+LEFT_OUT = ("clock", "drawn", "checkpoints")  # where nothing is known of them
 COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
 
 
@@ -190,6 +191,11 @@ class Record(Frozen):
     hosts: list[HostFacts] = Field(default_factory=list)
     ranks: list[RankFacts]
     samples: list[Sample]
+    clock: Literal["device", "host", "reported"] | None = Field(
+        None,
+        description="whose times samples have: device events, the host's clock, or what a program reported of itself; left "
+        "out where nothing was timed, and by older records",
+    )
     drawn: dict[str, list[dict[str, Count]]] = Field(
         default_factory=dict,
         description="what the rows drawn count: of a whole pass, of training each step; left out where nobody counted",
@@ -249,10 +255,9 @@ def seal(record: Record) -> Record:
 def to_table(record: Record) -> dict[str, Any]:
     """A record as JSON."""
     table = record.model_dump(mode="json", by_alias=True)
-    if record.checkpoints is None:
-        del table["checkpoints"]
-    if not record.drawn:
-        del table["drawn"]
+    for name in LEFT_OUT:
+        if not table[name]:
+            del table[name]
     return table
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.accelerators.events import Clock, Event, HostEvent, Timeline
+from steelyard.accelerators.events import Clock, ClockName, Event, Timeline, clock_of
 from steelyard.engines.work import Phase, Work
 from steelyard.record.record import Sample
 from steelyard.run.clock import now
@@ -26,7 +26,8 @@ class Trace:
     wall_s: float
     samples: list[Sample]
     device_s: float | None = None  # the wall time on the device's own clock, where that is another than the host's
-    cpu_s: float | None = None  # CPU time of this process
+    cpu_s: float | None = None  # CPU time of this process, where that did the work
+    clock: ClockName = "host"
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class Marks:
     wall_s: float
     device_s: float | None
     cpu_s: float | None
+    clock: ClockName
     first: Event
     every: list[_Mark]
 
     def trace(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> Trace:
         samples = _samples(name, rank, self.first, self.every, count)
-        return Trace(self.start_at, self.wall_s, samples, self.device_s, self.cpu_s)
+        return Trace(self.start_at, self.wall_s, samples, self.device_s, self.cpu_s, self.clock)
 
 
 def measure(
@@ -75,9 +77,10 @@ def measure(
     last = device.event()
     device.synchronize()
     wall = clock() - start
-    device_s = None if isinstance(last, HostEvent) else first.elapsed_s(last)
-    cpu_s = None if busy is None or busy_s is None else busy() - busy_s
-    return Marks(start, wall, device_s, cpu_s, first, marks)
+    whose = clock_of(last)
+    device_s = first.elapsed_s(last) if whose == "device" else None
+    cpu_s = None if busy is None or busy_s is None or whose == "reported" else busy() - busy_s
+    return Marks(start, wall, device_s, cpu_s, whose, first, marks)
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:

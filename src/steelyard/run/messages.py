@@ -64,6 +64,7 @@ class Start(Frozen):
     spec: dict[str, Any]
     first_rank: int
     world: int
+    workers: int = Field(1, description="of this host: one a device, or one for a program that drives them all")
     origin_s: float = Field(description="the start of the run on this host's clock")
     address: str | None = None
     port: int | None = None

@@ -90,6 +90,20 @@ def judge(left: Left, plan: Plan, hosts: list[str]) -> Verdict:
     return _death(dead[0], named(dead[0].rank), left.tails.get(dead[0].rank, ""))
 
 
+def of_program(ranks: list[RankFile], world: int) -> list[RankFile]:
+    """One worker speaks for all ranks of the program that it started: of the others it is known that they ended, and on which
+    devices they were."""
+    first = next((one for one in ranks if one.rank == 0 and one.status == "done"), None)
+    if first is None:
+        return ranks
+    kind = first.device.partition(":")[0]
+    others = [
+        RankFile(rank=rank, device=f"{kind}:{rank}", status="done", error=None, ended_s=first.ended_s, budget=first.budget)
+        for rank in range(1, world)
+    ]
+    return [first, *others]
+
+
 def _death(last: Exit, who: str, tail: str) -> Verdict:
     """What is known of it, and no guess: many things send SIGKILL."""
     code = last.code

@@ -138,13 +138,15 @@ class Run:
         request = self.ready.request
         spec = self._spec().model_dump(mode="json", by_alias=True)
         first = next(iter(self.hellos.values()))
+        one_worker = self.ready.engine.processes == "one"
 
         def start(one: Connection, index: int) -> Start:
             return Start(
                 token=self.token,
                 spec=spec,
                 first_rank=index * self.ready.plan.devices,
-                world=self.ready.plan.world,
+                world=1 if one_worker else self.ready.plan.world,
+                workers=1 if one_worker else self.ready.plan.devices,
                 origin_s=self.origin_s + one.clock.offset_s,
                 address=first.address,
                 port=first.port,
@@ -177,6 +179,7 @@ class Run:
             origin_s=0.0,
             resume=ready.resume.path if ready.resume else None,
             checkpoints=request.out.resolve() / self.kept if self.kept else None,
+            checkout=absolute(request.engine_settings.checkout),
         )
 
     def _packages(self) -> dict[str, str] | None:
@@ -193,6 +196,8 @@ class Run:
         """The verdict of the session, or of what the ranks left; with the last words of whoever is the cause."""
         heard, plan, hosts = self.session.heard, self.ready.plan, self.session.hosts
         ranks = [heard.ranks[rank] for rank in sorted(heard.ranks)]
+        if self.ready.engine.processes == "one":
+            ranks = outcome.of_program(ranks, plan.world)
         tails = last_words(self.session.connections)
         if verdict.code is None:
             verdict = outcome.judge(Left(ranks, heard.exits, heard.unreadable, tails), plan, hosts)
@@ -293,6 +298,7 @@ def _files(ready: Ready) -> list[Asked]:
     request = ready.request
     named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
     named["--resume"] = ready.resume.path if ready.resume else None
+    named["engine.checkout"] = request.engine_settings.checkout
     found = {option: path.resolve() for option, path in named.items() if path is not None}
     return [
         Asked(

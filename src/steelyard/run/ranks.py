@@ -82,7 +82,7 @@ class Ranks:
             MARK: host.asked.mark,
             "WORLD_SIZE": str(start.world),
         }
-        for local_rank in range(host.asked.devices):
+        for local_rank in range(start.workers):
             rank = start.first_rank + local_rank
             process = subprocess.Popen(
                 [host.python, "-P", "-m", "steelyard.run.worker", str(path)],

@@ -19,6 +19,8 @@ from steelyard.run.resume import Resume
 from steelyard.run.site import Site
 from steelyard.tasks.task import PASSES
 
+PROGRAM = "run.py"  # what a checkout of a program is known by
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -46,12 +48,13 @@ def ready(request: Request) -> Ready:
     where = site.read(site.find(request.site))
     launcher = launch.named(request.launcher or where.launcher or "local")
     _check_engine(case, engine, launcher.remote or request.engine_settings.python is not None)
+    _check_checkout(request, engine, launcher)
     plan = degrees.make(case, request.nodes, request.devices, request.sample, launcher.name)
     if not launcher.scheduler:
         launch.hosts(launcher, where, plan.nodes)
     _check_degrees(engine, plan)
     _check_checkpoints(request, engine)
-    passes = _passes(request)
+    passes = _passes(request, engine)
     earlier = _resume(request)
     _check_files(request, launcher)
     _check_numbers(request)
@@ -82,7 +85,7 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
             "then run again"
         )
     question = case.question
-    refused = engine.refusal(case.name, question.row.work, question.model.family)
+    refused = engine.refusal(case)
     if refused is not None:
         raise RequestError(refused)
     allowed = [one for one in case.divisions if one in engine.divisions]
@@ -97,6 +100,21 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
     named = name_of(question.kind, question.precision.model_dump())
     if question.kind == "train" and named not in engine.trains_in:
         raise RequestError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
+
+
+def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> None:
+    """The folder of a program that the engine starts, and where it can."""
+    if request.nodes > 1 and not engine.several_hosts:
+        raise RequestError(f"--nodes {request.nodes}: engine {engine.name} runs on one host; allowed: --nodes 1")
+    found = request.engine_settings.checkout
+    if not engine.checkout:
+        if found is not None:
+            raise RequestError(f"engine.checkout: engine {engine.name} starts no other program; leave it out")
+        return
+    if found is None:
+        raise RequestError(f"engine {engine.name} runs a checkout of {engine.checkout}; name it: --set engine.checkout=DIR")
+    if not launcher.remote and not (found / PROGRAM).is_file():
+        raise RequestError(f"engine.checkout {str(found)!r}: no {PROGRAM} in it; name a checkout of {engine.checkout}")
 
 
 def _check_degrees(engine: EngineRow, plan: Plan) -> None:
@@ -117,12 +135,14 @@ def _check_checkpoints(request: Request, engine: EngineRow) -> None:
             raise RequestError(f"{name}: engine {engine.name} keeps no checkpoints, and goes on from none; leave it out")
 
 
-def _passes(request: Request) -> tuple[str, ...]:
-    """The passes of a run: those that were named, or the task's."""
+def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
+    """The passes of a run: those that were named, or the task's, as far as the engine has them."""
     row = request.resolved.case.question.row
+    every = tuple(name for name in PASSES[row.kind].every if engine.passes is None or name in engine.passes)
     if request.passes is None:
-        return tuple(name for name in row.passes if name != "before") if request.resume else row.passes
-    passes, every = request.passes, PASSES[row.kind].every
+        usual = tuple(name for name in row.passes if name in every)
+        return tuple(name for name in usual if name != "before") if request.resume else usual
+    passes = request.passes
     for name in passes:
         if name not in every:
             raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(every)}")

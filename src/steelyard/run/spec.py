@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
+from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
 from steelyard.record.facts import RankFacts, Weights
@@ -36,6 +37,7 @@ class WorkerSpec(Frozen):
     rendezvous: Rendezvous | None = None
     resume: Path | None = None
     checkpoints: Path | None = None
+    checkout: Path | None = Field(None, description="the folder of the program that the engine starts, where it is one")
 
 
 def read_rank(text: str, rank: int) -> "RankFile":
@@ -70,6 +72,7 @@ class RankFile(Frozen):
     matmul_flops_per_cpu_s: float | None = Field(None, description="the same over the CPU time of this process")
     drawn: dict[str, list[dict[str, int]]] = Field(default_factory=dict, description="what rows drawn count; rank 0 alone")
     all_reduce_bytes_per_s: float | None = None
+    clock: ClockName | None = Field(None, description="whose times its samples have")
     clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
     details: dict[str, Any] = Field(default_factory=dict)

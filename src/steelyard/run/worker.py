@@ -209,13 +209,17 @@ class Worker:
             loading=lambda done, total: self.tell("weights", done, total),
             keep=keep,
             resume=self.spec.resume,
+            folder=self.spec.folder,
+            checkout=self.spec.checkout,
         )
 
     def _calibrate(self, framework: Framework) -> dict[str, float]:
         """Rate of one large square matmul on random numbers, at the case's precision; and over CPU time alone, which others on
         a busy host take nothing of."""
-        work, flops = framework.matmul(self.case.question.precision.matmul)
-        calls = 0
+        found, calls = framework.matmul(self.case.question.precision.matmul), 0
+        if found is None:
+            return {}
+        work, flops = found
 
         def counted() -> None:
             nonlocal calls
@@ -270,6 +274,7 @@ class Worker:
             self._counter is None
             or self.rank
             or name == "bare"
+            or trace.clock == "reported"  # a program that does not say what it drew
             or (self.spec.scope.steps is not None and self.task.kind == "score")
         ):
             return
@@ -297,7 +302,8 @@ class Worker:
         )
         in_use = {**self.file.in_use_bytes, name: memory.get("in_use_bytes")}
         samples = [*self.file.samples, *trace.samples]
-        self._add(windows=[*self.file.windows, window], in_use_bytes=in_use, samples=samples)
+        clock = self.file.clock if name == "bare" else trace.clock
+        self._add(windows=[*self.file.windows, window], in_use_bytes=in_use, samples=samples, clock=clock)
 
     def _add(self, **facts: Any) -> None:
         self.file = self.file.model_copy(update=facts)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
+from steelyard.models.tensors import dtype_names
 from steelyard.training.checkpoints import Numbers
 from steelyard.training.fsdp import local
 
@@ -101,6 +102,20 @@ class Adam:
     def copy_to_model(self) -> None:
         """The master weights, or what this rank holds of them."""
         torch._foreach_copy_([local(one) for one in self.parameters], [local(one) for one in self.master])
+
+    def moments(self) -> list[Tensor]:
+        """What this rank keeps of the states beside the weights; nothing before the first step."""
+        return [local(states[key]) for states in self.inner.state.values() for key in MOMENTS if key in states]
+
+    def details(self) -> dict[str, Any]:
+        """How many numbers this rank really holds, and their types. A gradient has its parameter's."""
+        held, moments = [local(one) for one in self.parameters], self.moments()
+        types = {"parameters": held, "main_parameters": self.master, "gradients": self.master, "states": moments}
+        return {
+            "parameters": sum(one.numel() for one in held),
+            "optimizer_states": sum(one.numel() for one in moments),
+            "dtypes": {name: dtype_names(every) for name, every in types.items() if every},
+        }
 
     def state(self, names: list[str]) -> dict[str, Tensor]:
         """All that is kept, by the names of the model's parameters; to be saved, or to be filled."""

@@ -133,4 +133,4 @@ class Trainer(Kept):
         self.optimizer.restore(numbers)
 
     def details(self) -> dict[str, Any]:
-        return self.model.details()
+        return {**self.model.details(), **self.optimizer.details()}

@@ -124,7 +124,3 @@ def library() -> str:
     """What computed, for the record. Megatron takes Transformer Engine's Adam and norms' sums where it finds them."""
     engine = "with Transformer Engine's optimizer" if "transformer_engine" in sys.modules else "without Transformer Engine"
     return f"megatron-core {version('megatron-core')}, {engine}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))

@@ -13,12 +13,12 @@ from torch import Tensor
 from steelyard.data.batches import Batch, closed_batch, equal_bins
 from steelyard.engines.job import Job, Part
 from steelyard.engines.megatron import config, groups
-from steelyard.engines.megatron.model import MegatronLlama, dtype_name, fill, library, run
+from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.attention import Layout, layout
-from steelyard.models.tensors import send
+from steelyard.models.tensors import dtype_names, send
 from steelyard.weights import load
 
 Inputs = tuple[Tensor, Tensor, Layout, Picked]
@@ -109,5 +109,5 @@ class MegatronScore:
             "attention": self.kernel,
             "batches": len(self.batches),
             "parameters": sum(one.numel() for one in parameters),
-            "dtypes": {"parameters": dtype_name(parameters[0].dtype)},
+            "dtypes": {"parameters": dtype_names(parameters)},
         }

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from steelyard.engines.job import Job, Part
 from steelyard.engines.megatron import config, groups
-from steelyard.engines.megatron.model import MegatronLlama, dtype_name, fill, library, run
+from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
 from steelyard.engines.megatron.optimizer import MegatronAdam
 from steelyard.errors import RequestError
+from steelyard.models.tensors import dtype_names
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Numbers, State
 from steelyard.training.loop import HeldOutLoss, Loop
@@ -182,16 +183,16 @@ class MegatronLearner(Kept):
         parameters = list(self.model.stage.parameters())
         kept, moments = self.optimizer.kept(), self.optimizer.moments()
         types = {
-            "parameters": parameters[0].dtype,
-            "main_parameters": kept[0].dtype,
-            "gradients": parameters[0].main_grad.dtype,
-            **({"states": moments[0].dtype} if moments else {}),
+            "parameters": parameters,
+            "main_parameters": kept,
+            "gradients": [one.main_grad for one in parameters],
+            **({"states": moments} if moments else {}),
         }
         return {
             "library": library(),
             "optimizer": f"{type(self.optimizer.part).__name__} of {type(self.optimizer.inner).__module__}",
             "attention": self.model.kernel,
             "parameters": sum(one.numel() for one in parameters),
-            "state_elements": sum(one.numel() for one in moments),
-            "dtypes": {name: dtype_name(one) for name, one in types.items()},
+            "optimizer_states": sum(one.numel() for one in moments),
+            "dtypes": {name: dtype_names(every) for name, every in types.items()},
         }

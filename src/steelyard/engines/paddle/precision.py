@@ -10,11 +10,17 @@ from steelyard.case.precision import Precision
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by what matmuls run in
 FP32 = "float32"
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def level(precision: Precision) -> str | None:
     """Paddle's level of mixed precision; None: everything in fp32."""
     return None if DTYPES[precision.matmul] == FP32 else "O2"
+
+
+def short(types: set[str]) -> str:
+    """Names of types as records of all engines have them."""
+    return "/".join(sorted(SHORT.get(name, name) for name in types))
 
 
 def check(precision: Precision, found: Mapping[str, set[str]]) -> None:

@@ -182,7 +182,7 @@ class PaddleTrainer:
             "paddle": paddle.__version__,
             "modes": list(self.modes.names),
             "never_run": modes.untried(self.modes, device, self.precision.name),
-            "dtypes": {name: "/".join(sorted(types)) for name, types in sorted(self.dtypes.items())},
+            "dtypes": {name: precision.short(types) for name, types in sorted(self.dtypes.items())},
             "parameters": _elements([p for _, p in self.placed.parameters]),
             "optimizer_states": _elements(optimizer.states(self.adam)),
             "master_weights": _elements(optimizer.masters(self.adam)),

@@ -17,7 +17,8 @@ from steelyard.errors import RequestError
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.attention import KERNELS, Layout, Prefix, layout
 from steelyard.models.llama import Llama, Streams
-from steelyard.models.tensors import DTYPES, send
+from steelyard.models.tensors import DTYPES, dtype_names, send
+from steelyard.training.fsdp import local
 from steelyard.weights import load
 from steelyard.weights.model import build
 
@@ -129,4 +130,6 @@ class TorchScore:
         return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
-        return {"attention": self.kernel, "batches": len(self.batches)}
+        held = [] if self.model is None else [local(one) for one in self.model.parameters()]
+        counts = {"parameters": sum(one.numel() for one in held), "dtypes": {"parameters": dtype_names(held)}}
+        return {"attention": self.kernel, "batches": len(self.batches), **counts}

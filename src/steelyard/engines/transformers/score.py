@@ -23,7 +23,7 @@ from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.shapes import GlmModel, LlamaModel
-from steelyard.models.tensors import DTYPES, send
+from steelyard.models.tensors import DTYPES, dtype_names, send
 from steelyard.weights import load
 from steelyard.weights.model import build
 
@@ -141,7 +141,9 @@ class TransformersScore:
         return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
-        return {"attention": self.attention, "batches": len(self.bins)}
+        held = [] if self.model is None else list(self.model.parameters())
+        counts = {"parameters": sum(one.numel() for one in held), "dtypes": {"parameters": dtype_names(held)}}
+        return {"attention": self.attention, "batches": len(self.bins), **counts}
 
 
 def config(model: LlamaModel | GlmModel) -> LlamaConfig:

@@ -1,0 +1,174 @@
+"""What FlagScale is asked for, as its own configuration: model, plan, batch, optimizer, data. Pure but for `write`.
+
+Keys are those of FlagScale's examples and of Megatron-LM's arguments, which they become word for word. Rows hold documents that
+do not see each other: Megatron does that by a mask over all pairs of tokens, which its plain attention alone looks at.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from steelyard.case.case import Case
+from steelyard.case.question import Train
+from steelyard.engines.job import Job
+from steelyard.errors import RequestError
+from steelyard.models.shapes import LlamaModel
+
+ENTRY = "./flagscale/train/train_gpt.py"
+LOOPBACK = "127.0.0.1"
+NAME = "train"
+# With a first scale and a growth as other engines have them.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True, "accumulate_allreduce_grads_in_fp32": True},
+    "fp16": {"fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 65536, "loss_scale_window": 1000},
+}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def check(job: Job, rows: int) -> None:
+    """What FlagScale cannot do, or would do otherwise than is asked and not say so. `rows` are those of a global batch."""
+    case, plan, tune = job.case, job.plan, job.case.tune
+    model = case.question.model
+    refused = {
+        "--weights": (job.weights is not None, "it begins with random weights of its own; leave it out"),
+        "tune.deterministic": (tune.deterministic, "it has no such mode here; leave it out"),
+        "tune.attention": (tune.attention != "auto", "documents are kept apart by its plain attention alone; leave it out"),
+        "tune.sharding": (tune.sharding > 1, "its distributed optimizer divides states alone; allowed: 0, 1"),
+        "tune.sharding_degree": (tune.sharding_degree not in (None, plan.dp), f"all replicas divide; allowed: {plan.dp}"),
+        "--parallel": (plan.pp > 2, "inner stages of a pipeline are not told where documents end; allowed: PP1, PP2"),
+        "question.model": (
+            not isinstance(model, LlamaModel) or model.tied or model.qkv_bias,
+            "allowed: untied, without biases",
+        ),
+        "tune.micro_batch": (
+            rows % (plan.dp * tune.micro_batch) > 0,
+            f"{rows} rows do not divide into micro-batches of {tune.micro_batch} on {plan.dp} replicas; change it",
+        ),
+    }
+    for name, (wrong, why) in refused.items():
+        if wrong:
+            raise RequestError(f"{name}: engine flagscale: {why}")
+    if isinstance(model, LlamaModel) and model.layers % plan.pp:
+        raise RequestError(f"--parallel {plan}: {model.layers} layers do not divide by PP{plan.pp}; change it")
+
+
+def make(job: Job, rows: int, steps: int, data: Path, output: Path, port: int) -> dict[str, Any]:
+    """The whole configuration."""
+    case, plan = job.case, job.plan
+    return {
+        "experiment": {
+            "exp_name": case.name,
+            "exp_dir": str(output),
+            "task": {"type": "train", "backend": "megatron", "entrypoint": ENTRY},
+            "runner": {
+                "backend": "torchrun",
+                "nnodes": 1,
+                "nproc_per_node": plan.devices,
+                "master_addr": LOOPBACK,
+                "master_port": port,
+                "rdzv_backend": "static",  # the other one unpickles what it is sent
+                "rdzv_endpoint": f"{LOOPBACK}:{port}",
+                "redirects": "0",  # lines come as they are said, not as files are looked at
+                "tee": "0",
+            },
+            "envs": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **case.tune.env},
+        },
+        "action": "dryrun",
+        "train": {"system": _system(job), "model": _model(case, rows, steps), "data": _data(case, data)},
+        "hydra": {"run": {"dir": str(output / "hydra")}},
+    }
+
+
+def _system(job: Job) -> dict[str, Any]:
+    plan, tune = job.plan, job.case.tune
+    return {
+        "tensor_model_parallel_size": plan.tp,
+        "pipeline_model_parallel_size": plan.pp,
+        "use_distributed_optimizer": tune.sharding == 1,
+        "disable_bias_linear": True,
+        "no_check_for_nan_in_loss_and_grad": True,  # the lines say it, and a check would wait for the device in every step
+        "precision": PRECISIONS[job.case.question.precision.name],
+        "recompute": RECOMPUTE[tune.recompute],
+        "logging": {"log_interval": 1},
+        "checkpoint": {"save_interval": 10**9, "no_load_optim": True, "no_load_rng": True},
+    }
+
+
+def _model(case: Case, rows: int, steps: int) -> dict[str, Any]:
+    question = case.question
+    model, train = question.model, question.train
+    if not isinstance(model, LlamaModel) or train is None:
+        raise ValueError("no training of a Llama")
+    grouped = {"group_query_attention": True, "num_query_groups": model.kv_heads} if model.kv_heads != model.heads else {}
+    return {
+        "transformer_impl": "local",
+        "no_masked_softmax_fusion": True,  # the fused one takes no mask
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        **grouped,
+        "seq_length": train.length,
+        "max_position_embeddings": max(model.positions, train.length),
+        "norm_epsilon": model.norm_eps,
+        "position_embedding_type": "rope",
+        "rotary_base": int(model.rope_base),
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "untie_embeddings_and_output_weights": True,
+        "init_method_std": 0.02,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "train_iters": steps,
+        "eval_iters": 0,
+        "micro_batch_size": case.tune.micro_batch,
+        "global_batch_size": rows,
+        "calculate_per_token_loss": True,  # the mean over the targets of the global batch
+        "seed": question.seed + 1,  # Megatron takes no 0
+        "optimizer": _optimizer(train),
+    }
+
+
+def _optimizer(train: Train) -> dict[str, Any]:
+    """Megatron's warm-up begins with `lr_warmup_init` and has no step for its end: one less gives every step of it our rate."""
+    warmup = max(0, train.warmup_steps - 1)
+    return {
+        "optimizer": "adam",
+        "weight_decay": train.weight_decay,
+        "clip_grad": train.clip,
+        "adam_beta1": train.beta1,
+        "adam_beta2": train.beta2,
+        "adam_eps": train.eps,
+        "lr_scheduler": {
+            "lr": train.lr,
+            "min_lr": train.min_lr,
+            "lr_warmup_init": train.lr / train.warmup_steps if warmup else 0.0,
+            "lr_warmup_iters": warmup,
+            "lr_decay_iters": train.decay_steps,
+            "lr_decay_style": train.schedule,
+        },
+    }
+
+
+def _data(case: Case, prefix: Path) -> dict[str, Any]:
+    vocab = case.question.model.vocab
+    return {
+        "data_path": str(prefix),
+        "split": "100,0,0",
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "make_vocab_size_divisible_by": 1,
+        "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": vocab - 1},  # it adds the end of a document
+    }
+
+
+def write(config: dict[str, Any], folder: Path) -> Path:
+    """As YAML, of which JSON is a part."""
+    path = folder / f"{NAME}.yaml"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    return path

@@ -1,0 +1,52 @@
+"""The training documents as Megatron's indexed data set: tokens end to end in `.bin`, lengths and borders in `.idx`.
+
+Megatron's null tokenizer takes the last number of the vocabulary for the end of a document, and finds documents that must not
+see each other by it. So the token that ends ours and that last number change places: a renumbering, which training from
+random weights does not notice.
+"""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from steelyard.data.corpus import CorpusRows
+from steelyard.data.rows import Ids
+from steelyard.errors import RequestError
+
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+TYPES = {np.dtype("int32"): 4, np.dtype("uint16"): 8}  # by the codes of Megatron's DType
+
+
+def write(rows: CorpusRows, vocab: int, prefix: Path) -> int:
+    """Write `prefix.bin` and `prefix.idx`; returns how many tokens they hold."""
+    dtype = np.dtype("uint16") if vocab <= 1 << 16 else np.dtype("int32")
+    end: int | None = None
+    lens: list[int] = []
+    with prefix.with_suffix(".bin").open("wb") as file:
+        for document in rows.documents():
+            end = int(document[-1]) if end is None else end
+            if int(document[-1]) != end or int(np.count_nonzero(document == end)) > 1:
+                raise RequestError(
+                    f"engine flagscale: document {len(lens)} does not end with its only token {end}, by which FlagScale tells "
+                    "documents apart; pack the texts with steelyard data pack, or take another engine"
+                )
+            file.write(_renumbered(document, end, vocab - 1).astype(dtype.newbyteorder("<")).tobytes())
+            lens.append(len(document))
+    _write_index(np.array(lens, dtype="<i4"), dtype, prefix.with_suffix(".idx"))
+    return sum(lens)
+
+
+def _renumbered(document: Ids, end: int, last: int) -> Ids:
+    out = document.astype(np.int64)
+    out[document == end], out[document == last] = last, end
+    return out
+
+
+def _write_index(lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", dtype: "np.dtype[np.generic]", path: Path) -> None:
+    """One sequence a document; borders of documents count sequences."""
+    begins = np.zeros(len(lens), dtype="<i8")
+    begins[1:] = np.cumsum(lens[:-1], dtype=np.int64) * dtype.itemsize
+    with path.open("wb") as file:
+        file.write(MAGIC + struct.pack("<QBQQ", VERSION, TYPES[dtype], len(lens), len(lens) + 1))
+        file.write(lens.tobytes() + begins.tobytes() + np.arange(len(lens) + 1, dtype="<i8").tobytes())

@@ -1,0 +1,154 @@
+"""Engine `flagscale`, training: FlagScale as a program of its own, told what to do by its configuration and watched by its
+lines. One process speaks for all ranks. What a step took is what the program says; nothing of it is measured here."""
+
+import math
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from steelyard.data.corpus import CorpusRows
+from steelyard.data.counting import RowCounts
+from steelyard.engines.flagscale import checkout, command, config, data, lines
+from steelyard.engines.flagscale.framework import Reported
+from steelyard.engines.flagscale.lines import Iteration
+from steelyard.engines.flagscale.program import Program
+from steelyard.engines.job import Job, Part
+from steelyard.engines.work import Phase, Work
+from steelyard.errors import RequestError
+from steelyard.training.loop import LossWatch
+
+
+class FlagScaleTrain:
+    def __init__(self, job: Job) -> None:
+        train = job.case.question.train
+        if train is None or job.folder is None or job.checkout is None:
+            raise ValueError("no training, or nowhere to start it")
+        if not isinstance(job.inputs, CorpusRows):
+            raise RequestError("engine flagscale trains on documents packed end to end; take another engine for other rows")
+        self.job, self.inputs, self.folder, self.checkout = job, job.inputs, job.folder / "flagscale", job.checkout
+        self.rows = len(self.inputs.batch(0))
+        self.steps = job.steps if job.steps is not None else train.steps
+        self.clock: Reported = job.device
+        self.watch = LossWatch(train.bound)
+        self.weights = {"source": "random", "seed": job.case.question.seed + 1, "by": "the program"}
+        self.program: Program | None = None
+        self.heard: Iterator[str] = iter(())
+        self.parameters: int | None = None
+        self.skipped = self.taken = 0
+        self.counts: list[dict[str, int]] = []  # of every step
+        config.check(job, self.rows)
+
+    def prepare(self, name: str, part: Part) -> None:
+        """Write what the program reads, start it, and wait until it begins to train."""
+        self.folder.mkdir()
+        prefix, output = self.folder / "documents", self.folder / "output"
+        with part("data_files"):
+            data.write(self.inputs, self.job.case.question.model.vocab, prefix)
+        with part("counts"):
+            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(name, range(self.steps))
+        with part("dry_run"):
+            made = config.make(self.job, self.rows, self.steps, prefix, output, _free_port())
+            script = command.dry_run(self.checkout, config.write(made, self.folder), output)
+            found = command.parse(script, self.checkout, self._wanted(prefix), self.job.plan.devices)
+        with part("program"):
+            self.program = Program(found)
+            self.heard = self.program.lines()
+            self._begin(self.program)
+
+    def _wanted(self, prefix: Path) -> dict[str, str]:
+        """Arguments without which it would be another question."""
+        plan, train = self.job.plan, self.job.case.question.train
+        return {
+            "--train-iters": str(self.steps),
+            "--global-batch-size": str(self.rows),
+            "--micro-batch-size": str(self.job.case.tune.micro_batch),
+            "--seq-length": str(train.length if train else 0),
+            "--tensor-model-parallel-size": str(plan.tp),
+            "--pipeline-model-parallel-size": str(plan.pp),
+            "--data-path": str(prefix),
+        }
+
+    def _begin(self, program: Program) -> None:
+        """Until the mark that stands before the first iteration, where its clock starts."""
+        for text in self.heard:
+            self._note(text)
+            if lines.BEGIN in text:
+                return
+            if lines.parse(text) is not None:
+                program.end()
+                raise lines.ProgramError(f"an iteration was told before {lines.BEGIN!r}: nobody knows when it began")
+        raise program.gone("before it began to train")
+
+    def _note(self, text: str) -> None:
+        """Megatron says how many parameters its first rank holds."""
+        found = lines.PARAMETERS.search(text)
+        if found is not None:
+            self.parameters = int(found[1])
+
+    def total(self, name: str) -> int:
+        return self.steps
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        """A step ends with its line. It counts the rows that the case asks for in it; nobody says which it drew."""
+        program = self.program
+        if program is None:
+            raise RuntimeError("work before prepare")
+        try:
+            for step in range(self.steps):
+                line = self._next(program, step)
+                self.clock.at_s += line.elapsed_s
+                self.taken += 1
+                yield self._step(step, line)
+                if self.watch.seen():
+                    program.end()
+                    return
+        except BaseException:
+            program.end()
+            raise
+
+    def _next(self, program: Program, step: int) -> Iteration:
+        for text in self.heard:
+            line = lines.parse(text)
+            if line is not None:
+                lines.check(line, step, self.steps, self.rows)
+                return line
+        raise program.gone(f"after {step} of {self.steps} iterations")
+
+    def _step(self, step: int, line: Iteration) -> Work:
+        """An iteration that was skipped changed no weights. fp16 looks for its scale so, in every engine, and counts it; in
+        another precision it is no step. A loss that is not printed is none: Megatron prints those above 0."""
+        values = {"grad_norm": math.nan if line.grad_norm is None else line.grad_norm}
+        values |= {} if line.lr is None else {"lr": line.lr}
+        self.skipped += line.skipped
+        if line.learned:
+            loss = math.nan if line.loss is None or line.nan else line.loss
+            self.watch.add(step, loss)
+            values["loss"] = loss
+        elif self.job.case.question.precision.matmul != "fp16":
+            return Work({}, values)
+        return Work(self.counts[step], values)
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        return {"stopped": self.watch.found}
+
+    def details(self) -> dict[str, Any]:
+        """What is known of the program. It says neither its types nor what its optimizer keeps."""
+        ended = self.program is not None and self.taken == self.steps and self.watch.found is None
+        return {
+            "program": checkout.about(self.checkout),
+            "exit_code": self.program.finish() if ended and self.program is not None else None,
+            "counts": "of the configuration: the program does not say which rows it drew",
+            "skipped_iterations": self.skipped,
+            "parameters": self.parameters,
+            "optimizer_states": None,
+            "dtypes": None,
+            "micro_batches": self.rows // (self.job.plan.dp * self.job.case.tune.micro_batch),
+        }
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+        one.bind((config.LOOPBACK, 0))
+        port: int = one.getsockname()[1]
+        return port
