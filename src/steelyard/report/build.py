@@ -1,7 +1,7 @@
 """Records to pages: the whole page in the seeds' order, and the short table after a run."""
 
 from steelyard.case.resolve import changed_question
-from steelyard.metrics.shipped import modified
+from steelyard.metrics.shipped import later, modified
 from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
@@ -109,6 +109,7 @@ def _summary(record: Record, say: Words) -> TableRow:
     status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
     status += [say("changed")] if changed_question(case.origins) else []
     status += [say("modified")] if modified(record) else []
+    status += [say("earlier")] if later(record) else []
     many = f" {record.plan.config} {parallel(record)}" if devices(record) > 1 else ""
     texts = (case.name, case.size, record.engine.name + many, case.division, case.precision)
     cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]

@@ -171,6 +171,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "budget.rest": ("others", "其余"),
     "changed": ("changed question", "题目有改动"),
     "modified": ("case: modified", "用例有改动"),
+    "earlier": ("case: earlier", "旧版用例"),
     "hosts": ("Hosts", "各主机"),
     "hosts.name": ("Host", "主机"),
     "hosts.ranks": ("Ranks", "进程"),
