@@ -63,13 +63,19 @@ def _before(shipped: dict[str, Any], told: dict[str, Any]) -> tuple[dict[str, An
     out = deepcopy(shipped)
     fields = []
     for place, default in LATER:
-        inner, into = told, out
-        for part in place[:-1]:
-            inner, into = (one.get(part) if isinstance(one.get(part), dict) else {} for one in (inner, into))
+        inner, into = _inside(told, place[:-1]), _inside(out, place[:-1])
         if place[-1] in into and place[-1] not in inner and into[place[-1]] != default:
             into[place[-1]] = default
             fields.append(".".join(("question", *place)))
     return out, fields
+
+
+def _inside(table: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    """The table at a place in a table; an empty one where there is none."""
+    for part in place:
+        found = table.get(part)
+        table = found if isinstance(found, dict) else {}
+    return table
 
 
 @cache

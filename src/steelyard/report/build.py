@@ -5,12 +5,12 @@ from steelyard.metrics.shipped import later, modified
 from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
+from steelyard.report import engines, scaling
 from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Table, TableRow
 from steelyard.report.results import conventions, metric_list, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, scope, shown, unit, with_unit
-from steelyard.report.scaling import section
 from steelyard.report.setting import (
     EnvironmentFacts,
     NamedEnvironment,
@@ -65,7 +65,8 @@ def _case(
     ]
     if mfu is not None:
         out += [Heading(level + 1, say("mfu")), mfu]
-    out += section(runs, level + 1, say)
+    out += engines.section(runs, level + 1, say)
+    out += scaling.section(runs, level + 1, say)
     for run in runs:
         out += details(run, names[run.number], level + 1, say)
     return out

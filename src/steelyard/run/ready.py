@@ -75,12 +75,6 @@ def ready(request: Request) -> Ready:
 
 def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
     """`elsewhere`: workers run in another Python than this one, and their agent says what that has."""
-    missing = engine.missing()
-    if missing is not None and not elsewhere:
-        raise RequestError(
-            f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
-            "then run again"
-        )
     question = case.question
     refused = engine.refusal(case.name, question.row.work, question.model.family)
     if refused is not None:
@@ -97,6 +91,12 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
     named = name_of(question.kind, question.precision.model_dump())
     if question.kind == "train" and named not in engine.trains_in:
         raise RequestError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
+    missing = engine.missing()  # last: nobody should install what cannot do the case
+    if missing is not None and not elsewhere:
+        raise RequestError(
+            f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
+            "then run again"
+        )
 
 
 def _check_degrees(engine: EngineRow, plan: Plan) -> None:
