@@ -51,8 +51,8 @@ def run_engines(requests: "list[Request]", times: int, as_json: bool) -> int:
     from rich.console import Console
 
     runs, left_out = _able(requests)
-    for one in left_out:
-        _say(one)
+    for line in dict.fromkeys(map(_line, left_out)):  # of several cases the reason may be the same
+        say(line)
     done, late = _carry_out(runs, times, Console(stderr=True, quiet=as_json))
     if not done:
         raise RequestError(_none(late))
@@ -77,15 +77,15 @@ def _carry_out(runs: "list[Ready]", times: int, console: "Console") -> "tuple[li
                 done.append(carry_out(one, console, allocation))
             except RequestError as error:
                 lost[number] = LeftOut(one.request.engine, one.case.name, str(error))
-                _say(lost[number])
+                say(_line(lost[number]))
                 continue
             if interrupted(done[-1]):
                 break
     return done, list(lost.values())
 
 
-def _say(one: LeftOut) -> None:
-    say(f"left out: {one.engine}: {one_line(one.reason)}")
+def _line(one: LeftOut) -> str:
+    return f"left out: {one.engine}: {one_line(one.reason)}"
 
 
 def _able(requests: "list[Request]") -> "tuple[list[Ready], list[LeftOut]]":
