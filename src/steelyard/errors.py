@@ -5,6 +5,10 @@ class RequestError(Exception):
     """One line: the value, what is allowed, the next step. The command ends with exit code 2 and leaves no record."""
 
 
+class EngineError(RequestError):
+    """What this engine cannot do, or does not have here; another engine may."""
+
+
 class LostError(Exception):
     """The work was done and its answer has nowhere to go: a full disk, say. The command ends with exit code 1. What is left
     of the answer, where no file could take it, is printed on stderr."""

@@ -346,7 +346,18 @@ def test_a_setting_does_not_stay_for_the_next_case() -> None:
 # Keys of other data, gates and kinds than this case has.
 OTHER_KIND = {
     f"question.data.{key}"
-    for key in ("rows", "held_out", "made.passages", "made.documents", "made.conversations", "wrong", "queries", "evaluated")
+    for key in (
+        "rows",
+        "held_out",
+        "made.passages",
+        "made.documents",
+        "made.conversations",
+        "wrong",
+        "queries",
+        "evaluated",
+        "joint",
+        "last_target",
+    )
 }
 OTHER_KIND |= {f"published.{name}" for task in tasks.table().values() for name in task.published_facts}
 OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}

@@ -1,6 +1,7 @@
 """GLM's trainers: losses and gradients of the literal implementation, in every division, precision and way of computing."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -135,11 +136,14 @@ def test_warming_up_changes_nothing() -> None:
 def test_every_precision_learns(precision: str) -> None:
     made = trainer(job(precision))
     micro = micros("open", [0, 1, 2], [3, 4])
-    losses = []
+    losses, norms = [], []
     for _ in range(12):
         losses.append(float(made.learn(micro, made.total(5))))
-        norm = made.update(3e-3)
-        assert 0 < float(norm) < 1e4
+        norms.append(float(made.update(3e-3)))
+    skipped = 1 if precision == "fp16" else 0  # the first scale of the loss is too large for fp16, and the step is left out
+    assert norms[:skipped] == [math.inf] * skipped
+    assert losses[skipped] == losses[0]
+    assert all(0 < norm < 1e4 for norm in norms[skipped:])
     assert losses[0] == pytest.approx(literal_gradients()[0], rel=0.05)
     assert losses[-1] < losses[0] / 2
     kept = {"bf16": torch.float32, "fp16": torch.float32, "bf16-pure": torch.bfloat16, "tf32": torch.float32}[precision]

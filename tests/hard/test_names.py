@@ -13,12 +13,16 @@ from fixtures.records import RESULTS, changed, published
 from steelyard import report
 from steelyard.case.precision import PRESETS, name_of
 from steelyard.case.resolve import names, resolve
-from steelyard.metrics import verify
-from steelyard.metrics.shipped import modified
+from steelyard.metrics import validity, verify
+from steelyard.metrics.shipped import later, modified
+from steelyard.metrics.table import derive
 from steelyard.record import record
+from steelyard.report.results import published as published_rows
 from steelyard.report.runs import by_case
 
 CASE = "llama2-7b-mmlu"
+# Published records that are older than a field which their shipped case has set since.
+EARLIER = {name: ["question.data.joint", "question.data.last_target"] for name in ("304a1447", "86b8f8f0", "44b1216e")}
 
 
 @pytest.mark.parametrize(
@@ -30,8 +34,8 @@ CASE = "llama2-7b-mmlu"
         (CASE, '{matmul="tf32",weights="fp32"}', "tf32"),
         (
             "llama1-7b-openwebtext",
-            '{name="bf16",matmul="fp16",weights="fp32",gradients="fp16",states="fp32"}',
-            "matmul fp16, weights fp32, gradients fp16, states fp32",
+            '{name="bf16",matmul="fp16",weights="fp32",gradients="bf16",states="fp32"}',
+            "matmul fp16, weights fp32, gradients bf16, states fp32",
         ),
     ],
 )
@@ -106,7 +110,57 @@ def test_a_case_that_is_not_the_shipped_one_says_so(change: Callable, parts: str
 
 @pytest.mark.parametrize("path", list(RESULTS.rglob("*.json")), ids=lambda path: path.stem[-8:])
 def test_published_records_are_of_the_shipped_cases(path: Path) -> None:
-    assert modified(record.read(path)) == []
+    """Or of the shipped cases of before, which is said."""
+    found = record.read(path)
+    assert modified(found) == []
+    assert later(found) == EARLIER.get(path.stem[-8:], [])
+
+
+def test_the_records_of_an_earlier_question_are_published(tmp_path: Path) -> None:
+    assert set(EARLIER) <= {path.stem[-8:] for path in RESULTS.rglob("*.json")}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_record_of_an_earlier_question_verifies_and_says_so(name: str) -> None:
+    path = next(RESULTS.rglob(f"*-{name}.json"))
+    fields = "question.data.joint, question.data.last_target"
+    assert verify.verify(path) == []
+    found = verify.read(path)
+    assert verify.remarks(path) == [
+        f"the key is {found.case.key}, of aquila2-7b-alpaca as it was before {fields}: "
+        "the shipped case has another question now"
+    ]
+    note = f"case: earlier: the shipped case aquila2-7b-alpaca has another question now: {fields} came later"
+    assert note in validity.judge(found, derive(found))[2]
+    for lang, word in (("en", "case: earlier"), ("zh", "旧版用例")):
+        assert word in report.table([found], lang).blocks[0].rows[0].cells[5].text
+    assert [*by_case([found])] == [("aquila2-7b-alpaca", found.case.size, f"case: earlier (without {fields})")]
+    assert published_rows(by_case([found]).popitem()[1]) == []  # the published runs were asked today's question
+
+
+def test_a_case_file_that_says_what_is_the_default_is_modified(tmp_path: Path) -> None:
+    """Only a record that does not know the fields is older than they are."""
+    path = published("alpaca-smoke", tmp_path)
+
+    def told(table: dict) -> None:
+        table["case"]["question"]["data"] |= {"joint": "\n", "last_target": False}
+
+    found = verify.read(changed(path, told))
+    assert found.case.key == record.read(next(RESULTS.rglob("*-44b1216e.json"))).case.key
+    assert (modified(found), later(found)) == (["question"], [])
+
+
+def test_an_earlier_question_with_something_else_is_modified(tmp_path: Path) -> None:
+    path = changed(published("alpaca-smoke", tmp_path), other_question)
+    assert (modified(verify.read(path)), later(verify.read(path))) == (["question"], [])
+
+
+def test_the_command_line_asks_the_earlier_question_again(tmp_path: Path) -> None:
+    asked = resolve(
+        "aquila2-7b-alpaca", precision="bf16-pure", settings=['question.data.joint="\\n"', "question.data.last_target=false"]
+    )
+    found = record.read(next(RESULTS.rglob("*-304a1447.json")))
+    assert asked.case.key(found.fingerprint) == found.case.key == "4c8d255b4e04c557"
 
 
 def test_a_case_file_of_ones_own_with_a_shipped_name(tmp_path: Path, shell: Shell) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from steelyard.data import counting
 from steelyard.data.rows import IGNORED, Rows
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
@@ -112,6 +113,18 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
     other = tmp_path / "no suffix"
     other.write_bytes(gzip.compress(LINES, mtime=0))
     assert data.read(other) == (SAID, "no suffix")
+
+
+def test_the_joint_stands_between_an_instruction_and_its_input_alone(tmp_path: Path) -> None:
+    """And in no conversation, which has its own in it: what FlagAI's file says is what alpaca's JSON becomes."""
+    elements, lines = tmp_path / "x.json", tmp_path / "x.jsonl"
+    elements.write_text(json.dumps(ELEMENTS))
+    joined = Conversation((("human", "Count.\n\n\nnaïve “dogs”\n"), ("assistant", "")))
+    assert data.read(elements, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
+    lines.write_bytes(LINES.replace(b"Count.\\n", b"Count.\\n\\n\\n"))
+    assert data.read(lines)[0] == data.read(lines, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
+    assert data.fingerprint(data.read(lines)[0], Words()) == data.fingerprint(data.read(elements, "\n\n\n")[0], Words())
+    assert data.fingerprint(data.read(elements)[0], Words()) != data.fingerprint(data.read(lines)[0], Words())
 
 
 def test_turns_and_an_instruction(tmp_path: Path) -> None:
@@ -292,6 +305,37 @@ def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() ->
     assert data.encode(BY_HAND, Words(), 6) == ([], 3)
 
 
+def test_a_cut_sample_may_keep_the_target_behind_the_cut() -> None:
+    """As the published program does: a row of n tokens has n targets of a sample with more than n."""
+    whole = [ONE, TWO, OPEN]
+
+    def cut(number: int, length: int, beyond: int | None) -> ConversationSample:
+        return ConversationSample(whole[number].tokens[:length], whole[number].learned[:length], beyond)
+
+    assert data.encode(BY_HAND, Words(), 18, last_target=True) == (whole, 0)
+    assert data.encode(BY_HAND, Words(), 17, last_target=True) == ([ONE, cut(1, 17, 2), OPEN], 0)  # all targets are there
+    assert data.encode(BY_HAND, Words(), 16, last_target=True) == ([ONE, cut(1, 16, 14), OPEN], 1)
+    # Behind nine tokens: the end of ONE, an answer's first token of TWO, nothing learned of OPEN.
+    assert data.encode(BY_HAND, Words(), 9, last_target=True) == ([cut(0, 9, 2), cut(1, 9, 15), cut(2, 9, None)], 2)
+    assert data.encode(BY_HAND, Words(), 6, last_target=True) == ([cut(0, 6, 16), cut(2, 6, 16)], 3)
+    assert data.encode(BY_HAND, Words(), 5, last_target=True) == ([], 3)
+    assert data.totals([cut(1, 9, 15)]) == {"samples": 1, "tokens": 9, "learned": 1, "longest": 9, "mean": 9.0}
+
+
+def test_the_row_of_a_cut_sample_by_hand() -> None:
+    no = IGNORED
+    (kept,), _ = data.encode(BY_HAND[:1], Words(), 8, last_target=True)
+    row = AlpacaRows([kept], 8, 1, 0, 0).row((0,))
+    assert row.tokens.tolist() == [1, 10, 12, 15, 14, 13, 16, 19]
+    assert row.targets.tolist() == [no] * 5 + [16, 19, 14]
+    assert (row.lens, row.real, row.samples) == ((8,), 8, 1)
+    (lost,), _ = data.encode(BY_HAND[:1], Words(), 8)
+    assert AlpacaRows([lost], 8, 1, 0, 0).row((0,)).targets.tolist() == [no] * 5 + [16, 19, no]
+    assert [counting.of_row(AlpacaRows([one], 8, 1, 0, 0).row((0,)))["logits"] for one in (lost, kept)] == [2, 3]
+    behind = AlpacaRows([kept, lost], 18, 2, 0, 0).row((0, 1))  # the target of one is no target of the other
+    assert behind.targets.tolist() == [no] * 5 + [16, 19, 14] + [no] * 5 + [16, 19, no] + [no] * 2
+
+
 def test_many_conversations_are_encoded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     made = data.make(MadeConversations(conversations=40))
     whole = data.encode(made, MadeTokenizer(512), 256)
@@ -434,6 +478,14 @@ def test_made_conversations_are_the_same_each_time_and_answered_by_what_was_aske
         assert [role for role, _ in one.turns] == ["human", "assistant"] * (len(one.turns) // 2)
         for (_, asked), (_, answer) in zip(one.turns[::2], one.turns[1::2], strict=True):
             assert set(answer.split()) <= set(re.findall(r"\w+", asked))
+
+
+def test_made_instructions_have_inputs_behind_the_joint() -> None:
+    made, joined = (data.make(MadeConversations(conversations=200), joint) for joint in ("\n", "\n\n\n"))
+    assert made == data.make(MadeConversations(conversations=200))
+    asked = [[text for one in found for role, text in one.turns if role == "human"] for found in (made, joined)]
+    assert [text.replace("\n", "\n\n\n") for text in asked[0]] == asked[1]
+    assert sum("\n\n\n" in text for text in asked[1]) > 20
 
 
 def test_made_answers_are_tokens_of_what_was_asked() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.tasks.lambada import score
 from steelyard.tasks.lambada.task import TASK
-from steelyard.tasks.task import Tally
+from steelyard.tasks.task import Differences, Tally
 
 COMMON = score.outputs(targets=[4, 8, 2, 10], last=[1, 2, 1, 3], index=[3, 5, 8, 9])
 RANK_0 = {"items": [3, 0], "nll": [20.0, 6.0], "last_nll": [1.5, 0.5], "hit": [0, 1]}
@@ -195,3 +195,16 @@ def test_answers_no_record_can_be_made_of(answers: Any, kind: type[Exception], l
         score.check(answers, COMMON)
     assert type(caught.value) is kind
     assert str(caught.value) == line
+
+
+def test_differences_are_of_last_words_and_of_losses_a_token() -> None:
+    other = {"items": [0, 1, 2], "nll": [7.0, 4.0, 4.0], "last_nll": [0.5, 1.0, 2.0], "hit": [1, 0, 0]}
+    theirs = score.merge(COMMON, "infer", [other])
+    # Of tokens 4, 8 and 2: 1 / 4, 0 and 1 / 2.
+    assert score.differences(WHOLE, theirs, "infer") == score.differences(theirs, WHOLE, "infer") == Differences(3, 2, 0.5)
+    assert score.differences(WHOLE, WHOLE, "infer") == Differences(4, 0, 0.0)
+    assert score.differences(WHOLE, theirs, "val") is None
+    assert score.differences(WHOLE, theirs.model_copy(update={"index": [0, 1, 2, 3]}), "infer") is None
+    wild = score.merge(COMMON, "infer", [score.check(other | {"nll": [nan, nan, nan]}, COMMON)])
+    assert score.differences(WHOLE, wild, "infer") == Differences(3, 2, None)
+    assert TASK.differences is score.differences

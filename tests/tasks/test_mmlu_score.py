@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from steelyard.tasks.mmlu import score
-from steelyard.tasks.task import Breakdown, Tally
+from steelyard.tasks.task import Breakdown, Differences, Tally
 
 COMMON = score.outputs(
     gold=[0, 1, 2, 3, 0, 1],
@@ -83,3 +83,13 @@ def test_agreement_is_over_what_both_answered() -> None:
     assert score.agreement(found, "infer", "val") == score.agreement(found, "val", "infer") == 4 / 5
     none = score.merge(found, "val", [])
     assert score.agreement(none, "infer", "val") is None
+
+
+def test_differences_are_of_the_letters_that_both_chose() -> None:
+    one = score.merge(COMMON, "infer", [RANK_0, RANK_1])  # ABADBB
+    other = {"items": [0, 1, 3, 4, 5], "best": [10, 11, 13, 12, 11], "choice": [0, 3, 3, 2, 1], "finite": [1] * 5}  # AD?DCB
+    theirs = score.merge(COMMON, "infer", [other])
+    assert score.differences(one, theirs, "infer") == score.differences(theirs, one, "infer") == Differences(5, 2)
+    assert score.differences(one, one, "infer") == Differences(6, 0)
+    assert score.differences(one, theirs, "val") is None
+    assert score.differences(one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer") is None  # other questions

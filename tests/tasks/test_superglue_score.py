@@ -7,7 +7,7 @@ import pytest
 from steelyard.data.cloze import Cloze
 from steelyard.tasks.superglue_record import score
 from steelyard.tasks.superglue_record.task import TASK
-from steelyard.tasks.task import Breakdown, Tally
+from steelyard.tasks.task import Breakdown, Differences, Tally
 
 
 def asked(texts: str, answers: str, right: tuple[int, ...]) -> Cloze:
@@ -258,3 +258,12 @@ def test_outputs_that_cannot_be_are_refused(table: Any, reason: str) -> None:
     with pytest.raises(ValueError) as caught:
         score.check(table, COMMON)
     assert str(caught.value) == reason
+
+
+def test_differences_are_of_the_last_evaluation_after_as_many_steps() -> None:
+    theirs = score.merge(COMMON, "train", [{"stopped": None, "evaluations": [evaluation(5, (0, 2), (1, 1), (2, 1))]}])
+    assert score.differences(WHOLE, theirs, "train") == Differences(3, 2)  # 1 and 2 got another candidate
+    later = score.merge(COMMON, "train", [{"stopped": None, "evaluations": [evaluation(6, (0, 2))]}])
+    assert score.differences(WHOLE, later, "train") is None
+    assert score.differences(WHOLE, COMMON, "train") is None
+    assert TASK.differences is score.differences

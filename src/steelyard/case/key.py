@@ -13,6 +13,8 @@ from steelyard.schema import canonical
 LATER: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("train", "evaluate_every"), None),
     (("train",), None),  # scoring has none, and had keys before there was training
+    (("data", "joint"), "\n"),  # alpaca's
+    (("data", "last_target"), False),
 )
 
 

@@ -39,6 +39,22 @@ def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
         raise RequestError(f"--set {ENGINE}{first_problem(error)}") from error
 
 
+def settings_by_engine(settings: list[str], names: list[str]) -> tuple[dict[str, EngineSettings], list[str]]:
+    """The same where several engines run: each setting names its engine, as in `engine.python=megatron:venv/bin/python`."""
+    by_name: dict[str, list[str]] = {}
+    for setting in (one for one in settings if one.startswith(ENGINE)):
+        key, _, text = setting.partition("=")
+        name, sign, value = text.partition(":")
+        if not sign or name not in names:
+            raise RequestError(
+                f"--set {setting!r}: with --engine all a setting names its engine, such as {key}=megatron:venv/bin/python; "
+                f"known: {', '.join(names)}"
+            )
+        by_name.setdefault(name, []).append(f"{key}={value}")
+    found = {name: engine_settings(own)[0] for name, own in by_name.items()}
+    return found, [one for one in settings if not one.startswith(ENGINE)]
+
+
 @dataclass(frozen=True)
 class Request:
     """What a command line says of one run."""

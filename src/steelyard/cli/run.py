@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from steelyard.run.launch import Allocation
     from steelyard.run.ready import Ready
 
+ALL = "all"  # every engine, in the place of one's name
 QUEUE_S = 10  # the wait in a queue is said so often
 
 
@@ -32,7 +33,11 @@ def run(
     ],
     size: SizeOption = None,
     engine: Annotated[
-        str, typer.Option(help="torch (ours), transformers (what users run today), megatron, or reference (GLM as published).")
+        str,
+        typer.Option(
+            help="torch (ours), transformers (what users run today), megatron, paddle, reference (GLM as published), or all: "
+            "every one that is installed and can do the case, side by side."
+        ),
     ] = "torch",
     accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
     precision: PrecisionOption = None,
@@ -118,13 +123,16 @@ def run(
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel PP2DP4 --resume records/2026….json
       steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
       steelyard run llama1-7b-openwebtext --data owt/owt --launcher slurm --nodes 2 --devices 8
+      steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/ --engine all --repeat 3
       steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4
     """
     from steelyard.case import sweep
-    from steelyard.case.request import Request, engine_settings
+    from steelyard.case.request import Request
+    from steelyard.cli.engines import check_all, chosen
     from steelyard.run import site as sites
 
-    of_engine, settings = engine_settings(settings or [])
+    check_all(engine, bool(sweeps), resume is not None)
+    engines, settings = chosen(engine, settings or [])
     axes = sweep.axes(sweeps or [], _given(settings, devices, nodes, parallel, checkpoint_every, precision, division))
     if axes and resume is not None:
         raise RequestError("--sweep and --resume: a sweep begins every run anew; leave one of the two out")
@@ -139,7 +147,7 @@ def run(
     requests = [
         Request(
             resolved=resolved,
-            engine=engine,
+            engine=engine_name,
             engine_settings=of_engine,
             accelerator=accelerator,
             launcher=launcher,
@@ -160,13 +168,18 @@ def run(
         )
         for name in cases
         for point in sweep.grid(axes)
-        for resolved, number in _at(point, name, engine, size, precision, division, settings, devices, accelerator)
+        for engine_name, of_engine in engines
+        for resolved, number in _at(point, name, engine_name, size, precision, division, settings, devices, accelerator)
     ]
     times = _at_least_one(repeat)
     if axes:
         from steelyard.cli.sweep import run_sweep
 
         return run_sweep(requests, axes, times, as_json)
+    if engine == ALL:
+        from steelyard.cli.engines import run_engines
+
+        return run_engines(requests, times, as_json)
     return _run([request for request in requests for _ in range(times)], as_json)
 
 

@@ -100,14 +100,14 @@ def _rows(group: list[Record]) -> tuple[ScalingRow, ...]:
     for record in group:
         plan = record.plan
         by_plan.setdefault((plan.world, plan.nodes, plan.tp, plan.pp, plan.dp), []).append(record)
-    plans = [_over_runs(records) for _, records in sorted(by_plan.items())]
+    plans = [over_runs(records) for _, records in sorted(by_plan.items())]
     base = max((one for one in plans if one.world == plans[0].world), key=lambda one: one.rate.value)
     return tuple(_row(one, base) for one in plans)
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """The runs of one plan as one rate."""
+class Runs:
+    """Runs as one rate."""
 
     records: tuple[Record, ...]
     rate: Estimate
@@ -118,27 +118,27 @@ class _Runs:
         return self.records[0].plan.world
 
 
-def _over_runs(records: list[Record]) -> _Runs:
+def over_runs(records: list[Record]) -> Runs:
     """The mean over runs. Of one run the interval is its own; of several it is that of their spread (Student's t)."""
     found = [one for one in map(rate, records) if one is not None]
     count = len(found)
     if count == 1:
-        return _Runs(tuple(records), found[0], None if found[0].interval is None else "steps")
+        return Runs(tuple(records), found[0], None if found[0].interval is None else "steps")
     mean = fsum(one.value for one in found) / count
     variance = fsum((one.value - mean) ** 2 for one in found) / (count - 1)
     half = stats.t_95(count - 1) * sqrt(variance / count)
-    return _Runs(tuple(records), Estimate(mean, (max(0.0, mean - half), mean + half)), "runs")
+    return Runs(tuple(records), Estimate(mean, (max(0.0, mean - half), mean + half)), "runs")
 
 
-def _row(one: _Runs, base: _Runs) -> ScalingRow:
-    speedup = Estimate(1.0) if one is base else _ratio(one.rate, base.rate)
+def _row(one: Runs, base: Runs) -> ScalingRow:
+    speedup = Estimate(1.0) if one is base else ratio(one.rate, base.rate)
     share = base.world / one.world
     ends = speedup.interval
     efficiency = Estimate(speedup.value * share, (ends[0] * share, ends[1] * share) if ends else None)
     return ScalingRow(one.records, one.rate, one.source, speedup, efficiency, one is base)
 
 
-def _ratio(top: Estimate, bottom: Estimate) -> Estimate:
+def ratio(top: Estimate, bottom: Estimate) -> Estimate:
     """A ratio of two independent rates: their relative errors add as squares, each end's with the other's opposite end."""
     value = top.value / bottom.value
     if top.interval is None or bottom.interval is None:

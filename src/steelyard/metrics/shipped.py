@@ -1,7 +1,8 @@
 """Whether a record's case is the shipped one of its name: its question, its gate, its limits and its size.
 
 A key holds the question alone. A case file of one's own may bear a shipped name and ask for less, so all that makes a run valid
-is compared.
+is compared. A record may also be older than a field of the question that the shipped case has set since: then its question is
+the shipped case's of before, which is said in words of its own.
 """
 
 from copy import deepcopy
@@ -9,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from steelyard.case import resolve
-from steelyard.case.key import key_of
+from steelyard.case.key import LATER, key_of
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
 
@@ -17,8 +18,8 @@ NAMED = ("division", "precision")  # of a question: they have names of their own
 
 
 def modified(record: Record) -> list[str]:
-    """What of the case differs from the shipped case of its name, beside what the command line changed of the question,
-    which is told on its own. Nothing, where no case of that name is shipped."""
+    """What of the case differs from the shipped case of its name, beside what the command line changed of the question and
+    what is later than the record, which are told on their own. Nothing, where no case of that name is shipped."""
     case = record.case
     if case.name not in resolve.names():
         return []
@@ -26,7 +27,7 @@ def modified(record: Record) -> list[str]:
         question, gate, max_interval = _shipped(case.name, case.size)
     except RequestError:
         return ["size"]
-    asked = _with_changes(question, case.question, case.origins)
+    asked = _before(_with_changes(question, case.question, case.origins), case.question)[0]
     told = None if case.gate is None else _given(case.gate.model_dump(mode="json"))
     differs = {
         "question": key_of(asked, record.fingerprint) != key_of(case.question, record.fingerprint),
@@ -35,6 +36,46 @@ def modified(record: Record) -> list[str]:
         "max_interval": case.max_interval != max_interval,
     }
     return [name for name, other in differs.items() if other]
+
+
+def later(record: Record) -> list[str]:
+    """The fields of the question that the shipped case has set since the record was made, where they are all that differs."""
+    case = record.case
+    if case.name not in resolve.names():
+        return []
+    try:
+        question = _shipped(case.name, case.size)[0]
+    except RequestError:
+        return []
+    asked, fields = _before(_with_changes(question, case.question, case.origins), case.question)
+    return fields if key_of(asked, record.fingerprint) == key_of(case.question, record.fingerprint) else []
+
+
+def apart(record: Record) -> list[str]:
+    """Why a record does not stand beside records of the shipped case; nothing where it does."""
+    named = (("modified (", modified(record)), ("earlier (without ", later(record)))
+    return [f"case: {what}{', '.join(parts)})" for what, parts in named if parts]
+
+
+def _before(shipped: dict[str, Any], told: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The shipped question as it was when a record's was asked, and the fields that it has set since: of those that came
+    later, the ones that the record does not have."""
+    out = deepcopy(shipped)
+    fields = []
+    for place, default in LATER:
+        inner, into = _inside(told, place[:-1]), _inside(out, place[:-1])
+        if place[-1] in into and place[-1] not in inner and into[place[-1]] != default:
+            into[place[-1]] = default
+            fields.append(".".join(("question", *place)))
+    return out, fields
+
+
+def _inside(table: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    """The table at a place in a table; an empty one where there is none."""
+    for part in place:
+        found = table.get(part)
+        table = found if isinstance(found, dict) else {}
+    return table
 
 
 @cache

@@ -319,6 +319,10 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     other = shipped.modified(record)
     if other:
         out.append((None, None, f"case: modified: not the {', '.join(other)} of the shipped case {record.case.name}"))
+    later = shipped.later(record)
+    if later:
+        text = f"case: earlier: the shipped case {record.case.name} has another question now: {', '.join(later)} came later"
+        out.append((None, None, text))
     for one in record.restarts:
         of = f"record {one.record[:8]}" if one.record else "a folder of checkpoints"
         text = f"goes on from {of}, after step {one.step} of {one.plan}: times and rates are those of the steps since"

@@ -7,7 +7,7 @@ from steelyard.case import resolve
 from steelyard.case.key import key_of
 from steelyard.case.precision import PRESETS, name_of
 from steelyard.errors import RequestError
-from steelyard.metrics import evidence, table, validity
+from steelyard.metrics import evidence, shipped, table, validity
 from steelyard.record import record
 from steelyard.record.record import Check, Reason, Record, Value
 
@@ -33,12 +33,15 @@ def remarks(path: Path) -> list[str]:
     if case.name not in resolve.names():
         return [f"no case {case.name!r} comes with this version"]
     try:
-        shipped = resolve.resolve(case.name, case.size, case.precision, case.division).case.key(found.fingerprint)
+        now = resolve.resolve(case.name, case.size, case.precision, case.division).case.key(found.fingerprint)
     except RequestError as error:
         return [f"the shipped case {case.name} has no such question: {error}"]
-    if shipped == case.key:
+    if now == case.key:
         return []
-    return [f"the key is {case.key}; that of the shipped case {case.name} with these data is {shipped}"]
+    later = ", ".join(shipped.later(found))
+    if later:
+        return [f"the key is {case.key}, of {case.name} as it was before {later}: the shipped case has another question now"]
+    return [f"the key is {case.key}; that of the shipped case {case.name} with these data is {now}"]
 
 
 def _wrong(path: Path, found: Record) -> list[str]:

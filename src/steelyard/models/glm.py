@@ -6,6 +6,7 @@ matrix of the rows [Q; K; V]. Modules have the names of GLM's own checkpoints.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from math import sqrt
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 from steelyard.models.glm_attention import ClozeLayout, attend
 from steelyard.models.shapes import GlmModel
 
-STD = 0.02  # of GLM's initialisation, for matrices and tables alike
+STD = 0.02  # of GLM's initialisation, for matrices and tables but for the two below
+OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")  # of each layer: what goes into the residual stream
 
 GlmStreams = tuple[Tensor, Tensor]
 Layer = Callable[[Tensor, Tensor, ClozeLayout, str, float], GlmStreams]
@@ -118,8 +120,11 @@ def build(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
 
 
 def fill_random(model: Glm, seed: int) -> None:
-    """Random weights as GLM begins with: normal in matrices and tables, ones and zeros in norms, zeros in biases. The values
-    of a parameter depend on the seed, its name, shape, dtype and kind of device."""
+    """Random weights as GLM begins with: normal in matrices and tables, ones and zeros in norms, zeros in biases. What a layer
+    adds to the residual stream is smaller by the root of the number of such parts, two a layer, as in GLM's own program
+    (`scaled_init_method`). The values of a parameter depend on the seed, its name, shape, dtype and kind of device, and those
+    of such a part on the number of layers."""
+    scaled = STD / sqrt(2 * model.shape.layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -127,4 +132,4 @@ def fill_random(model: Glm, seed: int) -> None:
                 continue
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            parameter.normal_(0.0, STD, generator=generator)
+            parameter.normal_(0.0, scaled if name.endswith(OUTPUTS) else STD, generator=generator)

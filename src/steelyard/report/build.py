@@ -1,16 +1,16 @@
 """Records to pages: the whole page in the seeds' order, and the short table after a run."""
 
 from steelyard.case.resolve import changed_question
-from steelyard.metrics.shipped import modified
+from steelyard.metrics.shipped import later, modified
 from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
+from steelyard.report import engines, scaling
 from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Table, TableRow
 from steelyard.report.results import conventions, metric_list, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, scope, shown, unit, with_unit
-from steelyard.report.scaling import section
 from steelyard.report.setting import (
     EnvironmentFacts,
     NamedEnvironment,
@@ -65,7 +65,8 @@ def _case(
     ]
     if mfu is not None:
         out += [Heading(level + 1, say("mfu")), mfu]
-    out += section(runs, level + 1, say)
+    out += engines.section(runs, level + 1, say)
+    out += scaling.section(runs, level + 1, say)
     for run in runs:
         out += details(run, names[run.number], level + 1, say)
     return out
@@ -109,6 +110,7 @@ def _summary(record: Record, say: Words) -> TableRow:
     status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
     status += [say("changed")] if changed_question(case.origins) else []
     status += [say("modified")] if modified(record) else []
+    status += [say("earlier")] if later(record) else []
     many = f" {record.plan.config} {parallel(record)}" if devices(record) > 1 else ""
     texts = (case.name, case.size, record.engine.name + many, case.division, case.precision)
     cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]

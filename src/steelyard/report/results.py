@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.case.resolve import changed_question
-from steelyard.metrics.shipped import modified
+from steelyard.metrics.shipped import apart
 from steelyard.metrics.spans import devices
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
@@ -46,7 +46,7 @@ class PublishedRow:
 def published(runs: list[Run]) -> list[PublishedRow]:
     """The reference rows of all runs of a case, each once."""
     # Rows answer the question of the case as it is shipped.
-    same = [run.record.case for run in runs if not changed_question(run.record.case.origins) and not modified(run.record)]
+    same = [run.record.case for run in runs if not changed_question(run.record.case.origins) and not apart(run.record)]
     rows = {row.model_dump_json(): row for case in same for row in case.reference}
     return [PublishedRow(number, row) for number, row in enumerate(rows.values(), 1)]
 

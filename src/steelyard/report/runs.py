@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from steelyard.case.resolve import changed_question
-from steelyard.metrics.shipped import modified
+from steelyard.metrics.shipped import apart
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record, Value
 from steelyard.report.document import Tone
@@ -45,12 +45,11 @@ def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
 
 
 def _name(record: Record) -> CaseName:
-    """The command line may make another question of a case, and a case file of one's own may bear a shipped name: such runs
-    stand apart, under what was changed."""
+    """The command line may make another question of a case, a case file of one's own may bear a shipped name, and a shipped
+    case may have got another question since: such runs stand apart, under what differs."""
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
-    other = modified(record)
-    return (record.case.name, record.case.size, *asked, *([f"case: modified ({', '.join(other)})"] if other else []))
+    return (record.case.name, record.case.size, *asked, *apart(record))
 
 
 def _value(question: Any, key: str) -> str:

@@ -131,6 +131,34 @@ _TABLE: dict[str, tuple[str, str]] = {
         "配置：节点数 x 每节点卡数。吞吐量：全部设备的工作量除以总时间，取各次运行的平均。扩展效率：加速比除以卡数之比。"
         "数字下方为其 95 % 区间；各次运行的误差视为相互独立。",
     ),
+    # engines
+    "engines": ("Engines", "引擎对比"),
+    "engines.engine": ("engine", "引擎"),
+    "engines.runs": ("runs", "运行次数"),
+    "engines.runs.invalid": ("{0} not valid", "{0} 次无效"),
+    "engines.other": ("other answers", "答案不同数"),
+    "engines.other.of": ("{0} of {1}", "{0} / {1}"),
+    "engines.largest": ("largest difference", "最大差异"),
+    "engines.loss": ("loss, largest difference", "损失最大差异"),
+    "engines.grad_norm": ("grad_norm, largest difference", "梯度范数最大差异"),
+    "engines.step": ("step {0}", "第 {0} 步"),
+    "engines.quality": ("{0}", "{0}"),
+    "engines.apart": ("{0}, difference", "{0} 差异"),
+    "engines.rate": ("rate", "吞吐量"),
+    "engines.ratio": ("against {0}", "相对 {0}"),
+    "engines.mfu": ("MFU", "MFU"),
+    "engines.mem": ("mem", "mem"),
+    "engines.base": ("base", "基准"),
+    "engines.without": ("No finished run: {0}.", "无完成的运行：{0}。"),
+    "engines.note": (
+        "Runs that differ in the engine alone. Differences are those from the first run of the base, the largest of all runs "
+        "and steps; those of the base itself are its other runs'. Other answers: items that were answered otherwise. Largest "
+        "difference: of the number that is kept of each item (a passage's loss per token). Rate: work of all devices over wall "
+        "time, the mean over valid runs; below a number its 95 % interval.",
+        "各运行仅引擎不同。差异均相对基准的首次运行，取所有运行与各步中的最大值；基准自身的差异来自其其余运行。答案不同数："
+        "回答不一致的题目数。最大差异：每题所保留的数值之差（每段文本的每 token 损失）。吞吐量：全部设备的工作量除以总时间，"
+        "取有效运行的平均；数字下方为其 95 % 区间。",
+    ),
     # details of a run
     "run": ("Run {0}", "运行 {0}"),
     "runs": ("Runs {0}", "运行 {0}"),
@@ -171,6 +199,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "budget.rest": ("others", "其余"),
     "changed": ("changed question", "题目有改动"),
     "modified": ("case: modified", "用例有改动"),
+    "earlier": ("case: earlier", "旧版用例"),
     "hosts": ("Hosts", "各主机"),
     "hosts.name": ("Host", "主机"),
     "hosts.ranks": ("Ranks", "进程"),

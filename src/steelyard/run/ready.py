@@ -9,7 +9,7 @@ from steelyard.case.precision import name_of
 from steelyard.case.request import Request
 from steelyard.data.corpus import IDS
 from steelyard.engines import EngineRow
-from steelyard.errors import RequestError
+from steelyard.errors import EngineError, RequestError
 from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Scope
@@ -78,28 +78,28 @@ def ready(request: Request) -> Ready:
 
 def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
     """`elsewhere`: workers run in another Python than this one, and their agent says what that has."""
-    missing = engine.missing()
-    if missing is not None and not elsewhere:
-        raise RequestError(
-            f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
-            "then run again"
-        )
     question = case.question
     refused = engine.refusal(case)
     if refused is not None:
-        raise RequestError(refused)
+        raise EngineError(refused)
     allowed = [one for one in case.divisions if one in engine.divisions]
     if question.division not in allowed:
-        raise RequestError(
+        raise EngineError(
             f"{case.name} has no division {question.division!r} with engine {engine.name}; allowed: {', '.join(allowed)}"
         )
     if question.precision.matmul not in engine.precisions:
-        raise RequestError(
+        raise EngineError(
             f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed: {', '.join(engine.precisions)}"
         )
     named = name_of(question.kind, question.precision.model_dump())
     if question.kind == "train" and named not in engine.trains_in:
-        raise RequestError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
+        raise EngineError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
+    missing = engine.missing()  # last: nobody should install what cannot do the case
+    if missing is not None and not elsewhere:
+        raise EngineError(
+            f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
+            "then run again"
+        )
 
 
 def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> None:
@@ -120,7 +120,7 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
 def _check_degrees(engine: EngineRow, plan: Plan) -> None:
     if not engine.divides(plan):
         allowed = "".join(name.upper() for name in engines.DEGREES if name in engine.degrees)
-        raise RequestError(
+        raise EngineError(
             f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed: --parallel {allowed}"
         )
 
@@ -132,7 +132,7 @@ def _check_checkpoints(request: Request, engine: EngineRow) -> None:
     given = {"--resume": request.resume, "tune.checkpoint_every": request.resolved.case.tune.checkpoint_every}
     for name, value in given.items():
         if value is not None:
-            raise RequestError(f"{name}: engine {engine.name} keeps no checkpoints, and goes on from none; leave it out")
+            raise EngineError(f"{name}: engine {engine.name} keeps no checkpoints, and goes on from none; leave it out")
 
 
 def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:

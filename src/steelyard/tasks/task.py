@@ -137,6 +137,16 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Differences:
+    """Two runs' answers to the same items: how many both answered, of how many of these the answers differ, and the largest
+    difference of a number that is kept of every item, None where none is."""
+
+    items: int
+    other: int
+    largest: float | None = None
+
+
+@dataclass(frozen=True)
 class Score:
     """A quality metric of a task: which value of `Task.score`, of which pass (None: the headline one), and what it means."""
 
@@ -178,6 +188,7 @@ class Task:
     quality: str  # the metric that stands for quality where a case has no gate
     passes: tuple[str, ...]  # of a run that names none
     agreement: Callable[[Any, str, str], float | None] | None = None  # of two passes
+    differences: Callable[[Any, Any, str], Differences | None] | None = None  # of two runs' outputs, in a pass
     breakdowns: Callable[[Any], list[Breakdown]] = lambda outputs: []
     stopped: Callable[[Any], Stopped | None] = lambda outputs: None
     held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None  # None: the pass has no such loss

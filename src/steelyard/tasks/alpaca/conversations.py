@@ -2,9 +2,10 @@
 
 Two forms are read, told apart by their first letter and perhaps gzipped: alpaca's JSON (a list of objects with
 `instruction`, `input` and `output`) and JSON lines of FlagAI's Aquila (objects with `conversations`, a list of turns with
-`from` and `value`, and perhaps `instruction`). Of an alpaca object the human says the instruction and, on a line of its
-own, the input where there is one. The converter that made FlagAI's `alpaca_data_train.jsonl` is not public, so that this
-joint is the package's own choice. An answer may be empty: alpaca's data has some.
+`from` and `value`, and perhaps `instruction`). Of an alpaca object the human says the instruction and, where there is one,
+the input; what stands between the two is the case's `joint`. The converter that made FlagAI's `alpaca_data_train.jsonl`, the
+file of the published runs, is not public; three line feeds stand there in that file. A line of conversations has its joint in
+it, so that the field changes nothing of it. An answer may be empty: alpaca's data has some.
 """
 
 import random
@@ -18,10 +19,11 @@ from typing import Any, Literal
 from steelyard import files
 from steelyard.data import jsonl
 from steelyard.errors import RequestError
-from steelyard.tasks.alpaca.fields import MadeConversations
+from steelyard.tasks.alpaca.fields import ConversationData, MadeConversations
 
 MAX_FILE_BYTES = 1 << 30
 MAX_GZIP_BYTES = 256 << 20
+JOINT: str = ConversationData.model_fields["joint"].default
 
 Role = Literal["human", "assistant"]
 
@@ -41,13 +43,13 @@ class Conversation:
     instruction: str = ""
 
 
-def read(source: Path) -> tuple[list[Conversation], str]:
+def read(source: Path, joint: str = JOINT) -> tuple[list[Conversation], str]:
     """All conversations in the order of the file, and the file's name."""
     path = _file(source)
     content = _content(path)
     first = content.lstrip(b" \t\r\n")[:1]
     if first == b"[":
-        return [_alpaca(found, where) for found, where in _elements(content, path)], path.name
+        return [_alpaca(found, where, joint) for found, where in _elements(content, path)], path.name
     if first == b"{":
         return [_conversation(line) for line in jsonl.parse(jsonl.split(content), path, _LINE)], path.name
     begins = f"begins with {first!r}" if first else "is empty"
@@ -113,14 +115,14 @@ def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
         raise RequestError(f"{path}: {shown(sign if sign != ']' else text[at:])} behind {behind}; the file is one JSON list")
 
 
-def _alpaca(found: Any, where: str) -> Conversation:
+def _alpaca(found: Any, where: str, joint: str) -> Conversation:
     if not isinstance(found, dict):
         raise RequestError(f"{where} is {shown(found)}; {_ALPACA}")
     for key in ("instruction", "output"):
         if key not in found:
             raise RequestError(f"{where} has no {key}; {_ALPACA}")
     asked, more, answer = (_text(found.get(key, ""), key, where) for key in ("instruction", "input", "output"))
-    return Conversation((("human", f"{asked}\n{more}" if more else asked), ("assistant", answer)))
+    return Conversation((("human", f"{asked}{joint}{more}" if more else asked), ("assistant", answer)))
 
 
 def _conversation(line: jsonl.Line) -> Conversation:
@@ -158,21 +160,21 @@ _WORDS = (
 )
 
 
-def make(made: MadeConversations) -> list[Conversation]:
-    """No two alike: words to say again, one or two times to a conversation."""
+def make(made: MadeConversations, joint: str = JOINT) -> list[Conversation]:
+    """No two alike: words to say again, one or two times to a conversation. Some are an instruction and its input."""
     rng = random.Random(f"alpaca:{made.seed}")
     out: dict[Conversation, None] = {}
     while len(out) < made.conversations:
-        out[Conversation(tuple(turn for _ in range(rng.choice((1, 1, 1, 2))) for turn in _made_turns(rng)))] = None
+        out[Conversation(tuple(turn for _ in range(rng.choice((1, 1, 1, 2))) for turn in _made_turns(rng, joint)))] = None
     return list(out)
 
 
-def _made_turns(rng: random.Random) -> tuple[tuple[Role, str], tuple[Role, str]]:
+def _made_turns(rng: random.Random, joint: str) -> tuple[tuple[Role, str], tuple[Role, str]]:
     one, two, three = rng.sample(_WORDS, 3)
     asked, answer = rng.choice(
         (
             (f"Repeat the word {one}.", one),
-            (f"Repeat the words.\n {one} {two} {three}", f"{one} {two} {three}"),
+            (f"Repeat the words.{joint} {one} {two} {three}", f"{one} {two} {three}"),
             (f"Which word is the first: {one}, {two} or {three}?", one),
             (f"Which word is the last: {one}, {two} or {three}?", three),
             (f"Say {one} and {two} the other way round.", f"{two} and {one}"),

@@ -9,6 +9,9 @@ the tokens are the reference's to the unit, and the border between what is learn
 
 Learned are the assistant's lines behind their colon, and the end where the assistant spoke last. The reference also learns
 the header, the instruction, the assistant's tags, and the end after a human's last word; here nothing but answers counts.
+
+A sample that is longer than a row is cut. The reference keeps one token more than a row has, so that the last token of the row
+still has its target (`maxlen + 1` in `convo_dataset.py`); a case says with `last_target` whether ours does.
 """
 
 import hashlib
@@ -41,6 +44,7 @@ class ConversationSample:
 
     tokens: tuple[int, ...]
     learned: tuple[bool, ...]  # of each token, whether it is a target
+    beyond: int | None = None  # the token behind a cut, where it is learned: the target of the last token, and in no row
 
 
 @dataclass(frozen=True)
@@ -52,19 +56,27 @@ class _Frame:
     end: int
 
 
-def encode(conversations: list[Conversation], tokenizer: Tokenizer, length: int) -> tuple[list[ConversationSample], int]:
+def encode(
+    conversations: list[Conversation], tokenizer: Tokenizer, length: int, last_target: bool = False
+) -> tuple[list[ConversationSample], int]:
     """The samples, each cut to `length` at its end, and how many were shortened: cut, or left out because nothing learned was
-    left. These last are the ones by which the samples are fewer than the conversations."""
+    left. These last are the ones by which the samples are fewer than the conversations. With `last_target` the token behind
+    the cut is kept as a target, so that one token beyond `length` shortens nothing."""
     frame = _frame(tokenizer)
     samples, shortened = [], 0
     for start in range(0, len(conversations), _AT_ONCE):
         for whole in _whole(conversations[start : start + _AT_ONCE], tokenizer, frame):
-            sample = ConversationSample(whole.tokens[:length], whole.learned[:length])
-            keeps = any(sample.learned)
-            shortened += not keeps or len(whole.tokens) > length
+            sample = _cut(whole, length, last_target)
+            keeps = any(sample.learned) or sample.beyond is not None
+            shortened += not keeps or len(whole.tokens) > length + last_target
             if keeps:
                 samples.append(sample)
     return samples, shortened
+
+
+def _cut(whole: ConversationSample, length: int, last_target: bool) -> ConversationSample:
+    learned = last_target and any(whole.learned[length : length + 1])
+    return ConversationSample(whole.tokens[:length], whole.learned[:length], whole.tokens[length] if learned else None)
 
 
 def _frame(tokenizer: Tokenizer) -> _Frame:
@@ -120,7 +132,7 @@ def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
     return {
         "samples": len(sizes),
         "tokens": sum(sizes),
-        "learned": sum(sum(one.learned) for one in samples),
+        "learned": sum(sum(one.learned) + (one.beyond is not None) for one in samples),
         "longest": max(sizes, default=0),
         "mean": sum(sizes) / max(1, len(sizes)),
     }
@@ -179,6 +191,7 @@ class AlpacaRows:
             ids, stop = np.array(one.tokens, dtype=np.int64), start + len(one.tokens)
             tokens[start:stop] = ids
             targets[start : stop - 1] = np.where(one.learned[1:], ids[1:], IGNORED)
+            targets[stop - 1] = IGNORED if one.beyond is None else one.beyond
             start = stop
         padding = self._length - real
         return Row(tokens, targets, (*lens, padding) if padding else tuple(lens), real, len(samples))

@@ -11,13 +11,13 @@ from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_
 def prepare(asked: Asked) -> Prepared:
     fields: ConversationData = asked.data
     if asked.sources.data is not None:
-        conversations, label = read(asked.sources.data)
+        conversations, label = read(asked.sources.data, fields.joint)
     elif fields.made is not None:
-        conversations, label = make(fields.made), "made"
+        conversations, label = make(fields.made, fields.joint), "made"
     else:
         raise RequestError("this size needs alpaca's JSON or conversations as jsonl: name the file with --data")
     tokenizer = asked.tokenizer()
-    samples, shortened = data.encode(conversations, tokenizer, asked.length)
+    samples, shortened = data.encode(conversations, tokenizer, asked.length, fields.last_target)
     rows = data.AlpacaRows(samples, asked.length, asked.step_batch(), asked.seed, fields.held_out, asked.pack)
     fingerprint = data.fingerprint(conversations, tokenizer)
     counts = {f"sample_{key}": value for key, value in data.totals(samples).items()}

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from steelyard.schema import Frozen
-from steelyard.tasks.task import Many, Tally
+from steelyard.tasks.task import Differences, Many, Tally
 
 ANSWERS = ("items", "nll", "last_nll", "hit")  # an engine's answers: four lists of one length
 LEAST = -1e-3  # a sum of log-probabilities can be above 0 by its rounding, and by no more
@@ -133,6 +133,17 @@ def agreement(outputs: LambadaOutputs, one: str, other: str) -> float | None:
     both = zip(outputs.passes[one].hits, outputs.passes[other].hits, strict=True)
     pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
+
+
+def differences(one: LambadaOutputs, other: LambadaOutputs, name: str) -> Differences | None:
+    """Whether the last words were right in two runs, and the losses per token of the passages."""
+    if name not in one.passes or name not in other.passes or one.index != other.index:
+        return None
+    ours, theirs = one.passes[name], other.passes[name]
+    both = [i for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True)) if UNANSWERED not in pair]
+    losses = [(ours.nll[i], theirs.nll[i], one.targets[i]) for i in both]
+    apart = [abs(b - a) / count for a, b, count in losses if a is not None and b is not None]
+    return Differences(len(both), sum(ours.hits[i] != theirs.hits[i] for i in both), max(apart, default=None))
 
 
 def tally(outputs: LambadaOutputs, name: str) -> Tally | None:

@@ -75,5 +75,6 @@ TASK = Task(
     quality="acc",
     passes=("val", "infer"),
     agreement=score.agreement,
+    differences=score.differences,
     padded_rates=True,
 )

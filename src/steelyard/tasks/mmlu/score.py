@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from steelyard.schema import Frozen
-from steelyard.tasks.task import Breakdown, Tally
+from steelyard.tasks.task import Breakdown, Differences, Tally
 
 LETTERS = "ABCD"
 ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
@@ -112,6 +112,15 @@ def agreement(outputs: MmluOutputs, one: str, other: str) -> float | None:
     both = zip(outputs.passes[one].choices, outputs.passes[other].choices, strict=True)
     pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
+
+
+def differences(one: MmluOutputs, other: MmluOutputs, name: str) -> Differences | None:
+    """The letters that two runs chose."""
+    if name not in one.passes or name not in other.passes or one.index != other.index:
+        return None
+    both = zip(one.passes[name].choices, other.passes[name].choices, strict=True)
+    pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
+    return Differences(len(pairs), sum(a != b for a, b in pairs))
 
 
 def tally(outputs: MmluOutputs, name: str) -> Tally | None:

@@ -43,5 +43,6 @@ TASK = Task(
     quality="acc",
     passes=("val", "infer"),
     agreement=score.agreement,
+    differences=score.differences,
     breakdowns=score.breakdowns,
 )

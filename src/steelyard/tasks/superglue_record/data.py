@@ -34,7 +34,8 @@ def training(queries: list[Query], tokenizer: WordPieces, positions: int, wrong:
 
     The answer is the first candidate; the wrong ones are the entities that are none of the query's answers, sorted. Of more
     than `wrong` the first are taken after a shuffle, and stay in its order. One generator draws for the whole set, as in GLM's
-    processor, whose entities are in no order of their own, so that its draws cannot be had again."""
+    processor, which sorts its entities too: its draws are these. Its answers are a set, in no order of their own, so that
+    which of a query's several answers has which draw is open there."""
     rng = random.Random(SHUFFLE_SEED)
     choices = []
     for query in queries:

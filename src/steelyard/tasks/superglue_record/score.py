@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from steelyard.schema import Frozen
 from steelyard.tasks.held_out import first_stop
-from steelyard.tasks.task import Breakdown, Stopped, Tally
+from steelyard.tasks.task import Breakdown, Differences, Stopped, Tally
 
 if TYPE_CHECKING:
     from steelyard.data.cloze import Cloze
@@ -181,6 +181,16 @@ def _accuracy(outputs: RecordOutputs, evaluation: RecordEvaluation) -> float:
 def _last(outputs: RecordOutputs, name: str) -> RecordEvaluation | None:
     found = outputs.passes.get(name)
     return found.evaluations[-1] if found is not None and found.evaluations else None
+
+
+def differences(one: RecordOutputs, other: RecordOutputs, name: str) -> Differences | None:
+    """The candidates that two runs chose in a pass's last evaluation, where that is after as many steps."""
+    ours, theirs = _last(one, name), _last(other, name)
+    if ours is None or theirs is None or ours.step != theirs.step:
+        return None
+    chosen = dict(theirs.choices)
+    both = [(choice, chosen[item]) for item, choice in ours.choices if item in chosen]
+    return Differences(len(both), sum(a != b for a, b in both))
 
 
 def tally(outputs: RecordOutputs, name: str) -> Tally | None:

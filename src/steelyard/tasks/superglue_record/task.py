@@ -58,6 +58,7 @@ TASK = Task(
     scores=SCORES,
     quality="acc",
     passes=("before", "train"),  # what stops at a target has just been evaluated when it ends
+    differences=score.differences,
     breakdowns=score.breakdowns,
     stopped=score.stopped,
     rates_in_samples=True,

@@ -1,0 +1,153 @@
+"""Runs of all engines: those that can do the case, one after the other with everything else equal, then side by side."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from steelyard.cli.out import dump, one_line, say, tell
+from steelyard.cli.run import ALL, carry_out, hosts, interrupted
+from steelyard.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from steelyard.case.request import EngineSettings, Request
+    from steelyard.metrics.engines import Answers, Engines
+    from steelyard.record.record import Record
+    from steelyard.run.ready import Ready
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An engine that does not take part, and why."""
+
+    engine: str
+    case: str
+    reason: str
+
+
+def check_all(engine: str, sweeps: bool, resumes: bool) -> None:
+    if engine == ALL and sweeps:
+        raise RequestError("--engine all and --sweep: a sweep is of one engine; name it, or leave --sweep out")
+    if engine == ALL and resumes:
+        raise RequestError("--engine all and --resume: a checkpoint is of one engine; name it, or leave --resume out")
+
+
+def chosen(engine: str, settings: list[str]) -> "tuple[list[tuple[str, EngineSettings]], list[str]]":
+    """The engines of a command line, each with where it lives, and the settings that are not about engines."""
+    from steelyard import engines
+    from steelyard.case.request import EngineSettings, engine_settings, settings_by_engine
+
+    if engine != ALL:
+        of_engine, others = engine_settings(settings)
+        return [(engine, of_engine)], others
+    names = [*engines.table()]
+    by_name, others = settings_by_engine(settings, names)
+    return [(name, by_name.get(name, EngineSettings())) for name in names], others
+
+
+def run_engines(requests: "list[Request]", times: int, as_json: bool) -> int:
+    """Every engine once, then every engine again, `times` times: what changes on the machine meanwhile meets all alike. Exit
+    code 0 where all runs are valid; an engine that cannot do the case is no error while one can."""
+    from rich.console import Console
+
+    runs, left_out = _able(requests)
+    for line in dict.fromkeys(map(_line, left_out)):  # of several cases the reason may be the same
+        say(line)
+    done, late = _carry_out(runs, times, Console(stderr=True, quiet=as_json))
+    if not done:
+        raise RequestError(_none(late))
+    if as_json:
+        _dump(done, [*left_out, *late])
+    else:
+        _print(done)
+    whole = len(done) == times * (len(runs) - len(late))
+    return 0 if whole and all(made.status == "valid" for made in done) else 1
+
+
+def _carry_out(runs: "list[Ready]", times: int, console: "Console") -> "tuple[list[Record], list[LeftOut]]":
+    """The records, and the engines that only their hosts or workers found unable, which are not asked again: weights in a
+    layout that one does not read, say, or another Python that lacks a module."""
+    done: list[Record] = []
+    lost: dict[int, LeftOut] = {}
+    with hosts(runs) as allocation:
+        for number, one in [numbered for _ in range(times) for numbered in enumerate(runs)]:
+            if number in lost:
+                continue
+            try:
+                done.append(carry_out(one, console, allocation))
+            except RequestError as error:
+                lost[number] = LeftOut(one.request.engine, one.case.name, str(error))
+                say(_line(lost[number]))
+                continue
+            if interrupted(done[-1]):
+                break
+    return done, list(lost.values())
+
+
+def _line(one: LeftOut) -> str:
+    return f"left out: {one.engine}: {one_line(one.reason)}"
+
+
+def _able(requests: "list[Request]") -> "tuple[list[Ready], list[LeftOut]]":
+    """The runs that can start, and why others cannot. What no engine can is a wrong request, and so is what is wrong whatever
+    the engine."""
+    from steelyard.run.ready import ready
+
+    runs: list[Ready] = []
+    left_out: list[LeftOut] = []
+    for request in requests:
+        try:
+            runs.append(ready(request))
+        except EngineError as error:
+            left_out.append(LeftOut(request.engine, request.resolved.case.name, str(error)))
+    lost = [one for one in left_out if one.case not in {run.case.name for run in runs}]
+    if lost or not runs:
+        raise RequestError(_none(lost))
+    return runs, left_out
+
+
+def _none(lost: list[LeftOut]) -> str:
+    """What is wrong where no engine is left for a case."""
+    if not lost:
+        return "--engine all: no engine runs any of the cases; see steelyard list"
+    ours = [one for one in lost if one.case == lost[0].case]
+    return f"{ours[0].case}: no engine can do it: " + "; ".join(f"{one.engine}: {one.reason}" for one in ours)
+
+
+def _print(done: "list[Record]") -> None:
+    from steelyard import report
+    from steelyard.metrics import engines
+
+    page = report.engines(done)
+    compared = [record for group in engines.groups(done) for record in group.records]
+    if page is None or len(compared) < len(done):
+        tell(report.text(report.table(done)))
+    if page is not None:
+        tell(report.text(page))
+    else:
+        say("no table of engines: it takes finished runs of two engines")
+
+
+def _dump(done: "list[Record]", left_out: list[LeftOut]) -> None:
+    from steelyard.metrics import engines
+    from steelyard.record import record
+
+    told = [_group(group) for group in engines.groups(done)]
+    lost = [asdict(one) for one in left_out]
+    dump({"records": [record.to_table(made) for made in done], "engines": {"left_out": lost, "groups": told}}, tell)
+
+
+def _group(group: "Engines") -> dict[str, Any]:
+    case, rows = group.records[0].case, []
+    for row in group.rows:
+        named: dict[str, Any] = {"engine": row.name, "base": row.base, "answers": _answers(row.answers)}
+        for name, one in (("rate", row.rate), ("ratio", row.ratio)):
+            named |= {name: None if one is None else one.value, f"{name}_interval": None if one is None else one.interval}
+        numbers = {"interval_from": row.source, "mfu": row.mfu, "mem": row.mem, "quality": row.quality, "valid": row.valid}
+        rows.append(named | numbers | {"records": [one.id for one in row.records]})
+    asked = {"case": case.name, "key": case.key, "division": case.division, "precision": case.precision}
+    return asked | {"unit": group.unit, "quality": group.metric, "without": list(group.without), "rows": rows}
+
+
+def _answers(answers: "Answers | None") -> dict[str, Any] | None:
+    return None if answers is None else asdict(answers)

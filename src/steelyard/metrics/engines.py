@@ -1,0 +1,224 @@
+"""Engines side by side: the records of one question that differ in their engine alone, differences of the answers first.
+
+The base is engine `torch`, else the engine of the first record. Answers are those of every run that finished; rates are those
+of valid runs, for a run that is not valid has no rate to compare.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import fsum
+from typing import TypeVar
+
+from steelyard.metrics import rates, scaling, spans, training
+from steelyard.metrics.scaling import Estimate, Source
+from steelyard.record.record import Record
+from steelyard.schema import canonical
+from steelyard.tasks.task import Differences
+
+T = TypeVar("T")
+
+BASE = "torch"
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The largest difference of a value over the steps that two runs have in common, and its step, counted from 0."""
+
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How far an engine's answers are from those of the base's first run: of several runs, the farthest. None is unknown, or
+    nothing that this kind of case has."""
+
+    chosen: Differences | None  # items that got another answer
+    loss: Apart | None  # of training's steps
+    grad_norm: Apart | None
+    quality: float | None
+
+
+@dataclass(frozen=True)
+class EngineRuns:
+    """The finished runs of one engine. `answers` are None of a base that ran once: there is nothing to compare it with. Of one
+    that ran more often they are those of its other runs, and say how far apart runs of the same engine are."""
+
+    name: str
+    records: tuple[Record, ...]
+    base: bool
+    answers: Answers | None
+    quality: float | None  # the mean over runs
+    rate: Estimate | None  # of all devices together, over valid runs
+    source: Source | None  # of the interval of `rate`
+    ratio: Estimate | None  # to the base's rate
+    mfu: float | None  # the mean over valid runs
+    mem: float | None  # GiB, the highest of all runs
+
+    @property
+    def valid(self) -> int:
+        return sum(record.status == "valid" for record in self.records)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Two engines or more; `without` are those that were asked the same and have no finished run. `metric` is the quality that
+    is set side by side: the case's, else the loss of the last steps, where no pass looked at held-out data."""
+
+    metric: str
+    rows: tuple[EngineRuns, ...]
+    without: tuple[str, ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return tuple(record for row in self.rows for record in row.records)
+
+    @property
+    def base(self) -> EngineRuns:
+        return self.rows[0]
+
+    @property
+    def unit(self) -> str:
+        return rates.work_unit(self.records[0])
+
+
+def groups(records: Iterable[Record]) -> list[Engines]:
+    """The groups of finished records that can be compared and have at least two engines."""
+    every = list(records)
+    alike: dict[str, list[Record]] = {}
+    for record in every:
+        if record.status != "failed":
+            alike.setdefault(_alike(record), []).append(record)
+    out = []
+    for group in alike.values():
+        names = {record.engine.name for record in group}
+        if len(names) > 1:
+            lost = [one.engine.name for one in every if one.status == "failed" and _asked(one) == _asked(group[0])]
+            metric = _quality(group)
+            without = tuple(name for name in dict.fromkeys(lost) if name not in names)
+            out.append(Engines(metric, _rows(group, metric), without))
+    return out
+
+
+def _asked(record: Record) -> str:
+    """What a run was asked, less the engine; a failed one's key may lack its data."""
+    case, plan, scope = record.case, record.plan, record.scope
+    tune = record.tune.model_dump(mode="json", exclude={"parallel"})
+    degrees = [plan.nodes, plan.devices, plan.tp, plan.pp, plan.dp]
+    return canonical([case.name, case.size, case.division, case.precision, *scope.model_dump().values(), degrees, tune])
+
+
+def _alike(record: Record) -> str:
+    """What records of one group have in common: also the data that were read, the weights they began with, and the devices."""
+    weights = record.weights.model_dump(mode="json")
+    begun = [weights.get(name) for name in ("source", "seed", "header_sha256")]
+    return canonical([_asked(record), record.case.key, spans.headline(record), begun, scaling.kinds(record)])
+
+
+def _quality(group: list[Record]) -> str:
+    metric = group[0].quality.metric
+    known = any(_metric(record, metric) is not None for record in group)
+    return metric if known or group[0].task.kind != "train" else "loss"
+
+
+def _rows(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
+    """The base first, the others in the order in which they came."""
+    by_name: dict[str, list[Record]] = {}
+    for record in group:
+        by_name.setdefault(record.engine.name, []).append(record)
+    names = sorted(by_name, key=lambda name: name != BASE)
+    base = by_name[names[0]]
+    rate = _rate(base)
+    return tuple(_row(name, by_name[name], base, rate, metric) for name in names)
+
+
+def _row(name: str, records: list[Record], base: list[Record], base_rate: scaling.Runs | None, metric: str) -> EngineRuns:
+    own = records is base
+    rate = _rate(records)
+    ratio = None
+    if rate is not None and base_rate is not None:
+        ratio = Estimate(1.0) if own else scaling.ratio(rate.rate, base_rate.rate)
+    others = records[1:] if own else records
+    return EngineRuns(
+        name=name,
+        records=tuple(records),
+        base=own,
+        answers=_farthest([_answers(base[0], record, metric) for record in others]) if others else None,
+        quality=_mean([_metric(record, metric) for record in records]),
+        rate=None if rate is None else rate.rate,
+        source=None if rate is None else rate.source,
+        ratio=ratio,
+        mfu=_mean([_metric(record, "mfu") for record in records if record.status == "valid"]),
+        mem=max((value for value in (_metric(record, "mem") for record in records) if value is not None), default=None),
+    )
+
+
+def _rate(records: list[Record]) -> scaling.Runs | None:
+    known = [record for record in records if record.status == "valid" and scaling.rate(record) is not None]
+    return scaling.over_runs(known) if known else None
+
+
+def _metric(record: Record, name: str) -> float | None:
+    found = record.metrics.get(name)
+    return None if found is None else found.value
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fsum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _answers(base: Record, record: Record, metric: str) -> Answers:
+    trains = base.task.kind == "train"
+    one, other = _metric(base, metric), _metric(record, metric)
+    return Answers(
+        chosen=_chosen(base, record),
+        loss=_steps(base, record, "loss") if trains else None,
+        grad_norm=_steps(base, record, "grad_norm") if trains else None,
+        quality=None if one is None or other is None else abs(other - one),
+    )
+
+
+def _chosen(base: Record, record: Record) -> Differences | None:
+    differences, name = base.task.differences, spans.headline(base)
+    ours, theirs = base.answers, record.answers
+    if differences is None or name is None or ours is None or theirs is None:
+        return None
+    found: Differences | None = differences(ours, theirs, name)
+    return found
+
+
+def _steps(base: Record, record: Record, name: str) -> Apart | None:
+    """None where a step's value is not known in both, which is no small difference. Of a run that goes on from another only
+    the losses are known from the first step on."""
+    if name != "loss" and (base.restarts or record.restarts):
+        return None
+    apart = []
+    for step, (a, b) in enumerate(zip(training.values(base, name), training.values(record, name), strict=False)):
+        if a is None or b is None:
+            return None
+        apart.append(Apart(abs(b - a), step))
+    return max(apart, key=lambda one: one.value, default=None)
+
+
+def _farthest(every: list[Answers]) -> Answers:
+    """Of several runs the largest of each difference; unknown where one of them is."""
+    return Answers(
+        chosen=_worst([one.chosen for one in every]),
+        loss=_largest([one.loss for one in every], lambda one: one.value),
+        grad_norm=_largest([one.grad_norm for one in every], lambda one: one.value),
+        quality=_largest([one.quality for one in every], lambda one: one),
+    )
+
+
+def _worst(every: list[Differences | None]) -> Differences | None:
+    most = _largest(every, lambda one: one.other)
+    if most is None:
+        return None
+    largest = _largest([None if one is None else one.largest for one in every], lambda one: one)
+    return Differences(most.items, most.other, largest)
+
+
+def _largest(every: list[T | None], of: Callable[[T], float]) -> T | None:
+    known = [one for one in every if one is not None]
+    return max(known, key=of) if len(known) == len(every) else None

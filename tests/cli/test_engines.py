@@ -1,0 +1,221 @@
+"""All engines on one question, as a user meets them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.commands import CASE, SMOKE, Shell
+from fixtures.engines import scored
+from steelyard import engines
+from steelyard.case.request import EngineSettings, Request
+from steelyard.case.resolve import resolve
+from steelyard.cli import engines as verb
+from steelyard.errors import RequestError
+
+INSTALLED = ("torch", "transformers", "reference")
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed here."""
+    monkeypatch.setattr(engines, "_installed", lambda module: not module.startswith(("megatron", "paddle")))
+
+
+def asked(
+    *changes: str, case: str = CASE, division: str | None = None, devices: int = 1, precision: str | None = None
+) -> list[Request]:
+    resolved = resolve(case, "smoke", precision, division, list(changes))
+    every = verb.chosen("all", [])[0]
+    return [Request(resolved, engine=name, accelerator="cpu", devices=devices, out=Path("records")) for name, _ in every]
+
+
+@pytest.mark.parametrize(
+    ("requests", "able", "reasons"),
+    [
+        (
+            asked(),
+            ["torch", "transformers"],
+            {
+                "reference": f"engine 'reference' does not run {CASE}; allowed: torch, transformers, megatron",
+                "megatron": "megatron.core is not installed, and engine megatron needs it; pip install 'steelyard[megatron]', "
+                "then run again",
+                "paddle": f"engine 'paddle' does not run {CASE}; allowed: torch, transformers, megatron",
+            },
+        ),
+        (
+            asked(division="open"),
+            ["torch"],
+            {
+                "transformers": f"{CASE} has no division 'open' with engine transformers; allowed: closed",
+                "reference": f"engine 'reference' does not run {CASE}; allowed: torch, transformers, megatron",
+                "megatron": f"{CASE} has no division 'open' with engine megatron; allowed: closed",
+                "paddle": f"engine 'paddle' does not run {CASE}; allowed: torch, transformers, megatron",
+            },
+        ),
+    ],
+    ids=["closed", "open"],
+)
+def test_those_that_cannot_are_named_with_the_reason(requests: list[Request], able: list[str], reasons: dict[str, str]) -> None:
+    runs, left_out = verb._able(requests)
+    assert [one.engine.name for one in runs] == able
+    assert {one.engine: one.reason for one in left_out} == reasons
+    assert {one.case for one in left_out} == {CASE}
+
+
+def test_a_plan_that_an_engine_cannot_divide_leaves_it_out() -> None:
+    runs, left_out = verb._able(asked("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2))
+    assert [one.engine.name for one in runs] == ["torch"]
+    assert left_out[0].engine == "transformers"
+    assert left_out[0].reason.startswith("engine transformers holds a whole model on each device; asked: TP2")
+
+
+def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
+    runs, left_out = verb._able(asked(case="llama1-7b-openwebtext", precision="bf16-pure"))
+    assert [one.engine.name for one in runs] == ["torch", "transformers"]
+    assert left_out[-1].reason == "engine paddle does not train in bf16-pure; allowed: fp32, tf32, fp16-o2, bf16-o2"
+
+
+def test_what_no_engine_can_is_a_wrong_request() -> None:
+    with pytest.raises(RequestError) as caught:
+        verb._able([request for request in asked(division="open") if request.engine in ("transformers", "paddle")])
+    assert str(caught.value) == (
+        f"{CASE}: no engine can do it: transformers: {CASE} has no division 'open' with engine transformers; allowed: closed; "
+        f"paddle: engine 'paddle' does not run {CASE}; allowed: torch, transformers, megatron"
+    )
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
+    """Where runs are only told of."""
+    names: list[str] = []
+
+    def carry_out(one: Any, console: Any, allocation: Any) -> Any:
+        names.append(one.request.engine)
+        return scored(one.request.engine, answers[one.request.engine], id=f"{len(names):032x}")
+
+    monkeypatch.setattr(verb, "carry_out", carry_out)
+    return names
+
+
+def test_repeated_engines_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
+    assert verb.run_engines(asked(), 3, as_json=False) == 0
+    assert names == ["torch", "transformers"] * 3
+    told = capsys.readouterr()
+    assert [line.split(":")[:2] for line in told.err.splitlines()] == [
+        ["left out", f" {name}"] for name in ("reference", "megatron", "paddle")
+    ]
+    assert told.out.startswith("Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200\n")
+    assert "1 of 8" in told.out
+
+
+def test_json_has_the_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
+    assert verb.run_engines(asked(), 1, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["id"] for one in told["records"]] == [f"{n:032x}" for n in (1, 2)]
+    assert [one["engine"] for one in told["engines"]["left_out"]] == ["reference", "megatron", "paddle"]
+    numbers = {"rate": 100.0, "rate_interval": None, "ratio": 1.0, "ratio_interval": None, "interval_from": None}
+    numbers |= {"mfu": 0.25, "mem": 10.0, "quality": 0.5, "valid": 1}
+    apart = {"chosen": {"items": 8, "other": 1, "largest": None}, "loss": None, "grad_norm": None, "quality": 0.0}
+    assert told["engines"]["groups"] == [
+        {"case": CASE, "key": "4be1c0ffee123456", "division": "closed", "precision": "bf16", "unit": "tokens/s"}
+        | {"quality": "acc", "without": []}
+        | {
+            "rows": [
+                {"engine": "torch", "base": True, "answers": None, **numbers, "records": [f"{1:032x}"]},
+                {"engine": "transformers", "base": False, "answers": apart, **numbers, "records": [f"{2:032x}"]},
+            ]
+        }
+    ]
+
+
+def test_an_interrupted_run_is_the_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 8})
+    monkeypatch.setattr(verb, "interrupted", lambda made: len(names) == 2)
+    assert verb.run_engines(asked(), 2, as_json=False) == 1
+    assert names == ["torch", "transformers"]
+    capsys.readouterr()
+
+
+def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: list[str] = []
+
+    def carry_out(one: Any, console: Any, allocation: Any) -> Any:
+        names.append(one.request.engine)
+        if one.request.engine in unable:
+            raise RequestError("weights of another layout")
+        return scored(one.request.engine, "A" * 8)
+
+    monkeypatch.setattr(verb, "carry_out", carry_out)
+    unable = {"transformers"}
+    assert verb.run_engines(asked(), 2, as_json=True) == 0
+    assert names == ["torch", "transformers", "torch"]
+    told = capsys.readouterr()
+    assert json.loads(told.out)["engines"]["left_out"][-1] == {
+        "engine": "transformers",
+        "case": CASE,
+        "reason": "weights of another layout",
+    }
+    assert told.err.splitlines()[-1] == "left out: transformers: weights of another layout"
+    unable = {"torch", "transformers"}
+    with pytest.raises(RequestError, match="no engine can do it: torch: weights of another layout; transformers: weights"):
+        verb.run_engines(asked(), 2, as_json=True)
+
+
+def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran(monkeypatch, {"torch": "A" * 8})
+    assert verb.run_engines(asked(division="open"), 1, as_json=False) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[0].split()[:3] == ["case", "size", "engine"]
+    assert told.err.splitlines()[-1] == "no table of engines: it takes finished runs of two engines"
+
+
+def test_where_each_engine_lives() -> None:
+    chosen, others = verb.chosen("all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"])
+    pythons = {name: settings.python for name, settings in chosen}
+    assert pythons == dict.fromkeys(engines.table()) | {"megatron": "a/b:c", "torch": "d"}
+    assert others == ["tune.warmup=1"]
+    assert verb.chosen("torch", ["engine.python=a:b"]) == ([("torch", EngineSettings(python="a:b"))], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--sweep", "batch_tokens=1,2"), "--engine all and --sweep: a sweep is of one engine; name it, or leave --sweep out"),
+        (("--resume", "x.json"), "--engine all and --resume: a checkpoint is of one engine; name it, or leave --resume out"),
+        (
+            ("--set", "engine.python=venv/bin/python"),
+            "--set 'engine.python=venv/bin/python': with --engine all a setting names its engine, such as "
+            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle",
+        ),
+        (
+            ("--set", "engine.python=mine:venv/bin/python"),
+            "--set 'engine.python=mine:venv/bin/python': with --engine all a setting names its engine, such as "
+            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle",
+        ),
+        (("--steps", "0"), "--steps 0: must be at least 1"),
+    ],
+)
+def test_requests_that_are_wrong(arguments: tuple[str, ...], reason: str, shell: Shell) -> None:
+    done = shell.ask(*SMOKE, "--engine", "all", *arguments)
+    assert (done.code, done.lines[-1]) == (2, f"error: {reason}")
+
+
+@pytest.mark.full
+def test_engines_run_in_turn_and_answer_alike(shell: Shell) -> None:
+    """Really run: on one question torch and transformers give the same answers, and a page of their folder says so."""
+    pytest.importorskip("transformers")
+    done = shell(*SMOKE, "--engine", "all", "--passes", "infer", "--out", shell.out, "--json")
+    assert done.code == 0, done.err
+    told = done.json()
+    [group] = told["engines"]["groups"]
+    rows = {row["engine"]: row for row in group["rows"]}
+    assert [one["engine"]["name"] for one in told["records"]][:2] == ["torch", "transformers"]
+    assert rows["torch"]["answers"] is None
+    assert rows["transformers"]["answers"]["chosen"] == {"items": 48, "other": 0, "largest": None}
+    page = shell("report", shell.out)
+    assert (page.code, "other answers" in page.out, "0 of 48" in page.out) == (0, True, True)
