@@ -53,7 +53,7 @@ def main() -> None:
         out[one["name"]] = {
             "place": [place.tp, place.dp],
             "answers": engine.outputs("val"),
-            "tokens": sum(work.counts.get("tokens", 0) for work in works),
+            "rows": sorted(row for work in works for row in work.rows or ()),
             "parameters": parameters,
         }
         del engine

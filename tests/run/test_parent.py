@@ -133,10 +133,10 @@ def interrupted(shell: Shell, fault: str, *numbers: int) -> Done:
     return finish(process)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt(faulty: Shell, number: int) -> None:
+@pytest.mark.parametrize(("number", "who"), [(signal.SIGINT, "the user"), (signal.SIGTERM, "SIGTERM")])
+def test_interrupt(faulty: Shell, number: int, who: str) -> None:
     record = sole_record(faulty, interrupted(faulty, "waits@work", number))
-    assert reason(record) == ("failed", "interrupted", "interrupted by the user, in phase 'val'")
+    assert reason(record) == ("failed", "interrupted", f"interrupted by {who}, in phase 'val'")
     assert record["budget"]["val"] > 0.0  # as far as it got
     assert [one["code"] for one in record["reasons"]] == ["interrupted"]
     assert record["failure"]["exit_code"] is None  # it was told to end

@@ -75,7 +75,7 @@ class Run:
             except KeyboardInterrupt as error:
                 if draft is None:
                     raise  # nothing was started
-                verdict = Verdict("interrupted", f"interrupted by {error or 'the user'}{self._where()}")
+                verdict = Verdict("interrupted", f"interrupted by {str(error) or 'the user'}{self._where()}")
             finally:
                 undisturbed.enter_context(interrupts.ignored())  # until the record is there
                 self.session.stop(stacks=False)
