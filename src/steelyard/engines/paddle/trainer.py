@@ -31,6 +31,7 @@ class PaddleTrainer:
         # twice, and they are summed afterwards instead.
         self.overlaps = self.modes.data_parallel and not self.modes.recompute
         self.dtypes: dict[str, set[str]] = {}
+        self.learns: bool | None = None  # what the last call of a pipeline did
 
     @property
     def model(self) -> placement.Placed:
@@ -59,7 +60,7 @@ class PaddleTrainer:
         with paddle.no_grad(), self._mixed():
             if self.modes.pp == 1:
                 return self._forward(self.stage, micro)
-            return self._pipeline([micro], 1.0).eval_batch(self._fed([micro]), compute_loss=True).sum()
+            return self._pipeline([micro], 1.0, False).eval_batch(self._fed([micro]), compute_loss=True).sum()
 
     def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
         """Paddle averages gradients over replicas; they must be summed."""
@@ -83,15 +84,22 @@ class PaddleTrainer:
     def _pipelined(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
         """All micro-batches in 1F1B; each rank feeds its own stage, and the last one's loss is every stage's."""
         with self._mixed():
-            net = self._pipeline(micros, self.modes.dp * len(micros) / targets)
+            net = self._pipeline(micros, self.modes.dp * len(micros) / targets, True)
             net.train()
             loss = net.forward_backward_pipeline(self._fed(micros), self.scaler)
+        self._look({self.stage.logits_dtype}, "logits")
         return loss.sum() / self.modes.dp
 
-    def _pipeline(self, micros: list[MicroBatch], weight: Any) -> Any:
+    def _pipeline(self, micros: list[MicroBatch], weight: Any, learns: bool) -> Any:
+        """Stages tell each other once what they will send, and whether a gradient comes back: anew where that changes."""
+        if learns != self.learns:
+            self.net._p2p_helper.clear_meta_cache()
+            self.learns = learns
         self.stage.micros[:] = micros
         self.placed.weight.value = weight
         self.net.accumulate_steps = len(micros)
+        for hooks in (self.net.forward_hooks, self.net.backward_hooks):  # which count as many
+            hooks.set_hooks_capacity(len(micros))
         return self.net
 
     def _fed(self, micros: list[MicroBatch]) -> list[list[Tensor]] | None:
@@ -149,6 +157,7 @@ class PaddleTrainer:
         self._look({tensor.dtype.name.lower() for tensor in tensors}, name)
 
     def _look(self, types: set[Any], name: str) -> None:
+        """Nothing is known of logits, for one, where another stage has them."""
         if types != self.dtypes.get(name) and None not in types:
             self.dtypes[name] = types
             precision.check(self.precision, {name: types})
