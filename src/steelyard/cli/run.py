@@ -32,7 +32,7 @@ def run(
     ],
     size: SizeOption = None,
     engine: Annotated[
-        str, typer.Option(help="torch (ours), transformers (what users run today), or reference (GLM as published).")
+        str, typer.Option(help="torch (ours), transformers (what users run today), paddle, or reference (GLM as published).")
     ] = "torch",
     accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
     precision: PrecisionOption = None,
