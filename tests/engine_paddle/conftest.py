@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_paddle.alike import STEPS
 from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import resolve
 from steelyard.record.record import Record
@@ -14,7 +15,9 @@ from steelyard.run.ready import ready
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("STEELYARD_PADDLE_PYTHON", ROOT / ".venv-paddle" / "bin" / "python"))
-STEPS = 10
+CORPUS = "llama1-7b-openwebtext"
+# Grouped keys and biases, which the shipped smoke models have not; two micro-batches or more in every step.
+MODEL = ("question.model.kv_heads=2", "question.model.qkv_bias=true", "tune.micro_batch=2")
 
 Run = Callable[..., Record]
 
@@ -51,3 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
         return run_case(ready(request))[0]
 
     return made
+
+
+@pytest.fixture(scope="session")
+def corpus(run: Run) -> Record:
+    """Engine torch's, on one device."""
+    return run("torch", CORPUS, *MODEL)

@@ -3,13 +3,13 @@
 A loss does not depend on the plan, so one run of engine torch is what all of a case's are compared with.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine_paddle.conftest import STEPS, Run
+from engine_paddle.alike import assert_alike, curve
+from engine_paddle.conftest import CORPUS, MODEL, Run
 from fixtures.huggingface import sizes_of, write
 from steelyard.case.resolve import resolve
 from steelyard.models.llama_init import shape_of
@@ -17,10 +17,7 @@ from steelyard.record.record import Record
 
 pytestmark = pytest.mark.full
 
-CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
-APART = 1e-5
-# Grouped keys and biases, which the shipped smoke models have not; two micro-batches or more in every step.
-MODEL = ("question.model.kv_heads=2", "question.model.qkv_bias=true", "tune.micro_batch=2")
+ALPACA = "aquila2-7b-alpaca"
 STATES = 238_720  # two for each of the 119,360 parameters
 MODES: dict[str, tuple[tuple[str, ...], int, list[str], int]] = {
     "single": ((), 1, ["single"], STATES),
@@ -30,30 +27,6 @@ MODES: dict[str, tuple[tuple[str, ...], int, list[str], int]] = {
     "sharding 1": (("tune.parallel=DP2", "tune.sharding=1"), 2, ["sharding 1"], 119_424),
 }
 EXCHANGE = {"dp": "inside", "dp with recompute": "separate", "sharding 1": "inside"}
-
-
-def curve(record: Record, rank: int = 0) -> Iterator[tuple[str, float]]:
-    """Losses and norms of the steps, and the losses of held-out rows."""
-    for sample in record.samples:
-        if sample.pass_name == "train" and sample.rank == rank:
-            yield from ((name, sample.values[name]) for name in ("loss", "grad_norm", "lr"))
-    yield from ((name, record.metrics[name].value) for name in ("loss_before", "loss_after"))
-
-
-def assert_alike(found: Record, wanted: Record) -> None:
-    assert (found.status, found.reasons) == ("valid", [])
-    ours, theirs = list(curve(wanted)), list(curve(found))
-    assert len(ours) == 3 * STEPS + 2
-    assert [name for name, _ in theirs] == [name for name, _ in ours]
-    for (name, a), (_, b) in zip(ours, theirs, strict=True):
-        assert b == pytest.approx(a, rel=APART), name
-    assert found.case.key == wanted.case.key
-    assert found.drawn == wanted.drawn
-
-
-@pytest.fixture(scope="module")
-def corpus(run: Run) -> Record:
-    return run("torch", CORPUS, *MODEL)
 
 
 @pytest.mark.parametrize("mode", MODES)

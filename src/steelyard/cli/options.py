@@ -10,7 +10,10 @@ SizeOption = Annotated[
     str | None, typer.Option(help="full (published model and data, the default) or smoke (tiny, made, seconds).")
 ]
 PrecisionOption = Annotated[
-    str | None, typer.Option(help="fp32, tf32, fp16 or bf16 (training also bf16-pure); default: the case's.")
+    str | None,
+    typer.Option(
+        help="fp32, tf32, fp16 or bf16 (training also bf16-pure, engine paddle fp16-o2 and bf16-o2); default: the case's."
+    ),
 ]
 DivisionOption = Annotated[
     str | None, typer.Option(help="closed (every token computed) or open (shared prefixes computed once).")

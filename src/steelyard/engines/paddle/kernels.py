@@ -22,6 +22,9 @@ APART = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # how far a kernel
 
 @dataclass(frozen=True)
 class Kernels:
+    """For matmuls in a type, as Paddle names it."""
+
+    dtype: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     attend: Callable[[Tensor, Tensor, Tensor, MicroBatch], Tensor]
     names: Mapping[str, str]  # for the record
@@ -37,6 +40,7 @@ def choose(asked: str, dtype: str, lacks: Mapping[str, str]) -> Kernels:
     norm = "fused" if _agrees(fused_rms_norm, plain_rms_norm, *_norm_numbers(dtype)) else "plain"
     flash = asked == "flash" or (asked == "auto" and dtype in NARROW and "flash" not in lacks)
     return Kernels(
+        dtype=dtype,
         rms_norm=fused_rms_norm if norm == "fused" else plain_rms_norm,
         attend=flash_attention if flash else plain_attention,
         names={"rms_norm": norm, "attention": "flash" if flash else "plain"},

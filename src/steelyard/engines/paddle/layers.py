@@ -5,6 +5,7 @@ have in models/llama.py.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import paddle
@@ -86,9 +87,12 @@ class Stage(nn.Layer):  # type: ignore[misc]
     """A stage of a pipeline; without one, the whole model. It takes its micro-batch from `micros`, where its trainer puts all
     of a step in their order: stages send each other the residual stream and nothing else."""
 
-    def __init__(self, model: LlamaModel, index: int, count: int, tp: int, kernels: Kernels, recompute: bool) -> None:
+    def __init__(
+        self, model: LlamaModel, index: int, count: int, tp: int, kernels: Kernels, recompute: bool, level: str | None
+    ) -> None:
+        """`level` is that of Paddle's mixed precision, None without."""
         super().__init__()
-        self.model, self.recompute = model, recompute
+        self.model, self.recompute, self.level, self.kernels = model, recompute, level, kernels
         self.first, self.last, self.tied = index == 0, index == count - 1, model.tied
         if self.first:
             make = nn.Embedding if tp == 1 else meta_parallel.VocabParallelEmbedding
@@ -108,6 +112,17 @@ class Stage(nn.Layer):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream after this stage, [T, hidden]; of the last one, the summed cross-entropy of the micro-batch."""
         micro = self.micros.pop(0)
+        with self._mixed():
+            return self._computed(x, micro)
+
+    def _mixed(self) -> AbstractContextManager[Any]:
+        """Around the model alone: it would make 16 bit of what is done with its loss too."""
+        if self.level is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = paddle.amp.auto_cast(level=self.level, dtype=self.kernels.dtype)
+        return context
+
+    def _computed(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.first:
             x = self.embed(micro.tokens)
         cos, sin = rotary(micro.positions, self.model, x.dtype)

@@ -76,6 +76,7 @@ def _init_fleet(modes: Modes) -> None:
 def _build(job: Job, modes: Modes, kernels: Kernels, weight: Weight) -> Any:
     model = job.case.question.model
     shared: dict[str, Any] = {"count": modes.pp, "tp": modes.tp, "kernels": kernels, "recompute": modes.recompute}
+    shared["level"] = precision.level(job.case.question.precision)
     if modes.pp == 1:
         return Stage(model, 0, **shared)
     stages = [meta_parallel.LayerDesc(Stage, model, index, **shared) for index in range(modes.pp)]

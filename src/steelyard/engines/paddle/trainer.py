@@ -1,7 +1,7 @@
 """The trainer of engine paddle: a Llama, how Paddle places it on devices, and its optimizer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ class PaddleTrainer:
         self.job, self.train, self.precision = job, question.train, question.precision
         self.modes = modes.of(job)
         modes.refuse(self.modes, job.device.lacks)
-        self.dtype = precision.DTYPES[self.precision.matmul]
-        self.kernels = kernels.choose(tune.attention, self.dtype, job.device.lacks)
+        self.kernels = kernels.choose(tune.attention, precision.DTYPES[self.precision.matmul], job.device.lacks)
         # Gradients are summed while the last micro-batch goes backward. With recomputation Paddle's reducer sees parameters
         # twice, and they are summed afterwards instead.
         self.overlaps = self.modes.data_parallel and not self.modes.recompute
         self.dtypes: dict[str, set[str]] = {}
+        self.learns: bool | None = None  # what the last call of a pipeline did
 
     @property
     def model(self) -> placement.Placed:
@@ -56,10 +56,10 @@ class PaddleTrainer:
         self.adam.clear_grad()
 
     def evaluate(self, micro: MicroBatch) -> Tensor:
-        with paddle.no_grad(), self._mixed():
+        with paddle.no_grad():
             if self.modes.pp == 1:
                 return self._forward(self.stage, micro)
-            return self._pipeline([micro], 1.0).eval_batch(self._fed([micro]), compute_loss=True).sum()
+            return self._pipeline([micro], 1.0, False).eval_batch(self._fed([micro]), compute_loss=True).sum()
 
     def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
         """Paddle averages gradients over replicas; they must be summed."""
@@ -68,8 +68,7 @@ class PaddleTrainer:
         losses = []
         for number, micro in enumerate(micros):
             with self._apart(number == len(micros) - 1):
-                with self._mixed():
-                    loss = self._forward(self.net, micro) / targets
+                loss = self._forward(self.net, micro) / targets
                 losses.append(loss.detach())
                 self._scaled(loss * self.modes.dp).backward()
         return paddle.stack(losses).sum()
@@ -82,16 +81,22 @@ class PaddleTrainer:
 
     def _pipelined(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
         """All micro-batches in 1F1B; each rank feeds its own stage, and the last one's loss is every stage's."""
-        with self._mixed():
-            net = self._pipeline(micros, self.modes.dp * len(micros) / targets)
-            net.train()
-            loss = net.forward_backward_pipeline(self._fed(micros), self.scaler)
+        net = self._pipeline(micros, self.modes.dp * len(micros) / targets, True)
+        net.train()
+        loss = net.forward_backward_pipeline(self._fed(micros), self.scaler)
+        self._look({self.stage.logits_dtype}, "logits")
         return loss.sum() / self.modes.dp
 
-    def _pipeline(self, micros: list[MicroBatch], weight: Any) -> Any:
+    def _pipeline(self, micros: list[MicroBatch], weight: Any, learns: bool) -> Any:
+        """Stages tell each other once what they will send, and whether a gradient comes back: anew where that changes."""
+        if learns != self.learns:
+            self.net._p2p_helper.clear_meta_cache()
+            self.learns = learns
         self.stage.micros[:] = micros
         self.placed.weight.value = weight
         self.net.accumulate_steps = len(micros)
+        for hooks in (self.net.forward_hooks, self.net.backward_hooks):  # which count as many
+            hooks.set_hooks_capacity(len(micros))
         return self.net
 
     def _fed(self, micros: list[MicroBatch]) -> list[list[Tensor]] | None:
@@ -107,12 +112,6 @@ class PaddleTrainer:
         """Without summing over replicas, but in the last micro-batch where that overlaps with it."""
         with self.net.no_sync() if self.modes.data_parallel and not (last and self.overlaps) else nullcontext():
             yield
-
-    def _mixed(self) -> AbstractContextManager[Any]:
-        if precision.level(self.precision) is None:
-            return nullcontext()
-        context: AbstractContextManager[Any] = paddle.amp.auto_cast(level="O2", dtype=self.dtype)
-        return context
 
     def reduce(self, loss: Tensor) -> Tensor:
         if self.separate:
@@ -149,6 +148,7 @@ class PaddleTrainer:
         self._look({tensor.dtype.name.lower() for tensor in tensors}, name)
 
     def _look(self, types: set[Any], name: str) -> None:
+        """Nothing is known of logits, for one, where another stage has them."""
         if types != self.dtypes.get(name) and None not in types:
             self.dtypes[name] = types
             precision.check(self.precision, {name: types})
