@@ -127,12 +127,14 @@ def plant(bug: str | None) -> Callable[[], None]:
         changed(perform_initialization=False)
     elif bug == "fused_loss":
         changed(cross_entropy_loss_fusion=True)
+        torch.compiler.set_stance("force_eager")  # it rounds uncompiled, too
     elif bug == "schedule_divides":
         changed(calculate_per_token_loss=False)
     elif bug == "no_scheduler":
         MegatronAdam.step = decay_everything
 
     def undo() -> None:
+        torch.compiler.set_stance("default")
         config.TransformerConfig, MegatronAdam.step = plain, step
 
     return undo

@@ -45,7 +45,6 @@ RUNS: dict[int, list[dict]] = {
     1: [
         run("single"),
         run("recomputed", recompute="full"),
-        run("recomputed selectively", recompute="selective"),
         run("tied", of=TIED),
         run("compiled", compile="true"),
         run("alpaca", ALPACA),
@@ -78,9 +77,7 @@ RUNS: dict[int, list[dict]] = {
     ],
     4: [
         run("TP2PP2", parallel="TP2PP2"),
-        run("TP2PP2 recomputed", ALPACA, parallel="TP2PP2", recompute="full"),
         run("TP2DP2", parallel="TP2DP2"),
-        run("TP2DP2 sharded", parallel="TP2DP2", sharding=1),
         run("PP2DP2 sharded", parallel="PP2DP2", sharding=1),
     ],
 }
