@@ -21,13 +21,6 @@ RUN = (*SMOKE, "--engine", "faulty", "--passes", "val", "--set", "tune.parallel=
 Stream = int | IO[Any]
 
 
-@pytest.fixture
-def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
-    one = Shell(tmp_path, (faulty_package,))
-    yield one
-    one.clean()
-
-
 def full() -> Iterator[Stream]:
     with Path("/dev/full").open("w") as file:
         yield file

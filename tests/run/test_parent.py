@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from fixtures.commands import CASE, SMOKE, Done, Shell, finish, kill_hard, wait_
 from steelyard.run.outcome import ILLEGAL_HINT
 
 FAULTY = (*SMOKE, "--engine", "faulty")
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
-    one = Shell(tmp_path, (faulty_package,))
-    yield one
-    one.clean()
 
 
 def sole_record(shell: Shell, done: Done) -> dict[str, Any]:
