@@ -84,6 +84,14 @@ def faulty_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return faulty_engine(tmp_path_factory.mktemp("faulty"))
 
 
+@pytest.fixture
+def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
+    """The command line, and an engine of a third party that does what $FAULTY says."""
+    one = Shell(tmp_path, (faulty_package,))
+    yield one
+    one.clean()
+
+
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One real record a division, made once per test process."""

@@ -5,6 +5,7 @@ written is first complete under another name, then synced, then renamed: a reade
 """
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no space is left, or none of one's share
 GZIP = b"\x1f\x8b"
 PART = ".part"  # ends the name of a file that is not complete
 CHUNK_BYTES = 1 << 20

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fixtures import documents
+
 BEGIN, END = "<!-- what was seen -->\n", "<!-- end -->\n"
 REFUSED, WHOLE, NO_RECORD = "refused, exit code 2", "whole", "none: nothing was started"
 WHERE = ("local", "ssh", "slurm")
@@ -34,14 +36,11 @@ class Table:
     def markdown(self) -> str:
         """One host first; then in the order in which they were seen."""
         rows = sorted(self.rows, key=lambda row: WHERE.index(row.where.partition(" ")[0]))
-        lines = [HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows)]
-        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        return documents.markdown(HEAD, (row.cells() for row in rows))
 
     def write(self, path: Path) -> None:
         """Between the marks of a document."""
-        before, _, rest = path.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        path.write_text(f"{before}{BEGIN}{self.markdown()}{END}{after}")
+        documents.put(path, BEGIN, self.markdown(), END)
 
 
 def cells(path: Path) -> list[tuple[str, ...]]:

@@ -36,13 +36,6 @@ STRANGERS = {
 MOST_BYTES = 1536 << 20
 
 
-@pytest.fixture
-def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
-    one = Shell(tmp_path, (faulty_package,))
-    yield one
-    one.clean()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_a_strangers_variables_are_not_inherited(faulty: Shell, devices: str, attacks: Attacks) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,13 +21,6 @@ from steelyard.run.leftovers import RunFolder
 print(RunFolder(sys.argv[1]).path, flush=True)
 time.sleep(300)
 """
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
-    one = Shell(tmp_path, (faulty_package,))
-    yield one
-    one.clean()
 
 
 def killed_holder(shell: Shell, mark: str) -> Path:

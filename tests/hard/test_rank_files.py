@@ -50,27 +50,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         texts[rank] = text
         return read_rank(text, rank)
 
-    case = resolve.resolve(CASE, "smoke", None, None, None)
-    asked = Request(
-        resolved=case,
-        engine="torch",
-        accelerator="cpu",
-        launcher=None,
-        nodes=1,
-        devices=2,
-        passes=("val",),
-        sample=None,
-        steps=None,
-        resume=None,
-        weights=None,
-        data=None,
-        tokenizer=None,
-        site=None,
-        out=tmp_path_factory.mktemp("records"),
-        hang_s=120.0,
-        limit_s=None,
-        point=(),
-    )
+    out = tmp_path_factory.mktemp("records")
+    asked = Request(resolve.resolve(CASE, "smoke"), accelerator="cpu", devices=2, passes=("val",), out=out, hang_s=120.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "read_rank", keep)
         run = Run(ready(asked), None, None)

@@ -21,13 +21,6 @@ RUN = (*SMOKE, "--engine", "faulty", "--passes", "val", "--set", "tune.parallel=
 Stream = int | IO[Any]
 
 
-@pytest.fixture
-def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
-    one = Shell(tmp_path, (faulty_package,))
-    yield one
-    one.clean()
-
-
 def full() -> Iterator[Stream]:
     with Path("/dev/full").open("w") as file:
         yield file
@@ -139,7 +132,8 @@ def test_a_connection_that_drops_leaves_a_record(faulty: Shell, before: signal.H
         process.send_signal(signal.SIGTERM)
     assert finish(process).code == 1
     (record,) = faulty.records()
-    assert record["reasons"][0] == {"code": "interrupted", "text": f"interrupted by {told}, in phase 'val'"}
+    assert record["reasons"][0]["code"] == "interrupted"
+    assert record["reasons"][0]["text"].startswith(f"interrupted by {told}, in phase ")
     assert faulty.nothing_left(1.0)
 
 

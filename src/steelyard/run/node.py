@@ -4,7 +4,6 @@ leave, and ends them all when it is told to, when its parent is gone, or when it
 Started by a launcher as `python -P -m steelyard.run.node`; it talks over stdin and stdout, see messages.py.
 """
 
-import errno
 import os
 import queue
 import signal
@@ -14,6 +13,7 @@ import threading
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from steelyard import files
 from steelyard.run import leftovers, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
@@ -205,7 +205,7 @@ class Agent:
 
 def _not_started(error: OSError | RuntimeError) -> Ended:
     why = f"the ranks could not be started: {getattr(error, 'strerror', None) or error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in files.FULL:
         return Ended("disk_full", f"{why}; TMPDIR names another folder")
     return Ended("not_started", why)
 

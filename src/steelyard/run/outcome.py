@@ -1,6 +1,5 @@
 """How a run ended, and why: from rank files, exit codes and what hosts said. Pure."""
 
-import errno
 import os
 import re
 import signal
@@ -8,6 +7,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from steelyard import files
 from steelyard.plan.degrees import Plan
 from steelyard.run.messages import Exit
 from steelyard.run.processes import signal_name
@@ -15,7 +15,7 @@ from steelyard.run.spec import DISK_FULL, RankFile
 
 PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
 TAIL_CHARS, WHY_CHARS = 4000, 500
-NO_SPACE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
 ILLEGAL_HINT = (
     "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"

@@ -4,7 +4,6 @@ Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK,
 It ends when its stdin is closed: then its agent is gone. It imports no framework itself: its engine's row names one.
 """
 
-import errno
 import faulthandler
 import json
 import os
@@ -37,7 +36,6 @@ from steelyard.training.checkpoints import Before, CheckpointRun, State
 
 CALIBRATE_S = 0.4
 EXCHANGES = 3
-FULL = (errno.ENOSPC, errno.EDQUOT)
 PROGRESS_S = 0.1
 CHILDREN_S = 1.0  # for a compiler to take its temporary files away
 
@@ -76,7 +74,7 @@ def main() -> None:
 def _end_without_result(failure: OSError) -> NoReturn:
     """Where nothing can be written, the exit code says what there is to say."""
     traceback.print_exc()
-    os._exit(DISK_FULL if failure.errno in FULL else 1)
+    os._exit(DISK_FULL if failure.errno in files.FULL else 1)
 
 
 def _kind(failure: BaseException) -> RankStatus:
@@ -85,7 +83,7 @@ def _kind(failure: BaseException) -> RankStatus:
     starved = type(failure).__name__ == "OutOfMemoryError" or isinstance(failure, MemoryError)
     if starved or "can't allocate memory" in text:
         return "out_of_memory"
-    if isinstance(failure, OSError) and failure.errno in FULL:
+    if isinstance(failure, OSError) and failure.errno in files.FULL:
         return "disk_full"
     return "network" if isinstance(failure, ExchangeError) else "raised"
 
