@@ -105,14 +105,14 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
 def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> None:
     """The folder of a program that the engine starts, and where it can."""
     if request.nodes > 1 and not engine.several_hosts:
-        raise RequestError(f"--nodes {request.nodes}: engine {engine.name} runs on one host; allowed: --nodes 1")
+        raise EngineError(f"--nodes {request.nodes}: engine {engine.name} runs on one host; allowed: --nodes 1")
     found = request.engine_settings.checkout
     if not engine.checkout:
         if found is not None:
             raise RequestError(f"engine.checkout: engine {engine.name} starts no other program; leave it out")
         return
     if found is None:
-        raise RequestError(f"engine {engine.name} runs a checkout of {engine.checkout}; name it: --set engine.checkout=DIR")
+        raise EngineError(f"engine {engine.name} runs a checkout of {engine.checkout}; name it: --set engine.checkout=DIR")
     if not launcher.remote and not (found / PROGRAM).is_file():
         raise RequestError(f"engine.checkout {str(found)!r}: no {PROGRAM} in it; name a checkout of {engine.checkout}")
 
@@ -145,7 +145,8 @@ def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
     passes = request.passes
     for name in passes:
         if name not in every:
-            raise RequestError(f"--passes: no pass {name!r}; allowed: {', '.join(every)}")
+            error = EngineError if name in PASSES[row.kind].every else RequestError  # another engine may have it
+            raise error(f"--passes: no pass {name!r}; allowed: {', '.join(every)}")
     if not passes or len(set(passes)) != len(passes):
         raise RequestError(f"--passes: name each pass once, such as {','.join(row.passes)}")
     if "bare" in passes and "infer" not in passes:
