@@ -113,7 +113,7 @@ def plant(bug: str | None) -> Callable[[], None]:
     from steelyard.engines.megatron import config
     from steelyard.engines.megatron.optimizer import MegatronAdam
 
-    plain, step = config.TransformerConfig, MegatronAdam.step
+    plain, step, begin = config.TransformerConfig, MegatronAdam.step, MegatronAdam.begin
 
     def changed(**values: Any) -> None:
         config.TransformerConfig = lambda **named: plain(**(named | values))
@@ -122,6 +122,10 @@ def plant(bug: str | None) -> Callable[[], None]:
         for group in self.inner.param_groups:
             group["wd_mult"] = 1.0
         return step(self, lr)
+
+    def begin_rounded(self: Any, parameters: list) -> None:
+        begin(self, parameters)
+        self.part.reload_model_params()
 
     if bug == "no_initialization":
         changed(perform_initialization=False)
@@ -132,23 +136,27 @@ def plant(bug: str | None) -> Callable[[], None]:
         changed(calculate_per_token_loss=False)
     elif bug == "no_scheduler":
         MegatronAdam.step = decay_everything
+    elif bug == "rounded_weights":
+        MegatronAdam.begin = begin_rounded
 
     def undo() -> None:
         torch.compiler.set_stance("default")
-        config.TransformerConfig, MegatronAdam.step = plain, step
+        config.TransformerConfig, MegatronAdam.step, MegatronAdam.begin = plain, step, begin
 
     return undo
 
 
 def inside(engine: Any) -> dict:
-    """What only Megatron's objects tell: which parameters it takes for tensor parallel, and each group's weight decay."""
+    """What only Megatron's objects tell: which parameters it takes for tensor parallel, each group's weight decay, how many
+    weights it updates, and how many of those bf16 can say. (A norm's weights of 1.0 are some.)"""
     stage = engine.trainer.model.stage
     marked = [name for name, one in stage.named_parameters() if getattr(one, "tensor_model_parallel", False)]
-    groups = engine.trainer.optimizer.inner.param_groups
+    groups, kept = engine.trainer.optimizer.inner.param_groups, engine.trainer.optimizer.kept()
     return {
         "marked": marked,
         "decay": [[group["wd_mult"], group["weight_decay"]] for group in groups],
-        "held": sum(one.numel() for one in engine.trainer.optimizer.kept()),
+        "held": sum(one.numel() for one in kept),
+        "rounded": sum(int((one == one.bfloat16().float()).sum()) for one in kept),
     }
 
 

@@ -19,7 +19,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Numbers, State
 
-PATCH = Path(__file__).parents[2] / "fixtures" / "megatron_cpu"
+PATCH = Path(__file__).parents[1] / "fixtures" / "megatron_cpu"
 STATES = (
     "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: tune.sharding=0 or 1, "
     "without tune.sharding_degree"

@@ -1,6 +1,7 @@
 """Megatron's GPTModel as a Llama: its layers from the local spec, with our core attention, and weights by our names."""
 
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor, nn
+from torch import Tensor
 
 from steelyard.engines.job import Job
 from steelyard.engines.megatron.attention import SegmentRotary, packed, with_kernel
@@ -78,15 +79,15 @@ def run(wrapped: Any, model: MegatronLlama, tokens: Tensor, positions: Tensor, r
     return out
 
 
-def fill(model: MegatronLlama, job: Job, shape: LlamaShape) -> dict[str, Any]:
-    """The same weights as every engine's: random ones from the seed, or a checkpoint's, each rank its part. Returns where they
-    came from, for the record."""
+def fill(model: MegatronLlama, into: Mapping[str, Tensor], job: Job, shape: LlamaShape) -> dict[str, Any]:
+    """The same weights as every engine's: random ones from the seed, or a checkpoint's, each rank its part. They are put into
+    tensors as large as the parameters, by Megatron's names. Returns where they came from, for the record."""
     question, shard = job.case.question, Shard(job.place.tp, job.plan.tp)
-    found = places(model, shape, shard)
+    found = places(model, into, shape, shard)
     with torch.no_grad():
         for name in ("embed.weight", "output.weight"):
             if name in found:
-                model.get_parameter(TOP[name]).zero_()  # rows that pad a vocabulary stay so
+                into[TOP[name]].zero_()  # rows that pad a vocabulary stay so
         if job.weights is not None:
             return load.load_places(found, job.weights, shape, shard, job.loading)
         for name, place in found.items():
@@ -99,21 +100,20 @@ def fill(model: MegatronLlama, job: Job, shape: LlamaShape) -> dict[str, Any]:
     return {"source": "random", "seed": question.seed}
 
 
-def places(model: MegatronLlama, shape: LlamaShape, shard: Shard) -> dict[str, Tensor]:
-    """By our names: views of this stage's parameters, each as large as the box that the shard holds of it."""
-    own: dict[str, nn.Parameter] = dict(model.named_parameters())
+def places(model: MegatronLlama, tensors: Mapping[str, Tensor], shape: LlamaShape, shard: Shard) -> dict[str, Tensor]:
+    """By our names: views of tensors for this stage's parameters, each as large as the box that the shard holds of it."""
     names = {theirs: ours for ours, theirs in TOP.items()}
     for i, layer in enumerate(model.decoder.layers):
         names |= {f"decoder.layers.{i}.{theirs}": f"layers.{layer.layer_number - 1}.{ours}" for ours, theirs in LAYER.items()}
-    unknown = sorted(own.keys() - names.keys())
+    unknown = sorted(tensors.keys() - names.keys())
     if unknown:
         raise RuntimeError(f"Megatron's parameter {unknown[0]} is none of a Llama's")
-    return {names[name]: _place(names[name], parameter.detach(), shape, shard) for name, parameter in own.items()}
+    return {names[name]: _place(names[name], tensor, shape, shard) for name, tensor in tensors.items()}
 
 
-def _place(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
+def _place(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
     row = placements.placement(name)
-    view = parameter.view(row.logical_shape(placements.local(shape, shard)))
+    view = tensor.view(row.logical_shape(placements.local(shape, shard)))
     if row.split is None:
         return view
     begin, end = placements.box(name, shape, shard)[row.split]

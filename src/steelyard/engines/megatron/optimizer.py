@@ -47,6 +47,25 @@ class MegatronAdam:
             for group in self.inner.param_groups:
                 group |= {"fused": True, "foreach": False}
 
+    def begin(self, parameters: list[Any]) -> None:
+        """Start from the weights that lie where gradients will. Megatron would start its fp32 weights from the parameters,
+        which are rounded: updates below half a step of bf16 then change nothing, and a model learns later than it should."""
+        with torch.no_grad():
+            for parameter in parameters:
+                weights = parameter.main_grad.view(-1)
+                parameter.view(-1).copy_(weights)
+                main = getattr(parameter, "main_param", None)
+                if main is not None:
+                    main.view(-1).copy_(weights[self._part_of(parameter)])
+        self.zero_grad()
+
+    def _part_of(self, parameter: Any) -> slice:
+        """What this replica updates of a parameter."""
+        if not self.part.config.use_distributed_optimizer:
+            return slice(None)
+        found = self.part._get_model_param_range_map(parameter)["param"]
+        return slice(found.start, found.end)
+
     def scale(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self.whole.scale_loss(loss)
         return scaled

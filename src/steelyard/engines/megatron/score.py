@@ -57,7 +57,8 @@ class MegatronScore:
         shape = load.shape_of(self.question.model)
         made = config.make(self.job, shape)
         model = MegatronLlama(made, shape, self.kernel).to(self.device, made.params_dtype)
-        self.weights = fill(model, self.job, shape)
+        own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.weights = fill(model, own, self.job, shape)
         model.post_process = False  # it ends with its last norm: logits are made of the tokens that are asked alone
         return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
 

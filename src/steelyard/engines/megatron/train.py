@@ -62,13 +62,11 @@ class StageModel:
 
     def build(self) -> None:
         job = self.job
-        question, dp = job.case.question, job.plan.dp
-        shape = load.shape_of(question.model)
+        dp, shape = job.plan.dp, load.shape_of(job.case.question.model)
         self.config = config.make(job, shape)
         self.stage = MegatronLlama(self.config, shape, self.kernel).to(job.device.torch_device)
         mixed = self.config.bf16 or self.config.fp16
         inner = Float16Module(self.config, self.stage) if mixed else self.stage
-        self.weights = fill(self.stage, job, shape)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=dp > 1,
@@ -77,6 +75,12 @@ class StageModel:
         self.module = DistributedDataParallel(self.config, ddp, inner)
         self.config.no_sync_func = self.module.no_sync if dp > 1 else None
         self.config.finalize_model_grads_func = _finalize
+
+    def fill(self, optimizer: MegatronAdam) -> None:
+        """Weights in fp32, by way of the memory of the gradients, which are as large and not there yet."""
+        gradients = {name: parameter.main_grad for name, parameter in self.stage.named_parameters()}
+        self.weights = fill(self.stage, gradients, self.job, load.shape_of(self.job.case.question.model))
+        optimizer.begin(list(self.stage.parameters()))
 
 
 def _finalize(models: list[Any], targets: Tensor | None, pg_collection: Any, force_all_reduce: bool) -> None:
@@ -104,7 +108,7 @@ class MegatronLearner(Kept):
             sharded = config.sharded(self.job)
             self.optimizer = MegatronAdam(self.model.module, question.train, question.precision, sharded)
             self.model.config.grad_scale_func = self.optimizer.scale
-            self.optimizer.zero_grad()
+            self.model.fill(self.optimizer)
             self.job.device.synchronize()
 
     def warm(self, micro: MicroBatch) -> None:
