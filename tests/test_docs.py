@@ -112,7 +112,8 @@ def commands(text: str) -> list[str]:
     """Lines that a reader would paste: those of code blocks that begin with steelyard."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in found if language in ("", "sh", "console")]
-    lines = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    whole = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    lines = [line.removeprefix("$ ").split("#")[0].strip() for line in whole]
     return [line for line in lines if line.startswith("steelyard ")]
 
 
@@ -124,10 +125,14 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "Llama-2-7b-hf").mkdir()
     here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
-    if any(word in line for word in ("records", "RECORD", "mine.toml", "conform mine", "run smoke")):
-        here = [*here[:4], "--help"]  # the verbs themselves are run on real records elsewhere, and all of smoke by make run
+    if any(word in line for word in ("records", "RECORD", "mine.toml", "conform mine", "run smoke", "--engine all")):
+        here = [
+            *here[:4],
+            "--help",
+        ]  # run elsewhere: verbs on real records, all of smoke by make run, engines by test_engines
     done = subprocess.run(here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
     absent = ("data.tar: ", "tokenizer.model: ", "site.toml", "is no folder", "does not exist", "this host only", "salloc")
+    absent += ("cannot be started: No such file", "no run.py in it")
     refused = done.returncode == 2 and any(text in done.stderr for text in absent)
     assert done.returncode == 0 or refused, done.stderr
 

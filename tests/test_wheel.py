@@ -38,9 +38,10 @@ def test_what_needs_no_framework_works_without_one(installed: Path, tmp_path: Pa
 
     assert run(installed / "python", "-c", "import torch", cwd=tmp_path, check=False).returncode == 1
     listed = json.loads(steelyard("list", "--json").stdout)
-    assert {row["name"]: row["missing"] for row in listed["engines"]} == dict.fromkeys(
-        ("torch", "transformers", "reference", "megatron"), "torch"
-    )
+    missing = {row["name"]: row["missing"] for row in listed["engines"]}
+    assert missing == dict.fromkeys(("torch", "transformers", "reference", "megatron", "flagscale"), "torch") | {
+        "paddle": "paddle"
+    }
     assert len(listed["cases"]) == 6
     shown = steelyard("show", "glm-large-record", "--size", "smoke")
     assert shown.returncode == 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.commands import CASE, SMOKE, Shell
+from fixtures.commands import CASE, SMOKE, Shell, finish
 from steelyard import accelerators, cli
 from steelyard.accelerators import Accelerator, Found
 from steelyard.case import resolve
@@ -230,7 +230,7 @@ def test_show_says_where_values_come_from(shell: Shell) -> None:
 
 @pytest.mark.full
 def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
-    done = shell("run", "smoke", "--accelerator", "cpu", "--out", shell.out)
+    done = finish(shell.start("run", "smoke", "--accelerator", "cpu", "--out", shell.out), 300)
     records = shell.records()
     wanted = {(name, one) for name in resolve.names() for one in resolve.resolve(name, "smoke").case.divisions}
     assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted

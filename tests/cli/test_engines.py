@@ -1,6 +1,7 @@
 """All engines on one question, as a user meets them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(
-    *changes: str, case: str = CASE, division: str | None = None, devices: int = 1, precision: str | None = None
+    *changes: str, case: str = CASE, division: str | None = None, precision: str | None = None, **options: Any
 ) -> list[Request]:
     resolved = resolve(case, "smoke", precision, division, list(changes))
     every = verb.chosen("all", [])[0]
-    return [Request(resolved, engine=name, accelerator="cpu", devices=devices, out=Path("records")) for name, _ in every]
+    return [Request(resolved, engine=name, accelerator="cpu", out=Path("records"), **options) for name, _ in every]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,10 @@ def asked(
                 "reference": f"engine 'reference' does not run {CASE}; allowed: torch, transformers, megatron",
                 "megatron": "megatron.core is not installed, and engine megatron needs it; pip install 'steelyard[megatron]', "
                 "then run again",
-                "paddle": f"engine 'paddle' does not run {CASE}; allowed: torch, transformers, megatron",
+                **{
+                    name: f"engine {name!r} does not run {CASE}; allowed: torch, transformers, megatron"
+                    for name in ("paddle", "flagscale")
+                },
             },
         ),
         (
@@ -51,7 +55,10 @@ def asked(
                 "transformers": f"{CASE} has no division 'open' with engine transformers; allowed: closed",
                 "reference": f"engine 'reference' does not run {CASE}; allowed: torch, transformers, megatron",
                 "megatron": f"{CASE} has no division 'open' with engine megatron; allowed: closed",
-                "paddle": f"engine 'paddle' does not run {CASE}; allowed: torch, transformers, megatron",
+                **{
+                    name: f"engine {name!r} does not run {CASE}; allowed: torch, transformers, megatron"
+                    for name in ("paddle", "flagscale")
+                },
             },
         ),
     ],
@@ -74,7 +81,19 @@ def test_a_plan_that_an_engine_cannot_divide_leaves_it_out() -> None:
 def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
     runs, left_out = verb._able(asked(case="llama1-7b-openwebtext", precision="bf16-pure"))
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
-    assert left_out[-1].reason == "engine paddle does not train in bf16-pure; allowed: fp32, tf32, fp16-o2, bf16-o2"
+    reasons = {one.engine: one.reason for one in left_out}
+    assert reasons["paddle"] == "engine paddle does not train in bf16-pure; allowed: fp32, tf32, fp16-o2, bf16-o2"
+
+
+def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out(tmp_path: Path) -> None:
+    runs, left_out = verb._able(asked(case="llama1-7b-openwebtext"))
+    assert [one.engine.name for one in runs] == ["torch", "transformers"]
+    reasons = {one.engine: one.reason for one in left_out}
+    assert reasons["flagscale"] == "engine flagscale runs a checkout of FlagScale; name it: --set engine.checkout=DIR"
+    (tmp_path / "run.py").touch()
+    *others, flagscale = asked(case="llama1-7b-openwebtext", passes=("train", "after"))
+    runs, left_out = verb._able([*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))])
+    assert {one.engine: one.reason for one in left_out}["flagscale"] == "--passes: no pass 'after'; allowed: train"
 
 
 def test_what_no_engine_can_is_a_wrong_request() -> None:
@@ -104,7 +123,7 @@ def test_repeated_engines_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert names == ["torch", "transformers"] * 3
     told = capsys.readouterr()
     assert [line.split(":")[:2] for line in told.err.splitlines()] == [
-        ["left out", f" {name}"] for name in ("reference", "megatron", "paddle")
+        ["left out", f" {name}"] for name in ("reference", "megatron", "paddle", "flagscale")
     ]
     assert told.out.startswith("Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200\n")
     assert "1 of 8" in told.out
@@ -115,7 +134,7 @@ def test_json_has_the_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert verb.run_engines(asked(), 1, as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert [one["id"] for one in told["records"]] == [f"{n:032x}" for n in (1, 2)]
-    assert [one["engine"] for one in told["engines"]["left_out"]] == ["reference", "megatron", "paddle"]
+    assert [one["engine"] for one in told["engines"]["left_out"]] == ["reference", "megatron", "paddle", "flagscale"]
     numbers = {"rate": 100.0, "rate_interval": None, "ratio": 1.0, "ratio_interval": None, "interval_from": None}
     numbers |= {"mfu": 0.25, "mem": 10.0, "quality": 0.5, "valid": 1}
     apart = {"chosen": {"items": 8, "other": 1, "largest": None}, "loss": None, "grad_norm": None, "quality": 0.0}
@@ -190,12 +209,12 @@ def test_where_each_engine_lives() -> None:
         (
             ("--set", "engine.python=venv/bin/python"),
             "--set 'engine.python=venv/bin/python': with --engine all a setting names its engine, such as "
-            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle",
+            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle, flagscale",
         ),
         (
             ("--set", "engine.python=mine:venv/bin/python"),
             "--set 'engine.python=mine:venv/bin/python': with --engine all a setting names its engine, such as "
-            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle",
+            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle, flagscale",
         ),
         (("--steps", "0"), "--steps 0: must be at least 1"),
     ],

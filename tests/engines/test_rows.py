@@ -147,6 +147,7 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "transformers": llama,
     }
     assert {name: one["divisions"] for name, one in found.items()} == {
+        "flagscale": ["closed"],
         "megatron": ["closed"],
         "paddle": ["closed"],
         "reference": ["closed"],
@@ -154,13 +155,15 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "transformers": ["closed"],
     }
     assert {name: one["degrees"] for name, one in found.items()} == {
+        "flagscale": ["TP", "PP", "DP"],
         "megatron": ["TP", "PP", "DP"],
         "paddle": ["TP", "PP", "DP"],
         "reference": ["DP"],
         "torch": ["TP", "PP", "DP"],
         "transformers": ["DP"],
     }
-    assert {name: one["framework"] for name, one in found.items() if one["framework"] != "torch"} == {"paddle": "paddle"}
+    others = {name: one["framework"] for name, one in found.items() if one["framework"] != "torch"}
+    assert others == {"paddle": "paddle", "flagscale": "program"}
     assert found["torch"]["works"] == ["score_choices", "score_texts", "train_rows", "train_cloze"]
     shown = shell("list").out
     assert f"  transformers  {', '.join(llama)}\n" in shown

@@ -84,8 +84,9 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     causal_from_bottom_right = 2
+    learns = torch.is_grad_enabled() and q.requires_grad  # backward reads the sums of the softmax
     out: Tensor = torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, cu_q, cu_k, max_q, max_k, 0.0, causal_from_bottom_right, False
+        q[None], k[None], v[None], None, cu_q, cu_k, max_q, max_k, 0.0, causal_from_bottom_right, learns
     )[0]
     return out[0]
 

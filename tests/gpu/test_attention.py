@@ -1,0 +1,31 @@
+"""Every kernel of attention on a device, forward and backward, beside the plain meaning of all of them."""
+
+import pytest
+import torch
+
+from steelyard.models.attention import KERNELS, attend, layout
+
+pytestmark = pytest.mark.gpu
+LENGTHS = [5, 128, 1, 61, 33]
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_forward_and_backward(kernel: str, dtype: torch.dtype, groups: int) -> None:
+    if dtype == torch.float32 and kernel not in ("rows", "efficient"):
+        pytest.skip(f"{kernel} knows 16 bits alone")
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    shapes = [(sum(LENGTHS), heads, 64) for heads in (4, 4 // groups, 4 // groups, 4)]
+    *given, towards = (torch.randn(shape, device=device, dtype=torch.float64) for shape in shapes)
+    rows = layout(LENGTHS, None, device)
+
+    def answer(which: str, of: torch.dtype) -> list[torch.Tensor]:
+        leaves = [one.to(dtype).to(of).requires_grad_() for one in given]  # the same numbers
+        out = attend(leaves[0], leaves[1], leaves[2], rows, which)
+        return [one.double() for one in (out.detach(), *torch.autograd.grad(out, leaves, towards.to(dtype).to(of)))]
+
+    allowed = 1e-5 if dtype == torch.float32 else 0.02
+    for found, wanted in zip(answer(kernel, dtype), answer("rows", torch.float64), strict=True):
+        assert float((found - wanted).norm() / wanted.norm()) <= allowed
