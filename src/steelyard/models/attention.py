@@ -74,6 +74,11 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: in
     return torch.cat(out)
 
 
+def _learns(q: Tensor) -> bool:
+    """Whether a kernel must keep the sums of its softmax, which its backward pass reads."""
+    return torch.is_grad_enabled() and q.requires_grad
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
     out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False)[0]
     return out
@@ -84,16 +89,16 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     causal_from_bottom_right = 2
-    learns = torch.is_grad_enabled() and q.requires_grad  # backward reads the sums of the softmax
     out: Tensor = torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, cu_q, cu_k, max_q, max_k, 0.0, causal_from_bottom_right, learns
+        q[None], k[None], v[None], None, cu_q, cu_k, max_q, max_k, 0.0, causal_from_bottom_right, _learns(q)
     )[0]
     return out[0]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
     """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix only."""
-    out: Tensor = torch.ops.aten._cudnn_attention_forward(q, k, v, None, cu_q, cu_k, max_q, max_k, False, 0.0, True, False)[0]
+    args = (q, k, v, None, cu_q, cu_k, max_q, max_k, _learns(q), 0.0, True, False)
+    out: Tensor = torch.ops.aten._cudnn_attention_forward(*args)[0]
     return out
 
 
