@@ -37,7 +37,8 @@ Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes n
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 LATER_HASHES = ("bytes",)  # which older records do not have
-LEFT_OUT = ("clock", "drawn", "checkpoints")  # where nothing is known of them
+LEFT_OUT = ("formulas", "clock", "drawn", "checkpoints")  # where nothing is known of them
+FORMULAS = 2  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
 COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
 
 
@@ -172,6 +173,9 @@ class Nothing(Frozen):
 class Record(Frozen):
     schema_version: int = Field(SCHEMA, alias="schema")
     kind: Literal["run"] = "run"
+    formulas: Literal[2] | None = Field(
+        None, description="version of the formulas that its metrics follow (docs/records.md); left out where it is 1"
+    )
     id: str
     created: str
     status: Status

@@ -13,6 +13,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record
 from steelyard.record.facts import Environment, HostFacts, RankFacts, Series, Software, Weights
 from steelyard.record.record import (
+    FORMULAS,
     CaseFacts,
     EngineFacts,
     Failure,
@@ -61,6 +62,7 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
     """The finished, sealed record."""
     ranks, first, case = outcome.ranks, outcome.first, resolved.case
     draft = Record(
+        formulas=FORMULAS,
         id=facts.id,
         created=facts.created,
         status="failed",
