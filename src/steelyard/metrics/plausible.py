@@ -27,7 +27,7 @@ def drawn(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 def _by_step(record: Record, name: str) -> list[dict[str, int]]:
     """Of each step the counts of all replicas."""
-    places = {rank: degrees.place(record.plan, rank) for rank in range(record.plan.world)}
+    places = {rank: degrees.place(record.plan, rank) for rank in spans.working(record, name)}
     every = [s for rank, s in spans.working(record, name).items() if places[rank].tp == places[rank].pp == 0]
     steps = max(map(len, every), default=0)
     return [{key: sum(s[i].counts.get(key, 0) for s in every if i < len(s)) for key in COUNTED} for i in range(steps)]
@@ -39,9 +39,10 @@ def _differences(record: Record, wanted: list[dict[str, int]], found: list[dict[
     for step, (most, counts) in enumerate(zip(wanted, found, strict=False)):
         where = f"step {step}: " if len(wanted) > 1 else ""
         for key in COUNTED:
-            least = 0 if fewer and key not in ("samples", "logits") else most[key]
-            if not least <= counts.get(key, 0) <= most[key]:
-                yield f"{where}samples count {counts.get(key, 0)} {key}, the rows drawn have {most[key]}"
+            there, held = counts.get(key, 0), most.get(key, 0)
+            least = 0 if fewer and key not in ("samples", "logits") else held
+            if not least <= there <= held:
+                yield f"{where}samples count {there} {key}, the rows drawn have {held}"
 
 
 def plausible(record: Record, values: dict[str, Value]) -> list[Finding]:
