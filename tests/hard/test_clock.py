@@ -49,7 +49,7 @@ def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path, attacks
     done = shell(*SMOKE, "--passes", "val", "--out", shell.out, LD_PRELOAD=str(slow_clock))
     made = json.loads(next(shell.out.iterdir()).read_text())
     assert done.code == 1
-    assert made["status"] == "invalid"
+    assert made["status"] == "invalid", (made["reasons"], made["failure"])
     reason = next(one for one in made["reasons"] if one["code"] == "clock")
     assert "clock uptime counted" in reason["text"]
     assert "LD_PRELOAD is libslow.so" in reason["text"]
