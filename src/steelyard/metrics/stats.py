@@ -21,7 +21,7 @@ WIDEST = 10.0  # of the logarithm of a rate; steps that take time stay below sqr
 FEWEST_CUT = 10  # steps; of fewer it cannot be told which are unlike the others
 GROUP = 5  # steps
 FEWEST_GROUPS = 6  # fewer make a cut of steady steps likely
-UNLIKE = 8.0  # standard deviations, estimated from the median deviation
+UNLIKE = 8.0  # standard deviations
 FAINT = 0.01  # of a step's time: a smaller difference of some steps changes nothing in a rate
 SURER = 2.0  # times, that a cut must make the mean; a straight drift never does, where at most half is cut
 
@@ -51,14 +51,31 @@ def rate_interval(rate: float, work: Sequence[float], time_s: Sequence[float]) -
     return (rate * exp(-half), rate * exp(half)) if half < WIDEST else None
 
 
-def steady(time_s: Sequence[float]) -> tuple[int, str]:
+def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, str]:
     """The step at which the steady window of a run begins, and how it was found."""
     if len(time_s) >= FEWEST_CUT:
-        sharp = _unlike_start(time_s)
-        return sharp + _gradual_start(time_s[sharp:], len(time_s) // 2 - sharp), "found from the step times"
+        steps = _evener(time_s, work)
+        sharp = _unlike_start(steps)
+        return sharp + _gradual_start(steps[sharp:], len(steps) // 2 - sharp), "found from the step times"
     if len(time_s) >= 3:
         return 1, f"fewer than {FEWEST_CUT} steps: the first is taken for warm-up"
     return 0, "fewer than 3 steps: none is cut"
+
+
+def _evener(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:
+    """Times, or times per work where those of the second half vary less: work may differ from step to step, and be padded or
+    not."""
+    if min(work) <= 0:
+        return time_s
+    costs = [one / done for one, done in zip(time_s, work, strict=True)]
+    late = len(time_s) // 2
+    return min((time_s, costs), key=lambda steps: _deviation(steps[late:]) / abs(median(steps[late:]) or 1.0))
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation, from the median deviation of a normal distribution: outliers do not change it."""
+    usual = median(values)
+    return 1.4826 * median(abs(one - usual) for one in values)
 
 
 def _unlike_start(time_s: Sequence[float]) -> int:
@@ -70,8 +87,7 @@ def _unlike_start(time_s: Sequence[float]) -> int:
         end = min(cut + GROUP, most)
         rest = time_s[end:]
         usual = median(rest)
-        deviation = 1.4826 * median(abs(one - usual) for one in rest)  # of a normal distribution, the standard deviation
-        band = max(UNLIKE * deviation, FAINT * usual)
+        band = max(UNLIKE * _deviation(rest), FAINT * usual)
         unlike = [i for i in range(cut, end) if abs(time_s[i] - usual) > band]
         if not unlike:
             break
