@@ -18,7 +18,8 @@ from steelyard.run import earlier
 from steelyard.run.ready import Ready, ready
 
 if TYPE_CHECKING:
-    from steelyard.metrics.scaling import Estimate, Scaling
+    from steelyard.metrics.runs import Estimate
+    from steelyard.metrics.scaling import Scaling
     from steelyard.record.record import Record
     from steelyard.run.earlier import Earlier
     from steelyard.run.launch import Allocation
