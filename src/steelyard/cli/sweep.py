@@ -9,6 +9,7 @@ from steelyard import report
 from steelyard.case import resolve, sweep
 from steelyard.case.request import Request
 from steelyard.case.sweep import Axis
+from steelyard.cli import repeats
 from steelyard.cli.out import dump, one_line, say, tell
 from steelyard.cli.run import carry_out, hosts, interrupted
 from steelyard.errors import RequestError
@@ -108,6 +109,7 @@ def _print(done: list[Done], over_devices: bool) -> None:
     records = [one for point in done for one in point.records]
     names = [_name(point.ready) for point in done for _ in point.records]
     tell(report.text(report.table(records, points=names)))
+    repeats.show(records)
     page = report.scaling(records) if over_devices else None
     if page is not None:
         tell("\n" + report.text(page))
@@ -130,7 +132,8 @@ def _dump(done: list[Done], axes: tuple[Axis, ...], over_devices: bool) -> None:
     keys = {axis.key: [resolve.typed(value) for value in axis.values] for axis in axes}
     scaled = [_scaling(group) for group in scaling.groups(records)] if over_devices else []
     told = {"keys": keys, "points": points, "scaling": scaled}
-    dump({"records": [record.to_table(one) for one in records], "sweep": told}, tell)
+    tables = [record.to_table(one) for one in records]
+    dump({"records": tables, "repeats": repeats.as_json(records), "sweep": told}, tell)
 
 
 def _scaling(group: "Scaling") -> dict[str, Any]:
