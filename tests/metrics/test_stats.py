@@ -47,13 +47,13 @@ def test_interval_is_that_of_a_ratio_of_totals() -> None:
 
 
 def test_only_slow_changes_count_where_there_are_many_steps() -> None:
-    """100 steps have 8 terms. A cosine wave of the third is seen whole, one of the ninth not at all: it averages out."""
+    """100 steps have 7 terms. A cosine wave of the third is seen whole, one of the eighth not at all: it averages out."""
 
     def wave(term: int) -> list[float]:
         return [1 + 0.1 * cos(pi * term * (step + 0.5) / 100) for step in range(100)]
 
-    assert half([1] * 100, wave(3)) == pytest.approx(2.306 * sqrt(2 / 8 * (0.1 * 50) ** 2) / 100, rel=1e-9)
-    assert half([1] * 100, wave(9)) == pytest.approx(0.0, abs=1e-12)
+    assert half([1] * 100, wave(3)) == pytest.approx(2.365 * sqrt(2 / 7 * (0.1 * 50) ** 2) / 100, rel=1e-9)
+    assert half([1] * 100, wave(8)) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_work_explains_time() -> None:
@@ -195,7 +195,7 @@ def test_a_small_step_in_noise_is_cut_within_a_group() -> None:
     """3 % at step 30 of 100, three times the noise: no single step shows it."""
     found = cuts(100, lambda step: 1.03 if step < 30 else 1.0)
     assert [25 <= cut <= 35 for cut in found].count(True) >= 180
-    assert found[0] >= 15
+    assert found[10] >= 20
     assert found[-1] <= 45
 
 
@@ -264,3 +264,18 @@ def test_tokens_that_change_nothing_are_left_aside() -> None:
     times = [rng.gauss(1.2 if step in (0, 1, 5) else 1.0, 0.005) for step in range(60)]
     assert stats.steady(times, work)[0] == 6
     assert stats.steady(times, [0.0] * 60)[0] == 6
+
+
+@pytest.mark.parametrize("steps", [60, 300])
+@pytest.mark.parametrize("phi", [0.0, 0.3, 0.6])
+def test_looking_for_the_window_leaves_the_interval_sound(phi: float, steps: int) -> None:
+    """A run that begins with three slow steps. 1 % less than without a search: now and then it cuts what noise made unlike."""
+    rng = np.random.default_rng([steps, round(10 * phi), 1])
+    times = 1 + 0.02 * autocorrelated(rng, phi, steps)
+    times[:, :3] += 10
+    held = 0
+    for own in times[:1000].tolist():
+        kept = own[steady(own)[0] :]
+        low, high = rate_interval(len(kept) / sum(kept), [1] * len(kept), kept) or (0, 0)
+        held += low <= 1.0 <= high
+    assert 0.92 <= held / 1000 <= 0.97
