@@ -114,6 +114,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "size": {"case__size": "smoke"},
     "key": {"case__key": "another"},
     "precision": {"case__precision": "fp16"},
+    "limit": {"case__max_interval": 0.1},
+    "gate": {"case__gate": None},
     "engine": {"engine__name": "transformers"},
     "tune": {"tune__batch_tokens": 7},
     "scope": {"scope": {"kind": "window", "steps": 4}},

@@ -109,12 +109,16 @@ def _print(done: list[Done], over_devices: bool) -> None:
     records = [one for point in done for one in point.records]
     names = [_name(point.ready) for point in done for _ in point.records]
     tell(report.text(report.table(records, points=names)))
-    repeats.show(records)
+    repeats.show(_repeated(done))
     page = report.scaling(records) if over_devices else None
     if page is not None:
         tell("\n" + report.text(page))
     elif over_devices:
         say("no scaling table: it takes valid records on two numbers of devices")
+
+
+def _repeated(done: list[Done]) -> "list[Record]":
+    return [one for point in done if len(point.records) > 1 for one in point.records]
 
 
 def _dump(done: list[Done], axes: tuple[Axis, ...], over_devices: bool) -> None:
@@ -133,7 +137,7 @@ def _dump(done: list[Done], axes: tuple[Axis, ...], over_devices: bool) -> None:
     scaled = [_scaling(group) for group in scaling.groups(records)] if over_devices else []
     told = {"keys": keys, "points": points, "scaling": scaled}
     tables = [record.to_table(one) for one in records]
-    dump({"records": tables, "repeats": repeats.as_json(records), "sweep": told}, tell)
+    dump({"records": tables, "repeats": repeats.as_json(_repeated(done)), "sweep": told}, tell)
 
 
 def _scaling(group: "Scaling") -> dict[str, Any]:

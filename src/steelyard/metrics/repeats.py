@@ -12,7 +12,7 @@ from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.record import Record
 
 # What is known of a run that failed, too, and what else repeats have in common.
-ASKED = ("case", "division", "precision", "engine", "sample", "steps", "plan", "tune")
+ASKED = ("case", "division", "precision", "limits", "engine", "sample", "steps", "plan", "tune")
 ALIKE = (*ASKED, "key", "headline", "weights", "devices", "restarts", "formulas")
 RATE = "rate"
 LARGEST = 1e30  # as of rates: squares stay finite

@@ -27,11 +27,18 @@ def _weights(record: Record) -> list[Any]:
     return [table.get(name) for name in ("source", "seed", "header_sha256")]
 
 
+def _limits(record: Record) -> list[Any]:
+    """What makes a run valid or not; `--set` may change it."""
+    case = record.case
+    return [None if case.gate is None else case.gate.model_dump(mode="json"), case.max_interval]
+
+
 # What two runs may have in common, by name. `parallel` is how a plan was asked for; the plan has what came of it.
 PARTS: dict[str, Callable[[Record], Any]] = {
     "case": lambda record: [record.case.name, record.case.size],
     "division": lambda record: record.case.division,
     "precision": lambda record: record.case.precision,
+    "limits": _limits,
     "engine": lambda record: record.engine.name,
     "sample": lambda record: [record.scope.kind, record.scope.sample],
     "steps": lambda record: record.scope.steps,
