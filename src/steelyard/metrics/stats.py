@@ -56,8 +56,13 @@ def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, str]:
     """The step at which the steady window of a run begins, and how it was found."""
     if len(time_s) >= FEWEST_CUT:
         steps = _evener(time_s, work)
-        sharp = _unlike_start(steps)
-        return sharp + _gradual_start(steps[sharp:], len(steps) // 2 - sharp), "found from the step times"
+        most = len(steps) // 2
+        cut = _unlike_start(steps, most)
+        gradual = _gradual_start(steps[cut:], most - cut)
+        if gradual:  # the later steps are evener without it
+            cut += gradual
+            cut += _unlike_start(steps[cut:], most - cut)
+        return cut, "found from the step times"
     if len(time_s) >= 3:
         return 1, f"fewer than {FEWEST_CUT} steps: the first is taken for warm-up"
     return 0, "fewer than 3 steps: none is cut"
@@ -79,20 +84,18 @@ def _deviation(values: Sequence[float]) -> float:
     return 1.4826 * median(abs(one - usual) for one in values)
 
 
-def _unlike_start(time_s: Sequence[float]) -> int:
-    """Behind the steps at the start that are clearly unlike the rest: compilation, allocation, another level. Gaps of fewer
-    than five steps between them are cut too; at most half of the run is."""
-    most = len(time_s) // 2
+def _unlike_start(time_s: Sequence[float], most: int) -> int:
+    """Behind the steps at the start that are clearly unlike the others: compilation, allocation, another level. Gaps of fewer
+    than five steps between them are cut too."""
+    others = time_s[GROUP:]
+    usual = median(others)
+    band = max(UNLIKE * _deviation(others), FAINT * usual)
     cut = 0
-    while cut < most:
-        end = min(cut + GROUP, most)
-        rest = time_s[end:]
-        usual = median(rest)
-        band = max(UNLIKE * _deviation(rest), FAINT * usual)
-        unlike = [i for i in range(cut, end) if abs(time_s[i] - usual) > band]
-        if not unlike:
+    for step in range(most):
+        if step - cut >= GROUP:
             break
-        cut = unlike[-1] + 1
+        if abs(time_s[step] - usual) > band:
+            cut = step + 1
     return cut
 
 
@@ -103,12 +106,19 @@ def _gradual_start(time_s: Sequence[float], most: int) -> int:
     medians = [median(time_s[i : i + GROUP]) for i in range(0, len(time_s) - GROUP + 1, GROUP)]
     if len(medians) < FEWEST_GROUPS:
         return 0
-    scores = [_score(medians[cut:]) for cut in range(len(medians) // 2) if cut * GROUP <= most]
-    return GROUP * next(cut for cut, score in enumerate(scores) if score <= SURER * min(scores))
+    scores = _scores(medians)[: min(len(medians) // 2, most // GROUP + 1)]
+    best = min(scores)
+    return GROUP * next(cut for cut, score in enumerate(scores) if score <= SURER * best)
 
 
-def _score(values: Sequence[float]) -> float:
-    """Squared standard error of the mean, but for a factor."""
-    away = [value - values[0] for value in values]  # equal steps are exactly 0, or rounding would choose the cut
-    mean = fsum(away) / len(away)
-    return fsum((one - mean) ** 2 for one in away) / len(away) ** 2
+def _scores(values: Sequence[float]) -> list[float]:
+    """Of each value and those after it the squared standard error of the mean, but for a factor. In one pass from the end
+    (Welford 1962): a run may have 100,000 steps, and equal values give exactly 0."""
+    mean = squares = 0.0
+    out = []
+    for count, value in enumerate(reversed(values), 1):
+        away = value - mean
+        mean += away / count
+        squares += away * (value - mean)
+        out.append(squares / count**2)
+    return out[::-1]
