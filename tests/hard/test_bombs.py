@@ -71,7 +71,7 @@ def test_rows_have_a_limit_over_all_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = published("lambada-smoke-closed-fp32-torch-9093b003", tmp_path)
+    path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     assert len(json.loads(path.read_bytes())["ranks"]) == 2
     monkeypatch.setattr(record, "BASE_BYTES", 1000)

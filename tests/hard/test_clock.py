@@ -18,13 +18,24 @@ from steelyard.run import clock, environment
 
 SLOW = r"""
 #define _GNU_SOURCE
+#include <fcntl.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+static int slow;
+/* In workers, whose times count: in an agent every wait would be over at once, and it would leave before it has told all. */
+__attribute__((constructor)) static void look(void) {
+    char words[4096];
+    int file = open("/proc/self/cmdline", O_RDONLY);
+    long size = file < 0 ? 0 : read(file, words, sizeof words);
+    slow = size > 0 && memmem(words, size, "run.worker", 10) != 0;
+    if (file >= 0) close(file);
+}
 /* Every clock that only goes forward, at half its speed. */
 int clock_gettime(clockid_t id, struct timespec *at) {
     int failed = syscall(SYS_clock_gettime, id, at);
-    if (!failed && (id == CLOCK_MONOTONIC || id == CLOCK_MONOTONIC_RAW || id == CLOCK_BOOTTIME)) {
+    if (slow && !failed && (id == CLOCK_MONOTONIC || id == CLOCK_MONOTONIC_RAW || id == CLOCK_BOOTTIME)) {
         long long ns = (at->tv_sec * 1000000000LL + at->tv_nsec) / 2;
         at->tv_sec = ns / 1000000000LL;
         at->tv_nsec = ns % 1000000000LL;
@@ -49,7 +60,7 @@ def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path, attacks
     done = shell(*SMOKE, "--passes", "val", "--out", shell.out, LD_PRELOAD=str(slow_clock))
     made = json.loads(next(shell.out.iterdir()).read_text())
     assert done.code == 1
-    assert made["status"] == "invalid"
+    assert made["status"] == "invalid", (made["reasons"], made["failure"])
     reason = next(one for one in made["reasons"] if one["code"] == "clock")
     assert "clock uptime counted" in reason["text"]
     assert "LD_PRELOAD is libslow.so" in reason["text"]

@@ -67,6 +67,8 @@ def _blocks(group: Engines, say: Words) -> list[Block]:
     ]
     rows = tuple(TableRow(tuple(one.cell(row, group, say) for one in shown)) for row in group.rows)
     lost = [Paragraph(say("engines.without", say("comma").join(group.without)))] if group.without else []
+    if getattr(group.records[0].question.model, "dropout", 0.0):
+        lost.append(Paragraph(say("engines.dropout")))
     return [Table(tuple(heads), rows), *lost]
 
 

@@ -149,6 +149,10 @@ _TABLE: dict[str, tuple[str, str]] = {
     "engines.mfu": ("MFU", "MFU"),
     "engines.mem": ("mem", "mem"),
     "engines.base": ("base", "基准"),
+    "engines.dropout": (
+        "The model has dropout, and engines draw it in their own order: answers differ by chance too (see steelyard conform).",
+        "模型含 dropout，各引擎的随机顺序不同，答案因此也会有差异（参见 steelyard conform）。",
+    ),
     "engines.without": ("No finished run: {0}.", "无完成的运行：{0}。"),
     "engines.note": (
         "Runs that differ in the engine alone. Differences are those from the first run of the base, the largest of all runs "
