@@ -19,7 +19,7 @@ PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
     *("run.node", "run.session", "run.scheduler"),
-    *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines"),
+    *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )

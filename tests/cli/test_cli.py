@@ -52,8 +52,8 @@ def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) ->
     for verb, keys in {
         ("list",): {"cases", "engines", "accelerators", "launchers"},
         ("show", CASE): {"name", "size", "values", "reference"},
-        ("report", smoke["closed"], smoke["open"]): {"format", "lang", "page", "path"},
-        ("report", smoke["closed"], "--format", "html", "--to", page): {"format", "lang", "page", "path"},
+        ("report", smoke["closed"], smoke["open"]): {"format", "lang", "page", "path", "repeats"},
+        ("report", smoke["closed"], "--format", "html", "--to", page): {"format", "lang", "page", "path", "repeats"},
         ("verify", smoke["closed"], smoke["open"]): {"records"},
         ("schema",): {"$schema", "$defs", "title", "type", "properties", "required", "additionalProperties"},
     }.items():
@@ -67,9 +67,17 @@ def test_run_json(shell: Shell) -> None:
     done = shell(*SMOKE, "--passes", "val", "--repeat", "2", "--out", shell.out, "--json")
     assert (done.code, done.err) == (0, "")
     found = done.json()
-    assert found.keys() == {"records"}
+    assert found.keys() == {"records", "repeats"}
     assert sorted(found["records"], key=lambda one: one["id"]) == sorted(shell.records(), key=lambda one: one["id"])
     assert len({one["id"] for one in found["records"]}) == 2
+    [group] = found["repeats"]
+    assert (group["case"], group["config"], group["not_valid"]) == (CASE, "1x1", [])
+    assert group["records"] == [one["id"] for one in found["records"]]
+    rates = [one["metrics"]["tokens_per_device_s"]["value"] for one in found["records"]]
+    told = group["metrics"]["rate"]
+    assert (told["runs"], told["lowest"], told["highest"]) == (2, min(rates), max(rates))
+    assert told["mean"] == pytest.approx(sum(rates) / 2)
+    assert told["interval_from"] == "runs"
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,9 @@ def test_grid_and_repeats(shell: Shell, carried: list[Ready]) -> None:
         "point 3 of 4: tune.pad_to=16 question.seed=0",
         "point 4 of 4: tune.pad_to=16 question.seed=1",
     ]
-    assert len(done.out.splitlines()) == 2 + 8
+    table, repeats = done.out.split("\n\nRepeats: ")
+    assert len(table.splitlines()) == 2 + 8
+    assert repeats.startswith(f"{CASE} · smoke · torch · fp32 · closed")
 
 
 def test_several_cases_have_all_points_each(shell: Shell, carried: list[Ready]) -> None:

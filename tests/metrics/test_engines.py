@@ -8,7 +8,7 @@ import pytest
 from fixtures.engines import WINDOW, scored, trained
 from steelyard.metrics import engines, stats
 from steelyard.metrics.engines import Answers, Apart, Engines
-from steelyard.metrics.scaling import Estimate
+from steelyard.metrics.runs import Estimate
 from steelyard.record.facts import Restart
 from steelyard.record.record import Record
 from steelyard.tasks.task import Differences

@@ -7,8 +7,8 @@ import pytest
 
 from fixtures.report import ENVIRONMENT, make, question
 from steelyard.case import resolve
-from steelyard.metrics import scaling
-from steelyard.metrics.scaling import Estimate
+from steelyard.metrics import runs, scaling
+from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record
 
 Ends = tuple[float, float] | None
@@ -38,11 +38,11 @@ def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
 
 
 def test_rate_is_that_of_all_devices_with_its_interval() -> None:
-    assert scaling.rate(run(2, 4, 10.0, (9.0, 12.0))) == Estimate(80.0, (72.0, 96.0))
-    assert scaling.rate(run(1, 1, 10.0)) == Estimate(10.0, None)
-    assert scaling.rate(run(1, 1, None)) is None
-    assert scaling.rate(run(1, 1, 0.0)) is None
-    assert scaling.rate(make(metrics={})) is None
+    assert runs.rate(run(2, 4, 10.0, (9.0, 12.0))) == Estimate(80.0, (72.0, 96.0))
+    assert runs.rate(run(1, 1, 10.0)) == Estimate(10.0, None)
+    assert runs.rate(run(1, 1, None)) is None
+    assert runs.rate(run(1, 1, 0.0)) is None
+    assert runs.rate(make(metrics={})) is None
 
 
 def test_division_open_counts_samples() -> None:
@@ -52,7 +52,7 @@ def test_division_open_counts_samples() -> None:
     }
     plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
     found = make(case__division="open", metrics=metrics, plan=plan)
-    assert scaling.rate(found) == Estimate(30.0, (29.0, 31.0))
+    assert runs.rate(found) == Estimate(30.0, (29.0, 31.0))
     other = make(case__division="open", metrics={"samples_per_s": {"value": 20.0, "unit": "questions/s"}})
     [group] = scaling.groups([found, other])
     assert (group.unit, group.base.plan.config, group.rows[1].speedup) == ("questions/s", "1x1", Estimate(1.5))
@@ -159,8 +159,8 @@ def test_groups_come_in_the_order_of_their_records() -> None:
 def test_training_counts_tokens_and_a_cloze_counts_samples() -> None:
     metrics = {"tokens_per_device_s": {"value": 7.0, "unit": "tokens/s/device"}, "samples_per_s": {"value": 3.0, "unit": "x"}}
     cloze = resolve.resolve("glm-large-record").case.question.model_dump(mode="json")
-    assert scaling.rate(make(case__question=question(), metrics=metrics)) == Estimate(7.0)
-    assert scaling.rate(make(case__question=cloze, metrics=metrics)) == Estimate(3.0)
+    assert runs.rate(make(case__question=question(), metrics=metrics)) == Estimate(7.0)
+    assert runs.rate(make(case__question=cloze, metrics=metrics)) == Estimate(3.0)
 
 
 @pytest.mark.parametrize("value", [1e300, 1e-300])

@@ -9,7 +9,7 @@ import pytest
 from fixtures.report import COUNTS, GIB, question, rank_samples, training
 from steelyard import tasks
 from steelyard.errors import RequestError
-from steelyard.metrics import rates, spans, stats, verify
+from steelyard.metrics import formulas_1, rates, spans, stats, verify
 from steelyard.metrics import table as metrics
 from steelyard.record.record import Record, Scope, canonical_bytes, to_table
 
@@ -142,20 +142,33 @@ def test_mem_predicted_says_what_it_holds():
 
 
 def test_warm_up_is_found_and_left_out():
-    """Two groups of five are slow, then all are equal."""
-    found = training(([3.0] * 10 + [1.0] * 90,))
-    assert found.metrics["p_core"].note == "steady window: steps 10 to 99 (found by MSER-5)"
+    """Thirteen steps are slow, then all are equal."""
+    found = training(([3.0] * 13 + [1.0] * 87,), formulas=2)
+    assert found.metrics["p_core"].note == "steady window: steps 13 to 99 (found from the step times)"
     assert value(found, "tokens_per_device_s") == 100.0
     assert found.metrics["tokens_per_device_s"].interval == (100.0, 100.0)
-    assert value(found, "p_whole") == 100 * 100 / 120.0
+    assert value(found, "p_whole") == 100 * 100 / 126.0
     assert [found.metrics[n].interval for n in ("p_whole", "p_train", "p_core")] == [None] * 3
-    assert value(found, "energy") == pytest.approx(9000.0)
+    assert value(found, "energy") == pytest.approx(8700.0)
 
 
-@pytest.mark.parametrize(("steps", "first"), [(1, 0), (2, 0), (3, 1), (9, 1), (10, 0)])
-def test_short_runs(steps, first):
-    assert stats.steady([5.0] + [1.0] * (steps - 1))[0] == first
-    found = training(([5.0] + [1.0] * (steps - 1),))
+def test_older_records_keep_their_window_and_interval():
+    """The same steps by version 1 of the formulas: a window of whole groups of five, and batch means."""
+    found = training(([3.0] * 13 + [1.0] * 87,))
+    assert found.metrics["p_core"].note == "steady window: steps 15 to 99 (found by MSER-5)"
+    noisy = [1.0 + 0.1 * (step % 7) for step in range(100)]
+    old, new = (training((noisy,), formulas=number).metrics["tokens_per_device_s"].interval for number in (None, 2))
+    kept = noisy[formulas_1.steady_start(noisy) :]
+    assert len(kept) < 100
+    assert old == pytest.approx(tuple(100 * end for end in formulas_1.rate_interval([1.0] * len(kept), kept)))
+    assert new == pytest.approx(stats.rate_interval(100 * 100 / sum(noisy), [1.0] * 100, noisy))
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "formulas"), [(1, 0, 2), (2, 0, 2), (3, 1, 2), (9, 1, 2), (10, 1, 2), (10, 0, None)]
+)
+def test_short_runs(steps, first, formulas):
+    found = training(([5.0] + [1.0] * (steps - 1),), formulas=formulas)
     assert value(found, "tokens_per_device_s") == 100 * (steps - first) / (steps - first + 4 * (first == 0))
 
 

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from steelyard.cli import repeats
 from steelyard.cli.out import dump, one_line, say, tell
 from steelyard.cli.run import ALL, carry_out, hosts, interrupted
 from steelyard.errors import EngineError, RequestError
@@ -126,6 +127,7 @@ def _print(done: "list[Record]") -> None:
         tell(report.text(page))
     else:
         say("no table of engines: it takes finished runs of two engines")
+    repeats.show(done)
 
 
 def _dump(done: "list[Record]", left_out: list[LeftOut]) -> None:
@@ -134,7 +136,9 @@ def _dump(done: "list[Record]", left_out: list[LeftOut]) -> None:
 
     told = [_group(group) for group in engines.groups(done)]
     lost = [asdict(one) for one in left_out]
-    dump({"records": [record.to_table(made) for made in done], "engines": {"left_out": lost, "groups": told}}, tell)
+    tables = [record.to_table(made) for made in done]
+    engines_told = {"left_out": lost, "groups": told}
+    dump({"records": tables, "repeats": repeats.as_json(done), "engines": engines_told}, tell)
 
 
 def _group(group: "Engines") -> dict[str, Any]:

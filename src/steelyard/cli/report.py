@@ -25,26 +25,23 @@ def report_(
     Example: steelyard report records/*.json --format html --to page.html
     """
     from steelyard import report
+    from steelyard.cli import repeats
 
     if format_ not in report.FORMATS:
         raise RequestError(f"--format {format_!r}: allowed: {', '.join(report.FORMATS)}")
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
-    page = _page(records, format_, lang)
+    found = _read(records)
+    page = report.render(found, format_, lang)
     if to is not None:
         _write(to, page)
     if as_json:
-        dump({"format": format_, "lang": lang, "page": None if to else page, "path": str(to) if to else None})
+        table = {"format": format_, "lang": lang, "page": None if to else page, "path": str(to) if to else None}
+        dump(table | {"repeats": repeats.as_json(found)})
     elif to is None:
         answer(page)
     else:
         say(f"page: {to}")
-
-
-def _page(places: list[Path], format_: str, lang: str) -> str:
-    from steelyard import report
-
-    return report.render(_read(places), format_, lang)
 
 
 def _write(path: Path, text: str) -> None:

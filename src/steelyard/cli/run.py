@@ -106,7 +106,10 @@ def run(
             "Default: site.toml here, else in ~/.config/steelyard."
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Run so many times, in fresh processes.")] = 1,
+    repeat: Annotated[
+        int,
+        typer.Option(help="Run so many times, in fresh processes; then their mean, the spread between them and its interval."),
+    ] = 1,
     hang_after: Annotated[float, typer.Option(help="Seconds without a sign of life before workers are ended.")] = 1800.0,
     time_limit: Annotated[float | None, typer.Option(help="Seconds a run may take in all.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records"),
@@ -123,6 +126,7 @@ def run(
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel PP2DP4 --resume records/2026….json
       steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
       steelyard run llama1-7b-openwebtext --data owt/owt --launcher slurm --nodes 2 --devices 8
+      steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/ --repeat 5
       steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/ --engine all --repeat 3
       steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4
     """
@@ -287,6 +291,7 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
     from rich.console import Console
 
     from steelyard import report
+    from steelyard.cli import repeats
     from steelyard.record import record
     from steelyard.run.ready import ready
 
@@ -300,9 +305,10 @@ def _run(requests: "list[Request]", as_json: bool) -> int:
             if interrupted(made):
                 break
     if as_json:
-        dump({"records": [record.to_table(made) for made in done]}, tell)
+        dump({"records": [record.to_table(made) for made in done], "repeats": repeats.as_json(done)}, tell)
     else:
         tell(report.text(report.table(done)))
+        repeats.show(done)
     return 0 if len(done) == len(runs) and all(made.status == "valid" for made in done) else 1
 
 

@@ -9,6 +9,7 @@ from steelyard import report
 from steelyard.case import resolve, sweep
 from steelyard.case.request import Request
 from steelyard.case.sweep import Axis
+from steelyard.cli import repeats
 from steelyard.cli.out import dump, one_line, say, tell
 from steelyard.cli.run import carry_out, hosts, interrupted
 from steelyard.errors import RequestError
@@ -18,7 +19,8 @@ from steelyard.run import earlier
 from steelyard.run.ready import Ready, ready
 
 if TYPE_CHECKING:
-    from steelyard.metrics.scaling import Estimate, Scaling
+    from steelyard.metrics.runs import Estimate
+    from steelyard.metrics.scaling import Scaling
     from steelyard.record.record import Record
     from steelyard.run.earlier import Earlier
     from steelyard.run.launch import Allocation
@@ -107,11 +109,16 @@ def _print(done: list[Done], over_devices: bool) -> None:
     records = [one for point in done for one in point.records]
     names = [_name(point.ready) for point in done for _ in point.records]
     tell(report.text(report.table(records, points=names)))
+    repeats.show(_repeated(done))
     page = report.scaling(records) if over_devices else None
     if page is not None:
         tell("\n" + report.text(page))
     elif over_devices:
         say("no scaling table: it takes valid records on two numbers of devices")
+
+
+def _repeated(done: list[Done]) -> "list[Record]":
+    return [one for point in done if len(point.records) > 1 for one in point.records]
 
 
 def _dump(done: list[Done], axes: tuple[Axis, ...], over_devices: bool) -> None:
@@ -129,7 +136,8 @@ def _dump(done: list[Done], axes: tuple[Axis, ...], over_devices: bool) -> None:
     keys = {axis.key: [resolve.typed(value) for value in axis.values] for axis in axes}
     scaled = [_scaling(group) for group in scaling.groups(records)] if over_devices else []
     told = {"keys": keys, "points": points, "scaling": scaled}
-    dump({"records": [record.to_table(one) for one in records], "sweep": told}, tell)
+    tables = [record.to_table(one) for one in records]
+    dump({"records": tables, "repeats": repeats.as_json(_repeated(done)), "sweep": told}, tell)
 
 
 def _scaling(group: "Scaling") -> dict[str, Any]:

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TypeVar
 
-from steelyard.metrics import rates, scaling, spans, training
-from steelyard.metrics.scaling import Estimate, Source
+from steelyard.metrics import rates, runs, spans, training
+from steelyard.metrics.runs import Estimate, Runs, Source
 from steelyard.record.record import Record
-from steelyard.schema import canonical
 from steelyard.tasks.task import Differences
 
 T = TypeVar("T")
 
 BASE = "torch"
+# What is known of a run that failed, too, and what else records of one group have in common.
+ASKED = ("case", "division", "precision", "sample", "steps", "plan", "tune")
+ALIKE = (*ASKED, "key", "headline", "weights", "devices")
 
 
 @dataclass(frozen=True)
@@ -88,37 +90,17 @@ def groups(records: Iterable[Record]) -> list[Engines]:
     alike: dict[str, list[Record]] = {}
     for record in every:
         if record.status != "failed":
-            alike.setdefault(_alike(record), []).append(record)
+            alike.setdefault(runs.in_common(record, ALIKE), []).append(record)
     out = []
     for group in alike.values():
         names = {record.engine.name for record in group}
         if len(names) > 1:
-            lost = [one.engine.name for one in every if one.status == "failed" and _asked(one) == _asked(group[0])]
-            metric = _quality(group)
+            asked = runs.in_common(group[0], ASKED)
+            lost = [one.engine.name for one in every if one.status == "failed" and runs.in_common(one, ASKED) == asked]
+            metric = runs.quality(group)
             without = tuple(name for name in dict.fromkeys(lost) if name not in names)
             out.append(Engines(metric, _rows(group, metric), without))
     return out
-
-
-def _asked(record: Record) -> str:
-    """What a run was asked, less the engine; a failed one's key may lack its data."""
-    case, plan, scope = record.case, record.plan, record.scope
-    tune = record.tune.model_dump(mode="json", exclude={"parallel"})
-    degrees = [plan.nodes, plan.devices, plan.tp, plan.pp, plan.dp]
-    return canonical([case.name, case.size, case.division, case.precision, *scope.model_dump().values(), degrees, tune])
-
-
-def _alike(record: Record) -> str:
-    """What records of one group have in common: also the data that were read, the weights they began with, and the devices."""
-    weights = record.weights.model_dump(mode="json")
-    begun = [weights.get(name) for name in ("source", "seed", "header_sha256")]
-    return canonical([_asked(record), record.case.key, spans.headline(record), begun, scaling.kinds(record)])
-
-
-def _quality(group: list[Record]) -> str:
-    metric = group[0].quality.metric
-    known = any(_metric(record, metric) is not None for record in group)
-    return metric if known or group[0].task.kind != "train" else "loss"
 
 
 def _rows(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
@@ -132,35 +114,30 @@ def _rows(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
     return tuple(_row(name, by_name[name], base, rate, metric) for name in names)
 
 
-def _row(name: str, records: list[Record], base: list[Record], base_rate: scaling.Runs | None, metric: str) -> EngineRuns:
+def _row(name: str, records: list[Record], base: list[Record], base_rate: Runs | None, metric: str) -> EngineRuns:
     own = records is base
     rate = _rate(records)
     ratio = None
     if rate is not None and base_rate is not None:
-        ratio = Estimate(1.0) if own else scaling.ratio(rate.rate, base_rate.rate)
+        ratio = Estimate(1.0) if own else runs.ratio(rate.rate, base_rate.rate)
     others = records[1:] if own else records
     return EngineRuns(
         name=name,
         records=tuple(records),
         base=own,
         answers=_farthest([_answers(base[0], record, metric) for record in others]) if others else None,
-        quality=_mean([_metric(record, metric) for record in records]),
+        quality=_mean([runs.metric(record, metric) for record in records]),
         rate=None if rate is None else rate.rate,
         source=None if rate is None else rate.source,
         ratio=ratio,
-        mfu=_mean([_metric(record, "mfu") for record in records if record.status == "valid"]),
-        mem=max((value for value in (_metric(record, "mem") for record in records) if value is not None), default=None),
+        mfu=_mean([runs.metric(record, "mfu") for record in records if record.status == "valid"]),
+        mem=max((value for value in (runs.metric(record, "mem") for record in records) if value is not None), default=None),
     )
 
 
-def _rate(records: list[Record]) -> scaling.Runs | None:
-    known = [record for record in records if record.status == "valid" and scaling.rate(record) is not None]
-    return scaling.over_runs(known) if known else None
-
-
-def _metric(record: Record, name: str) -> float | None:
-    found = record.metrics.get(name)
-    return None if found is None else found.value
+def _rate(records: list[Record]) -> Runs | None:
+    known = [record for record in records if record.status == "valid" and runs.rate(record) is not None]
+    return runs.rate_over_runs(known) if known else None
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -170,7 +147,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 def _answers(base: Record, record: Record, metric: str) -> Answers:
     trains = base.task.kind == "train"
-    one, other = _metric(base, metric), _metric(record, metric)
+    one, other = runs.metric(base, metric), runs.metric(record, metric)
     return Answers(
         chosen=_chosen(base, record),
         loss=_steps(base, record, "loss") if trains else None,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 
-from steelyard.metrics import readings, stats
+from steelyard.metrics import formulas_1, readings, stats
 from steelyard.metrics.result import GIB, Result, absent, work_name
 from steelyard.metrics.spans import Span, devices, headline, samples, span, total, wall_s, windows
 from steelyard.plan import flops
@@ -26,17 +26,19 @@ def pass_rate(name: str, seconds: TimeOf) -> Formula:
         if seconds is not wall_s:
             return Result(rate)
         slowest = max(windows(record, name), key=lambda window: window.wall_s).rank
-        return Result(rate, interval=_interval([s for s in samples(record, name) if s.rank == slowest], rate))
+        return Result(rate, interval=_interval(record, [s for s in samples(record, name) if s.rank == slowest], rate))
 
     return formula
 
 
-def _interval(steps: list[Sample], rate: float) -> tuple[float, float] | None:
+def _interval(record: Record, steps: list[Sample], rate: float) -> tuple[float, float] | None:
     """The 95 % interval of a rate over wall time, from the token rate of the slowest rank's steps."""
     working = [sample for sample in steps if sample.counts.get("tokens")]
     tokens = [float(sample.counts["tokens"]) for sample in working]
     times = [sample.end_s - sample.start_s for sample in working]
-    found = stats.rate_interval(tokens, times)
+    if record.formulas is not None:
+        return stats.rate_interval(rate, tokens, times)
+    found = formulas_1.rate_interval(tokens, times)
     if found is None or found[1] == float("inf"):
         return None
     own = fsum(tokens) / fsum(times)
@@ -53,7 +55,7 @@ def per_second(key: str, per_device: bool = False) -> Formula:
         if found is None or not found.counts.get(key) or not found.wall_s:
             return _missing(record)
         rate = found.counts[key] / found.wall_s / (devices(record) if per_device else 1)
-        return Result(rate, found.note, _interval(found.steps.get(found.slowest, []), rate))
+        return Result(rate, found.note, _interval(record, found.steps.get(found.slowest, []), rate))
 
     return formula
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 
-from steelyard.metrics import stats
+from steelyard.metrics import formulas_1, stats
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Sample, Window
 from steelyard.tasks.task import PASSES
@@ -112,7 +112,11 @@ def _steady(record: Record, name: str) -> Span | None:
     if not count:
         return None
     times = [max(steps[i].end_s - steps[i].start_s for steps in every.values()) for i in range(count)]
-    first, how = stats.steady(times)
+    if record.formulas is None:
+        first, how = formulas_1.steady(times)
+    else:
+        tokens = [_counts(record, [steps[i] for steps in every.values()]).get("tokens", 0) for i in range(count)]
+        first, how = stats.steady(times, tokens)
     kept = {rank: steps[first:count] for rank, steps in every.items()}
     walls = {rank: steps[-1].end_s - steps[0].start_s for rank, steps in kept.items()}
     slowest = max(walls, key=lambda rank: walls[rank])

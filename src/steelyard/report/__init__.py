@@ -10,12 +10,13 @@ from steelyard.report.as_text import text
 from steelyard.report.build import page, table
 from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
+from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
 from steelyard.report.words import LANGS
 
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
-__all__ = ["FORMATS", "LANGS", "Lang", "Page", "engines", "html", "md", "page", "render", "scaling", "table", "text"]
+__all__ = ["FORMATS", "LANGS", "Lang", "Page", "engines", "html", "md", "page", "render", "repeats", "scaling", "table", "text"]
 
 
 def render(records: list[Record], format: str, lang: str) -> str:

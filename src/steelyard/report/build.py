@@ -5,7 +5,7 @@ from steelyard.metrics.shipped import later, modified
 from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report import engines, scaling
+from steelyard.report import engines, repeats, scaling
 from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Table, TableRow
@@ -65,6 +65,7 @@ def _case(
     ]
     if mfu is not None:
         out += [Heading(level + 1, say("mfu")), mfu]
+    out += repeats.section(runs, level + 1, say)
     out += engines.section(runs, level + 1, say)
     out += scaling.section(runs, level + 1, say)
     for run in runs:

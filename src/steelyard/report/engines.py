@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from steelyard.metrics import engines
 from steelyard.metrics.engines import Apart, EngineRuns, Engines
-from steelyard.metrics.scaling import Estimate, kinds
+from steelyard.metrics.runs import Estimate, kinds
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow

@@ -1,7 +1,8 @@
 """How the rate grows with the number of devices: a table for each group of records that differ in their plan alone."""
 
 from steelyard.metrics import scaling
-from steelyard.metrics.scaling import Estimate, Scaling, ScalingRow
+from steelyard.metrics.runs import Estimate, kinds
+from steelyard.metrics.scaling import Scaling, ScalingRow
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
@@ -42,7 +43,7 @@ def _title(group: Scaling, every: list[Scaling], say: Words) -> str:
     tunes = [one.records[0].tune.model_dump(mode="json", exclude={"parallel"}) for one in every]
     own = record.tune.model_dump(mode="json")
     differ = [f"{key}={spelled(own[key], depth=1)}" for key in tunes[0] if any(tune[key] != own[key] for tune in tunes)]
-    return " · ".join([*parts, ", ".join(scaling.kinds(record)) or UNKNOWN, *differ])
+    return " · ".join([*parts, ", ".join(kinds(record)) or UNKNOWN, *differ])
 
 
 def _table(group: Scaling, say: Words) -> Table:

@@ -163,6 +163,26 @@ _TABLE: dict[str, tuple[str, str]] = {
         "回答不一致的题目数。最大差异：每题所保留的数值之差（每段文本的每 token 损失）。吞吐量：全部设备的工作量除以总时间，"
         "取有效运行的平均；数字下方为其 95 % 区间。",
     ),
+    # repeats
+    "repeats": ("Repeats", "重复运行"),
+    "repeats.metric": ("metric", "指标"),
+    "repeats.rate": ("rate", "吞吐量"),
+    "repeats.runs": ("runs", "运行次数"),
+    "repeats.mean": ("mean", "平均值"),
+    "repeats.interval": ("95 % interval", "95 % 区间"),
+    "repeats.source": ("interval from", "区间来源"),
+    "repeats.deviation": ("spread", "差异"),
+    "repeats.lowest": ("lowest", "最低"),
+    "repeats.highest": ("highest", "最高"),
+    "repeats.not_valid": ("{0} not valid", "{0} 次无效"),
+    "repeats.interval_only": ("{0} for its interval alone", "其中 {0} 次仅因区间过宽"),
+    "repeats.without": ("Not valid, and not in these numbers: {0}.", "以下运行无效，未计入：{0}。"),
+    "repeats.note": (
+        "Valid runs that were asked the same, each in fresh processes. Spread: standard deviation between runs over the mean. "
+        "The interval of two runs or more is Student's t over the runs; that of one run is its own, from its steps.",
+        "条件相同的有效运行，每次均为新进程。差异：各次运行间的标准差除以平均值。两次及以上运行的区间按各次运行以 Student t "
+        "计算；仅一次运行时取其自身各步的区间。",
+    ),
     # details of a run
     "run": ("Run {0}", "运行 {0}"),
     "runs": ("Runs {0}", "运行 {0}"),

@@ -1,0 +1,103 @@
+"""The section of a page on repeated runs, and what the command line prints of them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from fixtures.report import make
+from steelyard import report
+from steelyard.cli import repeats as verb
+from steelyard.record.record import Record
+from steelyard.report.document import Heading, Page, Paragraph, Table
+
+WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
+
+
+def run(number: int, rate: float, **changes: Any) -> Record:
+    metrics = {
+        "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": (rate - 5, rate + 5)},
+        "acc": {"value": 0.5, "unit": "fraction"},
+        "mem": {"value": 10.0, "unit": "GiB"},
+    }
+    return make(**({"metrics": metrics, "id": f"{number:032x}"} | changes))
+
+
+RUNS = [run(1, 98.0), run(2, 100.0), run(3, 50.0, **WIDE), run(4, 102.0)]
+
+
+def shown(page: Page | None) -> list[list[tuple[str, str]]]:
+    assert page is not None
+    [table] = [block for block in page.blocks if isinstance(block, Table)]
+    return [[(cell.text, cell.sub) for cell in row.cells] for row in table.rows]
+
+
+def test_a_row_a_metric() -> None:
+    page = report.repeats(RUNS)
+    assert page is not None
+    title = "Repeats: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200"
+    assert page.blocks[0] == Paragraph(title, "strong")
+    rate, mem, acc = shown(page)
+    runs = ("spread of the runs", "")
+    wide = ("3", "1 not valid, 1 for its interval alone")
+    assert rate == [
+        ("rate", "tokens/s"),
+        wide,
+        ("100.0", ""),
+        ("95.03 – 105.0", ""),
+        runs,
+        ("2.0%", ""),
+        ("98.00", ""),
+        ("102.0", ""),
+    ]
+    assert mem == [("mem", "GiB"), ("3", ""), ("10.0", ""), ("10.0 – 10.0", ""), runs, ("0.0%", ""), ("10.0", ""), ("10.0", "")]
+    assert [text for text, _ in acc] == ["acc", "3", "50.0%", "50.0% – 50.0%", "spread of the runs", "0.0%", "50.0%", "50.0%"]
+    assert page.blocks[2] == Paragraph(f"Not valid, and not in these numbers: #3 {3:032x} (interval).")
+
+
+def test_one_valid_run_says_that_its_interval_is_its_own() -> None:
+    rate, *_ = shown(report.repeats([RUNS[0], RUNS[2]]))
+    texts = [text for text, _ in rate]
+    assert texts == ["rate", "1", "98.00", "93.00 – 103.0", "the run's steps", "/", "98.00", "98.00"]
+
+
+def test_no_valid_run_is_named_without_a_table() -> None:
+    page = report.repeats([RUNS[2], run(5, 1.0, **WIDE)])
+    assert page is not None
+    assert [block for block in page.blocks if isinstance(block, Table)] == []
+    assert page.blocks[1] == Paragraph(f"Not valid, and not in these numbers: #1 {3:032x} (interval), #2 {5:032x} (interval).")
+
+
+def test_a_page_has_the_section_where_runs_were_repeated() -> None:
+    def sections(records: list[Record], lang: Any) -> list[Any]:
+        blocks = report.page(records, lang).blocks
+        return [block for block in blocks if isinstance(block, Heading) and block.text in ("Repeats", "重复运行")]
+
+    assert sections(RUNS, "en") == [Heading(3, "Repeats")]
+    assert sections(RUNS, "zh") == [Heading(3, "重复运行")]
+    assert sections(RUNS[:1], "en") == []
+    page = report.page(RUNS, "en")
+    at = page.blocks.index(Heading(3, "Repeats"))
+    assert page.blocks[at + 1] == Paragraph("Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200", "strong")
+    for format_ in report.FORMATS:
+        assert "95.03" in report.render(RUNS, format_, "en")
+
+
+def test_a_quality_that_was_not_evaluated_says_so() -> None:
+    unjudged = {"metric": "acc", "value": 0.5, "gate": None, "evaluated": False, "note": None}
+    *_, acc = shown(report.repeats([run(1, 98.0, quality=unjudged), run(2, 98.0)]))
+    assert acc[2] == ("50.0%", "not evaluated")
+
+
+def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    verb.show(RUNS[:1])
+    assert capsys.readouterr().out == ""
+    verb.show(RUNS)
+    assert capsys.readouterr().out.startswith("\nRepeats: llama2-7b-mmlu")
+    [found] = json.loads(json.dumps(verb.as_json(RUNS)))
+    assert found["records"] == [f"{n:032x}" for n in (1, 2, 4)]
+    assert found["not_valid"] == [{"id": f"{3:032x}", "status": "invalid", "reasons": ["interval"]}]
+    assert (found["interval_only"], found["engine"], found["scope"]["kind"]) == (1, "torch", "full")
+    mem = {"unit": "GiB", "runs": 3, "mean": 10.0, "interval": [10.0, 10.0], "interval_from": "runs"}
+    assert found["metrics"]["mem"] == mem | {"deviation": 0.0, "lowest": 10.0, "highest": 10.0}
+    assert verb.as_json(RUNS[:1]) == []
