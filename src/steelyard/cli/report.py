@@ -18,11 +18,17 @@ def report_(
     format_: Annotated[str, typer.Option("--format", help="text, md or html.")] = "text",
     lang: Annotated[str, typer.Option(help="en or zh.")] = "en",
     to: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Only why the rate is not higher: where the time of a step goes.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """The result page of records: environment, strategy, what each metric means, values, published rows.
 
-    Example: steelyard report records/*.json --format html --to page.html
+    \b
+    Examples:
+      steelyard report records/*.json --format html --to page.html
+      steelyard report records/*.json --explain
     """
     from steelyard import report
 
@@ -30,7 +36,7 @@ def report_(
         raise RequestError(f"--format {format_!r}: allowed: {', '.join(report.FORMATS)}")
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
-    page = _page(records, format_, lang)
+    page = _page(records, format_, lang, explain)
     if to is not None:
         _write(to, page)
     if as_json:
@@ -41,10 +47,10 @@ def report_(
         say(f"page: {to}")
 
 
-def _page(places: list[Path], format_: str, lang: str) -> str:
+def _page(places: list[Path], format_: str, lang: str, explain: bool) -> str:
     from steelyard import report
 
-    return report.render(_read(places), format_, lang)
+    return report.render(_read(places), format_, lang, report.explain if explain else report.page)
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,7 +2,8 @@
 they are the measured time.
 
 The rows come from a profiled stretch (`--explain`), in which every instant of the device's time belongs to one activity. Its
-time is set beside that of the measured pass for the same work; what is left between the two is a row of its own.
+time is set beside that of the measured pass for the same work; what is left between the two is a row of its own. Without a
+stretch the samples alone tell less: what matmuls would take at their measured rate, and the phases that the engine marked.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from steelyard.plan import flops
 from steelyard.record.profile import KernelFacts, Profile
 from steelyard.record.record import Record
 
+PHASES = ("data", "meet", "exchange", "evaluate", "checkpoint", "score")  # that samples have beside compute
 AGREE = 0.02  # how far a stretch may be from the measured pass, as a share of it
 
 
@@ -28,19 +30,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Of one rank. `measured_s` is the time of as much work in the measured pass; `kernels` are those that are neither matmuls
-    nor attention, largest first."""
+    """Of one rank: its steps, the measured time of as much work, and the rows, which add up to it. `profile` is None where only
+    samples tell."""
 
-    profile: Profile
+    rank: int
+    steps: int
     measured_s: float
     rows: tuple[Row, ...]
-    kernels: tuple[KernelFacts, ...]
+    profile: Profile | None
     bandwidth_bytes_per_s: float | None
+
+    @property
+    def kernels(self) -> tuple[KernelFacts, ...]:
+        """Those that are neither matmuls nor attention, largest first."""
+        every = self.profile.kernels if self.profile else []
+        return tuple(one for one in every if one.kind not in ("matmul", "attention"))
 
     @property
     def agrees(self) -> bool:
         """Whether the stretch is like what was measured."""
-        return abs(self.profile.wall_s - self.measured_s) <= AGREE * self.measured_s
+        return self.profile is None or abs(self.profile.wall_s - self.measured_s) <= AGREE * self.measured_s
 
 
 @dataclass(frozen=True)
@@ -84,23 +93,47 @@ ROWS: tuple[tuple[str, Callable[[_Stretch], float]], ...] = (
     ("recompute", lambda one: one.again * (one.of("matmul") + one.of("attention"))),
 )
 
+WITHOUT_PEAK = {"matmul": "matmuls", "attention": "attentions"}  # all of their time, where nothing is known to be below
+
 
 def waterfalls(record: Record) -> list[Waterfall]:
-    """One a profiled rank; none where the measured pass has no time to compare with."""
-    return [found for found in (_waterfall(record, profile) for profile in record.profile) if found is not None]
+    """One a profiled rank, else one of the samples; none where nothing was measured."""
+    made = [_profiled(record, profile) for profile in record.profile] or [_from_samples(record)]
+    return [found for found in made if found is not None]
 
 
-def _waterfall(record: Record, profile: Profile) -> Waterfall | None:
+def _profiled(record: Record, profile: Profile) -> Waterfall | None:
     measured_s = _measured_s(record, profile)
     if not measured_s:
         return None
     stretch = _stretch(record, profile)
-    rows = [Row(name, time_s, time_s / measured_s) for name, of in ROWS if (time_s := of(stretch))]
-    left_s = measured_s - profile.wall_s
-    rows.append(Row("unexplained", left_s, left_s / measured_s))
+    known = {} if stretch.ideal_matmul_s is not None else WITHOUT_PEAK
+    times = [*((known.get(name, name), of(stretch)) for name, of in ROWS), ("unexplained", measured_s - profile.wall_s)]
+    return _waterfall(record, profile.rank, profile.steps, measured_s, times, profile)
+
+
+def _from_samples(record: Record) -> Waterfall | None:
+    """Of the slowest rank. What the engine did not separate is one row."""
+    span, kind = spans.span(record), record.question.kind
+    if span is None or not span.wall_s or not span.counts.get("tokens") or record.clock == "reported":
+        return None
+    steps = span.steps.get(span.slowest, [])
+    work = (flops.work(record.question.model, span.counts, "causal", kind) or 0) / spans.devices(record)
+    peak, achieved = rates.datasheet_peak(record).value, rates.achievable(record).value
+    ideal_s = work / peak if peak else 0.0
+    products_s = work / achieved if achieved else ideal_s
+    phases = {name: fsum(one.phases.get(name, 0.0) for one in steps) for name in PHASES}
+    times = [("peak", ideal_s), ("rate", products_s - ideal_s), *phases.items()]
+    times.append(("rest", span.wall_s - fsum(time_s for _, time_s in times)))
+    return _waterfall(record, span.slowest, len(steps), span.wall_s, times, None)
+
+
+def _waterfall(
+    record: Record, rank: int, steps: int, measured_s: float, times: list[tuple[str, float]], profile: Profile | None
+) -> Waterfall:
+    rows = tuple(Row(name, time_s, time_s / measured_s) for name, time_s in times if time_s)
     peak = record.environment.hardware.peak
-    named = tuple(one for one in profile.kernels if one.kind not in ("matmul", "attention"))
-    return Waterfall(profile, measured_s, tuple(rows), named, peak.bandwidth_bytes_per_s if peak else None)
+    return Waterfall(rank, steps, measured_s, rows, profile, peak.bandwidth_bytes_per_s if peak else None)
 
 
 def _measured_s(record: Record, profile: Profile) -> float | None:
