@@ -77,4 +77,6 @@ class Request:
     out: Path = Path("records")
     hang_s: float = 1800.0
     limit_s: float | None = None
+    explain: bool = False  # profile a stretch after the passes
+    trace: bool = False  # and keep its trace
     point: Point = ()  # of a sweep

@@ -18,11 +18,17 @@ def report_(
     format_: Annotated[str, typer.Option("--format", help="text, md or html.")] = "text",
     lang: Annotated[str, typer.Option(help="en or zh.")] = "en",
     to: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Only why the rate is not higher: where the time of a step goes.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """The result page of records: environment, strategy, what each metric means, values, published rows.
 
-    Example: steelyard report records/*.json --format html --to page.html
+    \b
+    Examples:
+      steelyard report records/*.json --format html --to page.html
+      steelyard report records/*.json --explain
     """
     from steelyard import report
     from steelyard.cli import repeats
@@ -32,7 +38,7 @@ def report_(
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
     found = _read(records)
-    page = report.render(found, format_, lang)
+    page = report.render(found, format_, lang, report.explain if explain else report.page)
     if to is not None:
         _write(to, page)
     if as_json:

@@ -110,6 +110,12 @@ def run(
         int,
         typer.Option(help="Run so many times, in fresh processes; then their mean, the spread between them and its interval."),
     ] = 1,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Profile a few steps after the passes, and say where the time goes.")
+    ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="With --explain: keep the profiler's trace beside the record (Chrome's format).")
+    ] = False,
     hang_after: Annotated[float, typer.Option(help="Seconds without a sign of life before workers are ended.")] = 1800.0,
     time_limit: Annotated[float | None, typer.Option(help="Seconds a run may take in all.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records"),
@@ -168,6 +174,8 @@ def run(
             out=out,
             hang_s=hang_after,
             limit_s=time_limit,
+            explain=explain or trace,
+            trace=trace,
             point=point,
         )
         for name in cases

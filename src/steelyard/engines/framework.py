@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from steelyard.accelerators.events import Timeline
+from steelyard.engines.profile import Profiler
 from steelyard.plan.degrees import Plan
 
 
@@ -52,6 +53,9 @@ class Framework(Timeline, Protocol):
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
         """One large square matmul on random numbers, and its FLOPs: what is timed to know the achievable rate. None where
         another program drives the device."""
+
+    def profiler(self) -> Profiler | None:
+        """A new one for this rank's device; None where the framework has none."""
 
     def reset_memory(self) -> None: ...
 

@@ -23,6 +23,11 @@ def parameters(model: LlamaModel | GlmModel) -> int:
     return layer_parameters(model) + families.row(model.family).other_parameters(model)
 
 
+def attention(model: LlamaModel | GlmModel, counts: Counts) -> int:
+    """Of a forward, over the pairs that the mask leaves."""
+    return 4 * model.layers * model.hidden * counts["pairs"]
+
+
 def counted(model: LlamaModel | GlmModel, counts: Counts) -> int:
     """Matmul FLOPs of a forward as a profiler sees them: attention over the whole square, masked or not."""
     return _matmuls(model, counts) + 4 * model.layers * model.hidden * counts["square"]
@@ -30,7 +35,7 @@ def counted(model: LlamaModel | GlmModel, counts: Counts) -> int:
 
 def causal(model: LlamaModel | GlmModel, counts: Counts) -> int:
     """Matmul FLOPs that the model's definition needs: only the pairs the mask leaves."""
-    return _matmuls(model, counts) + 4 * model.layers * model.hidden * counts["pairs"]
+    return _matmuls(model, counts) + attention(model, counts)
 
 
 def palm(model: LlamaModel | GlmModel, counts: Counts) -> int:

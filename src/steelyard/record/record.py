@@ -22,6 +22,7 @@ from steelyard.case.question import Question
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, Weights
+from steelyard.record.profile import Profile
 from steelyard.schema import Frozen, OpenTable, first_problem
 from steelyard.tasks.task import DataFacts, Task
 
@@ -37,7 +38,7 @@ Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes n
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 LATER_HASHES = ("bytes",)  # which older records do not have
-LEFT_OUT = ("formulas", "clock", "drawn", "checkpoints")  # where nothing is known of them
+LEFT_OUT = ("formulas", "clock", "drawn", "profile", "checkpoints")  # where nothing is known of them
 FORMULAS = 2  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
 COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
 
@@ -203,6 +204,9 @@ class Record(Frozen):
     drawn: dict[str, list[dict[str, Count]]] = Field(
         default_factory=dict,
         description="what the rows drawn count: of a whole pass, of training each step; left out where nobody counted",
+    )
+    profile: list[Profile] = Field(
+        default_factory=list, description="of `--explain`: a stage each; left out where none was asked"
     )
     telemetry: list[Series]
     outputs: dict[str, Any] = Field(description="what the task keeps of the answers; its own schema says what")

@@ -12,19 +12,23 @@ from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
 from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
+from steelyard.report.waterfall import page as explain
 from steelyard.report.words import LANGS
 
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
-__all__ = ["FORMATS", "LANGS", "Lang", "Page", "engines", "html", "md", "page", "render", "repeats", "scaling", "table", "text"]
+__all__ = [
+    *("FORMATS", "LANGS", "Lang", "Page"),
+    *("engines", "explain", "html", "md", "page", "render", "repeats", "scaling", "table", "text"),
+]
 
 
-def render(records: list[Record], format: str, lang: str) -> str:
-    """The page of these records as text in one of FORMATS."""
+def render(records: list[Record], format: str, lang: str, made: Callable[[list[Record], Lang], Page] = page) -> str:
+    """A page of these records, the whole one or another, as text in one of FORMATS."""
     if format not in FORMATS:
         raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
     if lang not in LANGS:
         raise RequestError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
     if not records:
         raise RequestError("no record to report; give the path of at least one")
-    return FORMATS[format](page(records, lang))
+    return FORMATS[format](made(records, lang))

@@ -179,8 +179,15 @@ class Run:
             origin_s=0.0,
             resume=ready.resume.path if ready.resume else None,
             checkpoints=request.out.resolve() / self.kept if self.kept else None,
+            explain=request.explain,
+            trace=self._trace(),
             checkout=absolute(request.engine_settings.checkout),
         )
+
+    def _trace(self) -> Path | None:
+        """Beside the record, whose name it has the end of."""
+        request = self.ready.request
+        return request.out.resolve() / f"{self.ready.case.name}-{self.id[:8]}.trace.json.gz" if request.trace else None
 
     def _packages(self) -> dict[str, str] | None:
         """Of the Python that the engine lives in, where that is another than this one."""

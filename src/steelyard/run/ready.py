@@ -19,6 +19,7 @@ from steelyard.run.resume import Resume
 from steelyard.run.site import Site
 from steelyard.tasks.task import PASSES
 
+PROFILED = ("torch",)  # frameworks whose profiler is read
 PROGRAM = "run.py"  # what a checkout of a program is known by
 
 
@@ -54,6 +55,7 @@ def ready(request: Request) -> Ready:
         launch.hosts(launcher, where, plan.nodes)
     _check_degrees(engine, plan)
     _check_checkpoints(request, engine)
+    _check_explain(request, engine, launcher)
     passes = _passes(request, engine)
     earlier = _resume(request)
     _check_files(request, launcher)
@@ -133,6 +135,13 @@ def _check_checkpoints(request: Request, engine: EngineRow) -> None:
     for name, value in given.items():
         if value is not None:
             raise EngineError(f"{name}: engine {engine.name} keeps no checkpoints, and goes on from none; leave it out")
+
+
+def _check_explain(request: Request, engine: EngineRow, launcher: Launcher) -> None:
+    if request.explain and engine.framework not in PROFILED:
+        raise EngineError(f"--explain: engine {engine.name} has no profiler; allowed: engines on {', '.join(PROFILED)}")
+    if request.trace and launcher.remote:
+        raise RequestError("--trace: the trace is left on the host of rank 0; allowed: --launcher local")
 
 
 def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
 from steelyard.record.facts import RankFacts, Weights
+from steelyard.record.profile import Profile
 from steelyard.record.record import Sample, Scope, Window
 from steelyard.run.folder import Rendezvous
 from steelyard.schema import Frozen, first_problem
@@ -37,6 +38,8 @@ class WorkerSpec(Frozen):
     rendezvous: Rendezvous | None = None
     resume: Path | None = None
     checkpoints: Path | None = None
+    explain: bool = Field(False, description="profile a stretch of steps after the passes")
+    trace: Path | None = Field(None, description="where rank 0 leaves the whole trace of that stretch")
     checkout: Path | None = Field(None, description="the folder of the program that the engine starts, where it is one")
 
 
@@ -75,6 +78,7 @@ class RankFile(Frozen):
     clock: ClockName | None = Field(None, description="whose times its samples have")
     clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
+    profile: Profile | None = Field(None, description="of a rank that profiled a stretch")
     details: dict[str, Any] = Field(default_factory=dict)
     weights: SerializeAsAny[Weights] = Weights(source=None)
     data: SerializeAsAny[DataFacts] | None = None

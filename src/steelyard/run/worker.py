@@ -26,11 +26,12 @@ from steelyard.record.facts import Weights
 from steelyard.record.record import Window
 from steelyard.run import folder, processes
 from steelyard.run.clock import busy, every, now
+from steelyard.run.explain import explain, steps_of
 from steelyard.run.folder import Progress
 from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, time_of
 from steelyard.run.spec import DISK_FULL, RankFile, RankStatus, WorkerSpec
 from steelyard.schema import Frozen
-from steelyard.tasks.task import Prepared, Sources
+from steelyard.tasks.task import PASSES, Prepared, Sources
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
@@ -132,6 +133,8 @@ class Worker:
                 with self.budget.part("calibrate"):
                     self._add(**self._calibrate(framework))
             self._pass(engine, name, framework)
+        if self.spec.explain:
+            self._explain(engine, framework)
         self._add(details=_plain("details", engine.details()), weights=Weights(**_plain("weights", dict(engine.weights))))
 
     def _load(self) -> tuple[Framework, Any]:
@@ -258,6 +261,19 @@ class Worker:
                 path = self.spec.checkpoints / checkpoints.BEFORE.format(self.place.dp)
                 checkpoints.write(path, Before(table=answers))
         self.write("running", None)  # whoever is killed later leaves this much
+
+    def _explain(self, engine: Engine, framework: Framework) -> None:
+        """One rank of every stage watches."""
+        name = next((one for one in PASSES[self.task.kind].headline if one in self.spec.passes), None)
+        if name is None:
+            return
+        self.tell("explain", 0, 0)
+        with self.budget.part("explain"):
+            framework.barrier()
+            steps = steps_of(self.case, self.spec.plan, self.spec.scope.sample)
+            count, watch = partial(self._count, name), self.place.tp == self.place.dp == 0
+            trace = self.spec.trace if self.rank == 0 else None
+            self._add(profile=explain(engine, name, framework, count, steps, self.rank, watch, trace))
 
     def _count(self, name: str, item: Work) -> dict[str, int]:
         """What a step counts: of rows that the engine names, what the data say; its own padding."""

@@ -8,6 +8,7 @@ It needs no framework: tensors are what a learner says they are, and become numb
 import math
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -289,6 +290,23 @@ class Loop:
             yield from self._between(step + 1)
             if self.evaluation.reached:
                 return
+
+    def again(self, name: str) -> Iterator[Phase | Work]:
+        """More steps, without end: nothing is watched, evaluated or kept. Passes that evaluate begin anew by themselves."""
+        return self._more() if name == "train" else self.work(name)
+
+    def _more(self) -> Iterator[Phase | Work]:
+        span = max(1, self.steps - self.begin)
+        coming = self._prefetch(self.begin)
+        for number in count():
+            step = self.begin + number % span
+            yield Phase("data")
+            groups, packs = coming.result()
+            coming = self._prefetch(self.begin + (number + 1) % span)
+            micros = [self.batches.to_device(one) for one in packs]
+            loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
+            norm = self.trainer.update(rate(self.train, step))
+            yield Work(_summed(packs), {"loss": loss, "grad_norm": norm}, _known(groups))
 
     def _learn(self, step: int, micros: list[Any], targets: int) -> Generator[Phase, None, Tensor]:
         """Forward and backward of a step, with marks where ranks wait for one another. Phase `data` ends before they first do,

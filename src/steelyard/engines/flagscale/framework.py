@@ -46,6 +46,9 @@ class ProgramFramework:
         """A second process on the devices would be a neighbour to the program."""
         return
 
+    def profiler(self) -> None:
+        return
+
     def event(self) -> ReportedEvent:
         return ReportedEvent(self.device.at_s)
 

@@ -75,6 +75,9 @@ class PaddleFramework:
         a, b = (paddle.randn([size, size]).astype(dtype) for _ in range(2))
         return lambda: paddle.matmul(a, b), 2 * size**3
 
+    def profiler(self) -> None:
+        return
+
     def event(self) -> Event:
         return self.device.event()
 

@@ -12,6 +12,7 @@ from steelyard.accelerators.events import Clock, Event
 from steelyard.accelerators.row import TorchDevice
 from steelyard.engines.framework import Meeting
 from steelyard.engines.torch import tensor_parallel
+from steelyard.engines.torch.profile import TorchProfiler
 from steelyard.errors import RequestError
 from steelyard.models.tensors import compute_dtype
 from steelyard.plan.degrees import Plan
@@ -93,6 +94,9 @@ class TorchFramework:
         size, dtype = self.device.matmul_shape, compute_dtype(precision)
         a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
         return lambda: torch.mm(a, b), 2 * size**3
+
+    def profiler(self) -> TorchProfiler:
+        return TorchProfiler(self.device.torch_device)
 
     def event(self) -> Event:
         return self.device.event()

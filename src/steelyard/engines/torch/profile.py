@@ -1,0 +1,99 @@
+"""Torch's profiler as activities of a device: kernels where there are any, else the operators of the CPU."""
+
+import gzip
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from steelyard.engines.profile import Activity, Kind
+
+# The first row whose pattern a name holds says its kind; none: other. Names of cuBLAS (nvjet since 12.8), CUTLASS, cuDNN,
+# torch's flash and memory-efficient attention, Triton's templates, this package's kernels, NCCL and gloo.
+PATTERNS: tuple[tuple[Kind, str], ...] = (
+    ("bubble", r"(?i)nccl\w*sendrecv|gloo:(send|recv)|c10d::(send|recv_)"),
+    ("communication", r"(?i)nccl|gloo:|c10d::|_c10d_functional::"),
+    ("attention", r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|_attend_spans|^_forward$|^_back_(keys|queries)$|^_dot$"),
+    ("matmul", r"(?i)gemm|gemv|nvjet|cublas|cutlass|xmma|triton_tem_fused_(mm|addmm|bmm)|splitk|::_scaled_mm|::_int_mm"),
+    ("matmul", r"^aten::(mm|addmm_?|bmm|baddbmm_?|addbmm_?|dot|mv|addmv)$|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear"),
+    ("copy", r"^Memcpy|^Memset"),
+)
+KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in PATTERNS)
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace that are the device's own
+BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}
+MOST_BYTES = 2 << 30  # of a trace that is read back
+
+
+def kind_of(name: str) -> Kind:
+    return next((kind for kind, pattern in KINDS if pattern.search(name)), "other")
+
+
+class TorchProfiler:
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type != "cpu"
+        wanted = [ProfilerActivity.CPU]
+        if self._on_device:
+            supported: Any = torch.profiler.supported_activities
+            wanted += [one for one in supported() if one is not ProfilerActivity.CPU]
+        self._profile = profile(activities=wanted, record_shapes=True)
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self, trace: Path | None) -> list[Activity]:
+        self._profile.stop()
+        with tempfile.TemporaryDirectory(prefix="steelyard-trace-") as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            if path.stat().st_size > MOST_BYTES:
+                return []
+            raw = path.read_bytes()
+        if trace is not None:
+            trace.write_bytes(gzip.compress(raw, 6))
+        return list(activities(json.loads(raw), self._on_device))
+
+
+def activities(trace: Mapping[str, Any], on_device: bool) -> Iterator[Activity]:
+    """Of a trace in Chrome's format. On a device its own events; what their calls name is told by the operators that launched
+    them."""
+    events = [one for one in trace["traceEvents"] if one.get("ph") == "X" and "dur" in one]
+    operators = [one for one in events if one.get("cat") == "cpu_op"]
+    if not on_device:
+        yield from map(_on_cpu, operators)
+        return
+    sizes = {one["args"]["External id"]: _size(one) for one in operators if "External id" in one.get("args", {})}
+    for one in events:
+        if one.get("cat") in ON_DEVICE:
+            args = one.get("args", {})
+            size = args.get("bytes") if one["cat"] != "kernel" else sizes.get(args.get("External id"))
+            yield _activity(one, f"stream {args.get('stream')}", size)
+
+
+def _on_cpu(event: Mapping[str, Any]) -> Activity:
+    return _activity(event, f"thread {event.get('tid')}", _size(event))
+
+
+def _activity(event: Mapping[str, Any], lane: str, size_bytes: int | None) -> Activity:
+    begin_s, name = event["ts"] * 1e-6, str(event["name"])
+    return Activity(name, kind_of(name), begin_s, begin_s + event["dur"] * 1e-6, lane, size_bytes)
+
+
+def _size(event: Mapping[str, Any]) -> int | None:
+    """Bytes of the tensors that a call names; None where one of them is not told."""
+    args = event.get("args", {})
+    shapes, types = args.get("Input Dims"), args.get("Input type")
+    if not shapes or not types:
+        return None
+    total = 0
+    for shape, of in zip(shapes, types, strict=False):
+        if of in BYTES and all(isinstance(side, int) for side in shape):
+            total += prod(shape) * BYTES[of]
+        elif of not in ("Scalar", "", "ScalarList"):
+            return None
+    return total or None

@@ -1,0 +1,37 @@
+"""A profiled stretch of a pass, as a record keeps it: what the device did in it, by kernel. What follows is in
+metrics/waterfall.py."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from steelyard.record.facts import Bytes
+from steelyard.schema import Frozen
+
+Time = Annotated[float, Field(ge=0, le=1e9)]
+Count = Annotated[int, Field(ge=0, le=10**18)]
+MOST = 60  # kernels by name; what is left is one row of its kind
+REST = "the rest"
+
+
+class KernelFacts(Frozen):
+    """All calls of one name. `time_s` is the time that it had the device for itself, or before what has a lower priority."""
+
+    name: str
+    kind: str = Field(description="matmul, attention, other, copy, communication or bubble")
+    calls: Count
+    time_s: Time
+    size_bytes: Bytes | None = Field(description="of the tensors that its calls name, each once a call; null: not told")
+
+
+class Profile(Frozen):
+    """A stretch of steps after the measured passes, under the framework's profiler, on one rank."""
+
+    pass_name: str = Field(alias="pass")
+    rank: int
+    steps: Count
+    counts: dict[str, Count] = Field(description="what the steps computed, as samples count it")
+    wall_s: Time = Field(description="with the device idle at both ends")
+    data_s: Time = Field(description="phase `data` of the steps, in which the device waits for its inputs")
+    kernels: list[KernelFacts]
+    trace: str | None = Field(None, description="the whole trace, a file beside the record")

@@ -1,0 +1,98 @@
+"""A stretch of steps under the framework's profiler, after the measured passes: what `--explain` asks for. Nothing that is
+measured sees it."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from steelyard.case.case import Case
+from steelyard.engines.framework import Framework
+from steelyard.engines.job import Engine
+from steelyard.engines.profile import Kernel, divide
+from steelyard.engines.work import Phase, Work
+from steelyard.plan import flops
+from steelyard.plan.degrees import Plan
+from steelyard.record.profile import MOST, REST, KernelFacts, Profile
+from steelyard.run.measure import Count, measure
+
+STEPS = 4  # at most
+FLOPS = 2e15  # of one device in a stretch, about: seconds on a fast one; every step leaves thousands of events
+
+
+@runtime_checkable
+class Again(Protocol):
+    """An engine whose passes do not begin anew: it says how to take more steps."""
+
+    def again(self, name: str) -> Iterator[Phase | Work]:
+        """Steps like those of a pass that is over, without end, evaluations and checkpoints."""
+
+
+def steps_of(case: Case, plan: Plan, sample: int | None) -> int:
+    """How many steps a stretch has: the same on every rank, from what a step costs at most."""
+    train = case.question.train
+    if train is None:
+        return STEPS
+    tokens = min(train.batch, sample or train.batch) * train.length
+    counts = {"tokens": tokens, "logits": tokens, "pairs": tokens * train.length // 2}
+    one = flops.work(case.question.model, counts, "causal", "train") or 0
+    return max(1, min(STEPS, int(FLOPS * plan.world / one))) if one else STEPS
+
+
+def explain(
+    engine: Engine, name: str, framework: Framework, count: Count, steps: int, rank: int, watch: bool, trace: Path | None
+) -> Profile | None:
+    """Take the steps; `watch`: under the profiler. None where this rank does not watch, or its framework cannot."""
+    profiler = framework.profiler() if watch else None
+    items = _warm(lambda: engine.again(name) if isinstance(engine, Again) else engine.work(name))
+    framework.synchronize()
+    if profiler is not None:
+        profiler.start()
+    seen = measure(_first(items, steps), framework).trace(name, rank, count)
+    if profiler is None:
+        return None
+    kernels = divide(profiler.stop(trace))
+    worked = [sample for sample in seen.samples if sample.counts]
+    return Profile(
+        pass_name=name,
+        rank=rank,
+        steps=len(worked),
+        counts={key: sum(sample.counts.get(key, 0) for sample in worked) for key in worked[0].counts} if worked else {},
+        wall_s=seen.wall_s,
+        data_s=sum(sample.phases.get("data", 0.0) for sample in seen.samples),
+        kernels=[*map(_facts, kernels[:MOST]), *_rest(kernels[MOST:])],
+        trace=None if trace is None else trace.name,
+    )
+
+
+def _warm(make: Callable[[], Iterator[Phase | Work]]) -> Iterator[Phase | Work]:
+    """The items after the first step, or all where there is but one."""
+    items = make()
+    for item in items:
+        if isinstance(item, Work):
+            break
+    following = next(items, None)
+    # What reads answers back at the end of a pass is no step.
+    alone = following is None or (isinstance(following, Phase) and following.name == "score")
+    return make() if alone else chain([following], items)  # type: ignore[list-item]
+
+
+def _first(items: Iterator[Phase | Work], steps: int) -> Iterator[Phase | Work]:
+    taken = 0
+    for item in items:
+        yield item
+        taken += isinstance(item, Work)
+        if taken == steps:
+            return
+
+
+def _facts(one: Kernel) -> KernelFacts:
+    return KernelFacts(name=one.name[:200], kind=one.kind, calls=one.calls, time_s=one.time_s, size_bytes=one.size_bytes)
+
+
+def _rest(kernels: list[Kernel]) -> Iterator[KernelFacts]:
+    """One row a kind."""
+    for kind in dict.fromkeys(one.kind for one in kernels):
+        of = [one for one in kernels if one.kind == kind]
+        time_s, calls = sum(one.time_s for one in of), sum(one.calls for one in of)
+        yield KernelFacts(name=REST, kind=kind, calls=calls, time_s=time_s, size_bytes=None)

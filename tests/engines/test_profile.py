@@ -1,0 +1,132 @@
+"""How a profiled stretch divides among activities: by hand-made timelines, and a trace in Chrome's format."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from steelyard.engines.profile import Activity, Kernel, Kind, divide
+from steelyard.engines.torch.profile import TorchProfiler, activities, kind_of
+
+
+def at(name: str, kind: Kind, begin_s: float, end_s: float, lane: str = "a", size_bytes: int | None = None) -> Activity:
+    return Activity(name, kind, begin_s, end_s, lane, size_bytes)
+
+
+def times(*made: Activity) -> dict[str, float]:
+    return {one.name: one.time_s for one in divide(made)}
+
+
+def test_one_after_the_other() -> None:
+    assert times(at("mm", "matmul", 0, 2), at("add", "other", 3, 4), at("mm", "matmul", 4, 5)) == {"mm": 3, "add": 1}
+
+
+def test_the_innermost_of_a_lane_has_the_time() -> None:
+    made = (at("outer", "other", 0, 10), at("mm", "matmul", 2, 5), at("inner", "other", 3, 4), at("last", "other", 9, 10))
+    assert times(*made) == {"outer": 6, "mm": 2, "inner": 1, "last": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "spent"),
+    [
+        ("communication", "matmul", {"moves": 1, "computes": 4}),  # exposed at its end alone
+        ("copy", "communication", {"moves": 3, "computes": 2}),
+        ("bubble", "communication", {"moves": 1, "computes": 4}),
+    ],
+)
+def test_what_computes_hides_what_moves(kind: Kind, other: Kind, spent: dict[str, float]) -> None:
+    assert times(at("moves", kind, 2, 5, "b"), at("computes", other, 0, 4, "a")) == spent
+
+
+def test_three_streams() -> None:
+    made = (
+        at("nccl", "communication", 0, 10, "c"),
+        at("mm", "matmul", 1, 4, "a"),
+        at("add", "other", 3, 6, "b"),
+        at("mm", "matmul", 8, 9, "a"),
+    )
+    assert times(*made) == {"mm": 4, "add": 2, "nccl": 4}
+
+
+def test_calls_and_bytes_are_of_all() -> None:
+    made = [at("add", "other", i, i + 0.5, size_bytes=8) for i in range(3)] + [
+        at("mul", "other", 9, 10),
+        at("mul", "other", 10, 11, "a", 4),
+    ]
+    assert divide(made) == [Kernel("mul", "other", 2, 2, None), Kernel("add", "other", 3, 1.5, 24)]
+
+
+def test_nothing_ran() -> None:
+    assert divide([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "matmul"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>", "matmul"),
+        ("triton_tem_fused_mm_3", "matmul"),
+        ("aten::addmm_", "matmul"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x64x128", "attention"),
+        ("_back_keys", "attention"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
+        ("ncclDevKernel_SendRecv", "bubble"),
+        ("gloo:all_reduce", "communication"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("triton_poi_fused_mul_silu_0", "other"),
+        ("aten::native_layer_norm", "other"),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
+
+
+def test_a_devices_trace() -> None:
+    """Kernels alone; their bytes are those of the operator that launched them."""
+    shapes = {"Input Dims": [[2, 3], [3, 4], []], "Input type": ["c10::BFloat16", "float", "Scalar"]}
+    trace = {
+        "traceEvents": [
+            event("cpu_op", "aten::mm", 0, 5, **{"External id": 1}, **shapes),
+            event("kernel", "nvjet_x", 10, 4, **{"External id": 1, "stream": 7}),
+            event("kernel", "mine", 20, 1, stream=9),
+            event("gpu_memcpy", "Memcpy HtoD", 30, 2, stream=7, bytes=64),
+            {"ph": "i", "cat": "kernel", "name": "no duration", "ts": 0},
+        ]
+    }
+    found = list(activities(trace, on_device=True))
+    assert [(one.name, one.kind, one.lane, one.size_bytes) for one in found] == [
+        ("nvjet_x", "matmul", "stream 7", 2 * 3 * 2 + 3 * 4 * 4),
+        ("mine", "other", "stream 9", None),
+        ("Memcpy HtoD", "copy", "stream 7", 64),
+    ]
+    assert (found[0].begin_s, found[0].end_s) == pytest.approx((1e-5, 1.4e-5))
+    assert [one.name for one in activities(trace, on_device=False)] == ["aten::mm"]
+
+
+def test_a_tensor_of_unknown_size_makes_all_unknown() -> None:
+    told = {"Input Dims": [[2], []], "Input type": ["float", "GenericList"]}
+    [one] = activities({"traceEvents": [event("cpu_op", "aten::cat", 0, 1, **told)]}, on_device=False)
+    assert one.size_bytes is None
+
+
+def test_torchs_profiler_on_a_cpu(tmp_path: Path) -> None:
+    a = torch.ones(64, 64)
+    watched = TorchProfiler(torch.device("cpu"))
+    watched.start()
+    for _ in range(3):
+        torch.mm(a, a)
+    found = divide(watched.stop(tmp_path / "trace.json.gz"))
+    assert [(one.kind, one.calls, one.size_bytes) for one in found if one.name == "aten::mm"] == [
+        ("matmul", 3, 3 * 2 * 64 * 64 * 4)
+    ]
+    kept = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert sum(one.get("name") == "aten::mm" for one in kept["traceEvents"]) == 3
