@@ -18,8 +18,20 @@ from steelyard.report.words import LANGS
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
 __all__ = [
-    *("FORMATS", "LANGS", "Lang", "Page"),
-    *("engines", "explain", "html", "md", "page", "render", "repeats", "scaling", "table", "text"),
+    "FORMATS",
+    "LANGS",
+    "Lang",
+    "Page",
+    "engines",
+    "explain",
+    "html",
+    "md",
+    "page",
+    "render",
+    "repeats",
+    "scaling",
+    "table",
+    "text",
 ]
 
 
