@@ -94,7 +94,7 @@ def groups(records: Iterable[Record]) -> list[Engines]:
         names = {record.engine.name for record in group}
         if len(names) > 1:
             lost = [one.engine.name for one in every if one.status == "failed" and _asked(one) == _asked(group[0])]
-            metric = _quality(group)
+            metric = quality_metric(group)
             without = tuple(name for name in dict.fromkeys(lost) if name not in names)
             out.append(Engines(metric, _rows(group, metric), without))
     return out
@@ -115,7 +115,7 @@ def _alike(record: Record) -> str:
     return canonical([_asked(record), record.case.key, spans.headline(record), begun, scaling.kinds(record)])
 
 
-def _quality(group: list[Record]) -> str:
+def quality_metric(group: list[Record]) -> str:
     metric = group[0].quality.metric
     known = any(_metric(record, metric) is not None for record in group)
     return metric if known or group[0].task.kind != "train" else "loss"
@@ -143,7 +143,7 @@ def _row(name: str, records: list[Record], base: list[Record], base_rate: scalin
         name=name,
         records=tuple(records),
         base=own,
-        answers=_farthest([_answers(base[0], record, metric) for record in others]) if others else None,
+        answers=farthest([answers(base[0], record, metric) for record in others]) if others else None,
         quality=_mean([_metric(record, metric) for record in records]),
         rate=None if rate is None else rate.rate,
         source=None if rate is None else rate.source,
@@ -168,7 +168,8 @@ def _mean(values: list[float | None]) -> float | None:
     return fsum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _answers(base: Record, record: Record, metric: str) -> Answers:
+def answers(base: Record, record: Record, metric: str) -> Answers:
+    """How far a record's answers are from another's, both of one question."""
     trains = base.task.kind == "train"
     one, other = _metric(base, metric), _metric(record, metric)
     return Answers(
@@ -201,7 +202,7 @@ def _steps(base: Record, record: Record, name: str) -> Apart | None:
     return max(apart, key=lambda one: one.value, default=None)
 
 
-def _farthest(every: list[Answers]) -> Answers:
+def farthest(every: list[Answers]) -> Answers:
     """Of several runs the largest of each difference; unknown where one of them is."""
     return Answers(
         chosen=_worst([one.chosen for one in every]),

@@ -1,6 +1,6 @@
 """Scaling: how the rate of one question grows with the number of devices, over the valid records of a set."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum, hypot, sqrt
 from typing import Literal
@@ -83,10 +83,11 @@ def kinds(record: Record) -> list[str]:
     return sorted({device.name for device in devices})
 
 
-def rate(record: Record) -> Estimate | None:
-    """Work of all devices over wall time: tokens, or samples where that is what the record's rates count. Of training, over
-    the steady window."""
-    name, devices = ("tokens_per_device_s", record.plan.world) if work_name(record) == "tokens" else ("samples_per_s", 1)
+def rate(record: Record, work: str | None = None) -> Estimate | None:
+    """Work of all devices over wall time: tokens, or samples where that is what the record's rates count, or else what is
+    asked for. Of training, over the steady window."""
+    tokens = (work or work_name(record)) == "tokens"
+    name, devices = ("tokens_per_device_s", record.plan.world) if tokens else ("samples_per_s", 1)
     found = record.metrics.get(name)
     if found is None or found.value is None or not RATE_BOUNDS[0] < found.value < RATE_BOUNDS[1]:
         return None
@@ -120,14 +121,18 @@ class Runs:
 
 def over_runs(records: list[Record]) -> Runs:
     """The mean over runs. Of one run the interval is its own; of several it is that of their spread (Student's t)."""
-    found = [one for one in map(rate, records) if one is not None]
+    return Runs(tuple(records), *mean_of([one for one in map(rate, records) if one is not None]))
+
+
+def mean_of(found: Sequence[Estimate]) -> tuple[Estimate, Source | None]:
+    """The mean of at least one rate, and what its interval comes from."""
     count = len(found)
     if count == 1:
-        return Runs(tuple(records), found[0], None if found[0].interval is None else "steps")
+        return found[0], None if found[0].interval is None else "steps"
     mean = fsum(one.value for one in found) / count
     variance = fsum((one.value - mean) ** 2 for one in found) / (count - 1)
     half = stats.t_95(count - 1) * sqrt(variance / count)
-    return Runs(tuple(records), Estimate(mean, (max(0.0, mean - half), mean + half)), "runs")
+    return Estimate(mean, (max(0.0, mean - half), mean + half)), "runs"
 
 
 def _row(one: Runs, base: Runs) -> ScalingRow:
