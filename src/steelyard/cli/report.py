@@ -3,34 +3,45 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from steelyard import files
-from steelyard.cli.options import Json, Records
+from steelyard.cli.options import Format, Json, Lang, Records, To
 from steelyard.cli.out import answer, dump, one_line, say
 from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.record.record import Record
 
 
 def report_(
     records: Records,
-    format_: Annotated[str, typer.Option("--format", help="text, md or html.")] = "text",
-    lang: Annotated[str, typer.Option(help="en or zh.")] = "en",
-    to: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
+    format_: Format = "text",
+    lang: Lang = "en",
+    to: To = None,
     as_json: Json = False,
 ) -> None:
     """The result page of records: environment, strategy, what each metric means, values, published rows.
 
     Example: steelyard report records/*.json --format html --to page.html
     """
+    check_format(format_, lang)
+    show(_page(records, format_, lang), to, as_json, format_, lang)
+
+
+def check_format(format_: str, lang: str) -> None:
     from steelyard import report
 
     if format_ not in report.FORMATS:
         raise RequestError(f"--format {format_!r}: allowed: {', '.join(report.FORMATS)}")
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
-    page = _page(records, format_, lang)
+
+
+def show(page: str, to: Path | None, as_json: bool, format_: str, lang: str) -> None:
+    """A page on stdout, or in a file and its place on stderr."""
     if to is not None:
         _write(to, page)
     if as_json:
@@ -44,7 +55,7 @@ def report_(
 def _page(places: list[Path], format_: str, lang: str) -> str:
     from steelyard import report
 
-    return report.render(_read(places), format_, lang)
+    return report.render(read(places), format_, lang)
 
 
 def _write(path: Path, text: str) -> None:
@@ -54,7 +65,8 @@ def _write(path: Path, text: str) -> None:
         raise RequestError(f"--to {str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def _paths(places: list[Path]) -> list[Path]:
+def paths(places: list[Path]) -> list[Path]:
+    """The files of records, one by one."""
     out: list[Path] = []
     for place in places:
         out += _below(place) if place.is_dir() else [place]
@@ -68,10 +80,11 @@ def _below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.json") if "checkpoints" not in path.relative_to(folder).parts)
 
 
-def _read(places: list[Path]) -> list[Any]:
-    from steelyard.metrics.verify import read
+def read(places: list[Path]) -> "list[Record]":
+    """Sound records, of files and of folders."""
+    from steelyard.metrics import verify
 
-    return [read(path) for path in _paths(places)]
+    return [verify.read(path) for path in paths(places)]
 
 
 def verify(records: Records, as_json: Json = False) -> int:
@@ -81,8 +94,8 @@ def verify(records: Records, as_json: Json = False) -> int:
 
     Example: steelyard verify records/
     """
-    paths = _paths(records)
-    found = [_verdict(path, alone=len(paths) == 1) for path in paths]
+    every = paths(records)
+    found = [_verdict(path, alone=len(every) == 1) for path in every]
     if as_json:
         dump({"records": [asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found]})
     else:

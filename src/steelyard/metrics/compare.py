@@ -18,7 +18,6 @@ from steelyard.metrics.result import work_name
 from steelyard.metrics.scaling import Estimate, Source
 from steelyard.record.record import Record
 
-THRESHOLD = 0.01  # a change of the rate below it is of no use, however sure it is
 # What the runs of one side have in common, beside their question: fields of `fields.setting`.
 REPEATED = (
     *("case.size", "engine.name", "tune.", "scope.", "environment.hardware.devices"),
@@ -126,10 +125,9 @@ def side(name: str, records: Sequence[Record]) -> Side:
     return out
 
 
-def compare(base: Side, new: Side, across: Sequence[str] = (), threshold: float = THRESHOLD) -> Comparison:
+def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> Comparison:
     """Refuses different questions, but for fields that are named."""
-    if not 0 <= threshold < 1:
-        raise RequestError(f"--threshold {threshold:g}: a share of the rate from 0 to below 1, such as {THRESHOLD}")
+    ratio.check_threshold(threshold)
     fields.check_across(across, [*base.records, *new.records])
     ours, theirs = base.finished or base.records, new.finished or new.records
     asked = fields.questions(ours, theirs)
@@ -137,7 +135,7 @@ def compare(base: Side, new: Side, across: Sequence[str] = (), threshold: float 
     if refused:
         raise RequestError(
             f"different questions, and so nothing to compare: {fields.line(refused)}; "
-            f"to compare them on purpose name what differs, such as --across {refused[0].name}"
+            f"to compare them on purpose name what differs, such as --across {'.'.join(refused[0].name.split('.')[:2])}"
         )
     unit, work, why = _work(base, new)
     found = tuple(_rates(one, work) if work else [] for one in (base, new))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import exp, fsum, log, sqrt
 from typing import Literal
 
+from steelyard.errors import RequestError
 from steelyard.metrics import scaling, stats
 from steelyard.metrics.scaling import Estimate, Interval, Source
 
@@ -32,6 +33,11 @@ class Ratio:
     def beyond(self, threshold: float) -> bool:
         """Whether it is far enough from 1 to matter."""
         return abs(self.value - 1) > threshold
+
+
+def check_threshold(threshold: float) -> None:
+    if not 0 <= threshold < 1:
+        raise RequestError(f"--threshold {threshold:g}: a share of the rate, from 0 to below 1; 0.01 is 1 %")
 
 
 def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:

@@ -8,14 +8,31 @@ from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text
 from steelyard.report.build import page, table
+from steelyard.report.compare import page as comparison
 from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
+from steelyard.report.history import page as history
 from steelyard.report.scaling import page as scaling
 from steelyard.report.words import LANGS
 
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
-__all__ = ["FORMATS", "LANGS", "Lang", "Page", "engines", "html", "md", "page", "render", "scaling", "table", "text"]
+__all__ = [
+    "FORMATS",
+    "LANGS",
+    "Lang",
+    "Page",
+    "comparison",
+    "engines",
+    "history",
+    "html",
+    "md",
+    "page",
+    "render",
+    "scaling",
+    "table",
+    "text",
+]
 
 
 def render(records: list[Record], format: str, lang: str) -> str:
