@@ -8,6 +8,7 @@ from typing import Any
 
 from steelyard.case import key
 from steelyard.errors import RequestError
+from steelyard.record.facts import Environment
 from steelyard.record.record import Record
 from steelyard.schema import canonical
 
@@ -36,16 +37,20 @@ def question(record: Record) -> Table:
 
 def setting(record: Record) -> Table:
     """What a run was made with, beside its question: tune, plan, scope, engine, machine, software, weights, data."""
-    told = record.model_dump(
-        mode="json", include={"tune", "plan", "scope", "engine", "environment", "site", "weights", "data"}, by_alias=True
-    )
-    hardware = told["environment"]["hardware"]
-    devices = hardware.pop("devices")
-    hardware["devices"] = [f"{count}x {name}" for name, count in Counter(one["name"] for one in devices).items()]
-    hardware["uuids"] = [one["uuid"] for one in devices if one.get("uuid")]
+    told = record.model_dump(mode="json", include={"tune", "plan", "scope", "engine", "site", "weights", "data"}, by_alias=True)
+    told["environment"] = environment(record.environment)
     told["data"].pop("fingerprint", None)  # stands in the question
     case = record.case.model_dump(mode="json", include={"name", "size", "gate", "max_interval"})
     return flat({"case": case, **told}, "")
+
+
+def environment(found: Environment) -> Table:
+    """An environment with its devices by kind and number, as readers count them."""
+    out = found.model_dump(mode="json")
+    devices = out["hardware"].pop("devices")
+    out["hardware"]["devices"] = [f"{count}x {name}" for name, count in Counter(one["name"] for one in devices).items()]
+    out["hardware"]["uuids"] = [one["uuid"] for one in devices if one.get("uuid")]
+    return out
 
 
 def flat(table: Table, prefix: str) -> Table:

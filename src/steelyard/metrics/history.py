@@ -11,7 +11,7 @@ from pathlib import Path
 
 from steelyard.case.key import key_of
 from steelyard.errors import RequestError
-from steelyard.metrics import fields, rates, ratio, scaling, verify
+from steelyard.metrics import engines, fields, rates, ratio, scaling, verify
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.scaling import Estimate, Source
 from steelyard.record.index import Entry
@@ -97,6 +97,8 @@ def summary(path: Path) -> Entry:
 def _entry(record: Record) -> Entry:
     case, scope, plan, source = record.case, record.scope, record.plan, record.environment.source
     found = scaling.rate(record)
+    metric = engines.quality_metric([record])
+    quality = record.metrics.get(metric)
     alike = {
         name: value for name, value in fields.setting(record).items() if name.startswith(SETUP) and not name.startswith(VARIES)
     }
@@ -123,8 +125,8 @@ def _entry(record: Record) -> Entry:
         unit=rates.work_unit(record),
         rate=None if found is None else found.value,
         interval=None if found is None else found.interval,
-        quality=record.quality.metric,
-        quality_value=record.quality.value,
+        quality=metric,
+        quality_value=None if quality is None else quality.value,
     )
 
 
