@@ -132,7 +132,7 @@ def test_across_what_no_question_has_is_refused() -> None:
 
 def test_other_data_are_another_question() -> None:
     data = make().data.model_dump()
-    with pytest.raises(RequestError, match="question.data.fingerprint: c0de"):
+    with pytest.raises(RequestError, match=r"question\.data\.fingerprint: c0de"):
         between(runs(100.0), other(data=data | {"fingerprint": "beef" * 16}))
 
 
