@@ -210,6 +210,25 @@ def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
     assert found.ratio.value == pytest.approx(0.5)
 
 
+def test_steps_of_different_sizes_are_not_better_or_worse() -> None:
+    one, other = training(), training(id="c" * 12)
+    half = [sample.model_copy(update={"counts": {**sample.counts, "tokens": 50}}) for sample in other.samples]
+    found = between([one], [other.model_copy(update={"samples": half})])
+    assert found.steps == (100.0, 50.0)
+    assert {change.direction for change in found.phases} == {""}
+    assert between([one], [other]).steps == (100.0, 100.0)
+
+
+def test_where_two_kinds_of_means_disagree_the_ratio_says_which_is_better() -> None:
+    """The arithmetic mean of the second is higher, its geometric mean lower."""
+    base, new = runs(100.0, 100.0, 100.1), runs(40.0, 100.0, 165.0, letter="b")
+    [change] = [one for one in between(base, new).metrics if one.name == "tokens_per_device_s"]
+    assert change.base is not None
+    assert change.new is not None
+    assert change.new > change.base
+    assert change.direction == "worse"
+
+
 def test_what_differs_is_named_with_both_values_and_nothing_else_is() -> None:
     software = make().environment.software.model_dump()
     new = other(

@@ -74,6 +74,7 @@ def table(found: "Comparison") -> dict[str, Any]:
         "answers": {"base": None if own is None else asdict(own), "new": None if theirs is None else asdict(theirs)},
         "metrics": [_change(one) for one in found.metrics],
         "phases": [_change(one) for one in found.phases],
+        "tokens_per_step": {"base": found.steps[0], "new": found.steps[1]},
         "differs": [field(one) for one in found.differs],
     }
 

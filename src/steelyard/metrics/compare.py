@@ -6,7 +6,7 @@ finished, each compared with the first of the base.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum
+from math import fsum, isclose
 from typing import Literal
 
 from steelyard.errors import RequestError
@@ -18,6 +18,7 @@ from steelyard.metrics.result import work_name
 from steelyard.metrics.scaling import Estimate, Source
 from steelyard.record.record import Record
 
+STEP_SIZE = 0.01  # packed steps of one size differ by less, from window to window
 # What the runs of one side have in common, beside their question: fields of `fields.setting`.
 REPEATED = (
     *("case.size", "engine.name", "tune.", "scope.", "environment.hardware.devices"),
@@ -65,7 +66,8 @@ class Change:
     def direction(self) -> Direction:
         if self.base is None or self.new is None or not self.better or self.base == self.new:
             return ""
-        return "better" if (self.new > self.base) == (self.better == "higher") else "worse"
+        more = self.new > self.base if self.ratio is None else self.ratio.value > 1  # means of two kinds may disagree
+        return "better" if more == (self.better == "higher") else "worse"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Comparison:
     metrics: tuple[Change, ...]
     equal: int  # metrics that are the same on both sides
     phases: tuple[Change, ...]
+    steps: tuple[float | None, float | None]  # tokens per step
+    same_steps: bool
     differs: tuple[Field, ...]
 
     @property
@@ -141,6 +145,8 @@ def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> C
     found = tuple(_rates(one, work) if work else [] for one in (base, new))
     compared, equal = _metrics(base, new)
     settings = fields.differing([fields.setting(one) for one in ours], [fields.setting(one) for one in theirs])
+    steps = (_step_size(base), _step_size(new))
+    same_steps = steps[0] is not None and steps[1] is not None and isclose(steps[0], steps[1], rel_tol=STEP_SIZE)
     metric = engines.quality_metric([*ours, *theirs])
     return Comparison(
         base=base,
@@ -155,7 +161,9 @@ def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> C
         answers=_answers(base, new, metric),
         metrics=compared,
         equal=equal,
-        phases=_phases(base, new),
+        phases=_phases(base, new, same_steps),
+        steps=steps,
+        same_steps=same_steps,
         differs=settings,
     )
 
@@ -218,13 +226,18 @@ def _metric(record: Record, name: str) -> float | None:
     return None if found is None else found.value
 
 
-def _phases(base: Side, new: Side) -> tuple[Change, ...]:
-    """A phase that a run does not have took no time in it, where it has any."""
+def _step_size(one: Side) -> float | None:
+    return _mean([phases.tokens_per_step(record) for record in one.valid])
+
+
+def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
+    """A phase that a run does not have took no time in it, where it has any. Less is better in steps of one size alone."""
+    better = "lower" if same_steps else ""
     ours, theirs = ([phases.per_step(record) for record in one.valid] for one in (base, new))
     out = []
     for name in phases.in_order({name for one in (*ours, *theirs) for name in one}):
         times = ([one.get(name, 0.0) if one else None for one in every] for every in (ours, theirs))
-        out.append(_change(name, "s", "lower", "seconds", *times))
+        out.append(_change(name, "s", better, "seconds", *times))
     return tuple(one for one in out if one is not None)
 
 

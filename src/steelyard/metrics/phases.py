@@ -30,6 +30,13 @@ def per_step(record: Record) -> dict[str, float]:
     return out | {OTHER: max(0.0, rest_s)}
 
 
+def tokens_per_step(record: Record) -> float | None:
+    """How large a step is, over all ranks: times of steps of different sizes are not better or worse than one another."""
+    found = spans.span(record)
+    steps = found.steps.get(found.slowest, []) if found is not None else []
+    return found.counts["tokens"] / len(steps) if found is not None and steps and found.counts.get("tokens") else None
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """The known phases in the order of a step, then others by name."""
     return sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name == OTHER, name))

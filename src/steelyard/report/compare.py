@@ -28,7 +28,7 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
     blocks += [Heading(2, say("compare.answers")), *_answers(found, say)]
     blocks += [Heading(2, say("compare.metrics")), *_metrics(found, say)]
     if found.phases:
-        blocks += [Heading(2, say("compare.phases")), _changes("phase", found.phases, say)]
+        blocks += [Heading(2, say("compare.phases")), _changes("phase", found.phases, say), *_steps(found, say)]
     blocks.append(Heading(2, say("compare.differs")))
     blocks.append(_fields(found.differs, say) if found.differs else Paragraph(say("compare.differs.none")))
     ids = ", ".join(record.id for record in (*found.base.records, *found.new.records))
@@ -131,6 +131,13 @@ def _apart(found: Apart | None, say: Words) -> Cell:
 def _metrics(found: Comparison, say: Words) -> list[Block]:
     out: list[Block] = [_changes("metric", found.metrics, say)] if found.metrics else [Paragraph(say("compare.none"))]
     return [*out, Paragraph(say("compare.equal", counted(found.equal)))] if found.equal else out
+
+
+def _steps(found: Comparison, say: Words) -> list[Block]:
+    """Where steps are of different sizes, their times are no better or worse."""
+    if found.same_steps:
+        return []
+    return [Paragraph(say("compare.steps", *(formed("number", one) for one in found.steps)))]
 
 
 def _changes(what: str, found: tuple[Change, ...], say: Words) -> Table:
