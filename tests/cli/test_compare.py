@@ -153,4 +153,5 @@ def test_history_without_a_place_for_its_key_keeps_no_index(sides: Shell, monkey
 
 def test_an_empty_folder_is_a_wrong_request(shell: Shell) -> None:
     (shell.folder / "none").mkdir()
+    assert shell.ask("history", "nowhere").err == "error: 'nowhere' does not exist; give folders of records\n"
     assert shell.ask("history", "none").err == "error: no records in none; give records or a folder of them\n"

@@ -10,7 +10,7 @@ from fixtures.report import make, training
 from steelyard.case.precision import PRESETS
 from steelyard.errors import RequestError
 from steelyard.metrics import compare, fields, phases
-from steelyard.metrics.compare import Change, Comparison, Side
+from steelyard.metrics.compare import Change, Comparison, Side, Why
 from steelyard.metrics.engines import Answers
 from steelyard.metrics.fields import Field
 from steelyard.metrics.ratio import Ratio
@@ -21,7 +21,7 @@ from steelyard.tasks.task import Differences
 FP16 = PRESETS["score"]["fp16"].model_dump(mode="json")
 
 
-def runs(*rates: float, engine: str = "torch", letter: str = "a", **changes: Any) -> list[Record]:
+def runs(*rates: float | None, engine: str = "torch", letter: str = "a", **changes: Any) -> list[Record]:
     return [scored(engine, "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes) for i, rate in enumerate(rates)]
 
 
@@ -68,7 +68,11 @@ def test_runs_that_are_not_valid_are_counted_and_in_no_mean() -> None:
     assert [record.id for record in found.new.left_out] == ["c00000000000"]
     assert len(found.new.valid) == 2
     none = between(runs(100.0), bad)
-    assert (none.ratio, none.outcome, none.why, none.regressed) == (None, "no rate", "new has no valid run", True)
+    why = Why("no_valid_run", ("new",))
+    assert (none.ratio, none.outcome, none.why, none.regressed) == (None, "no rate", why, True)
+    none = between(bad, runs(100.0))
+    assert (none.why, none.regressed) == (Why("no_valid_run", ("old",)), True)
+    assert between(runs(100.0), runs(None, letter="b")).why == Why("no_rate", ("new",))
 
 
 def test_a_record_that_is_there_twice_counts_once() -> None:
@@ -163,7 +167,7 @@ def test_across_divisions_samples_are_counted() -> None:
 def test_rates_of_different_work_have_no_ratio() -> None:
     trained = training(id="t" * 12)
     found = between(runs(100.0, case__question__division="open", case__division="open"), [trained], across=("case",))
-    assert (found.ratio, found.why) == (None, "the rates count different work: questions/s and tokens/s")
+    assert (found.ratio, found.why) == (None, Why("different_work", ("questions/s", "tokens/s")))
     assert found.answers == (None, None)
 
 

@@ -34,8 +34,8 @@ def compare(
 ) -> int:
     """Compare two runs of one question: the ratio of their rates, whether it is chance, and what differs.
 
-    Exit code 1 where NEW is significantly slower by more than the threshold, or has no valid run; 2 where the questions
-    differ.
+    Exit code 1 where NEW is significantly slower by more than the threshold, or a side has no valid run; 2 where the
+    questions differ.
 
     \b
     Examples:
@@ -66,7 +66,7 @@ def table(found: "Comparison") -> dict[str, Any]:
         "threshold": found.threshold,
         "unit": found.unit,
         "ratio": ratio_table(found.ratio),
-        "why": found.why,
+        "why": None if found.why is None else asdict(found.why),
         "base": _side(found, found.base, 0),
         "new": _side(found, found.new, 1),
         "across": [field(one) for one in found.across],

@@ -41,6 +41,9 @@ def history(
     check_format(format_, lang)
     if no_index and index_file is not None:
         raise RequestError("--index and --no-index: leave one of the two out")
+    for place in places:
+        if not place.exists():
+            raise RequestError(f"{str(place)!r} does not exist; give folders of records")
     found = trends.history(_entries(places, index_file, no_index), threshold)
     if as_json and to is None:
         dump(_table(found))

@@ -79,6 +79,14 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Why:
+    """Why there is no ratio: a side has no valid run or no rate, or rates count different work (their units)."""
+
+    code: Literal["no_valid_run", "no_rate", "different_work"]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Comparison:
     base: Side
     new: Side
@@ -87,7 +95,7 @@ class Comparison:
     unit: str
     rates: tuple[Rate | None, Rate | None]
     ratio: Ratio | None
-    why: str | None  # there is no ratio
+    why: Why | None  # of a ratio that is None
     quality: str  # the metric
     answers: tuple[Answers | None, Answers | None]  # of the base its other runs': how far apart runs of one side are
     metrics: tuple[Change, ...]
@@ -110,8 +118,8 @@ class Comparison:
 
     @property
     def regressed(self) -> bool:
-        """Slower for sure and by more than the threshold, or without a valid run at all."""
-        return self.outcome == "slower" or not self.new.valid
+        """Slower for sure and by more than the threshold, or a side without a valid run, of which nobody can say it is not."""
+        return self.outcome == "slower" or not (self.base.valid and self.new.valid)
 
 
 def side(name: str, records: Sequence[Record]) -> Side:
@@ -168,7 +176,7 @@ def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> C
     )
 
 
-def _work(base: Side, new: Side) -> tuple[str, str | None, str | None]:
+def _work(base: Side, new: Side) -> tuple[str, str | None, Why | None]:
     """The unit of both rates and what is counted: as their own rates do, else samples, where both have the same."""
     ours, theirs = base.records[0], new.records[0]
     units = {rates.work_unit(ours), rates.work_unit(theirs)}
@@ -176,7 +184,7 @@ def _work(base: Side, new: Side) -> tuple[str, str | None, str | None]:
         return units.pop(), work_name(ours), None
     if ours.task.noun == theirs.task.noun:
         return f"{ours.task.noun}s/s", "samples", None
-    return "", None, f"the rates count different work: {' and '.join(sorted(units))}"
+    return "", None, Why("different_work", tuple(sorted(units)))
 
 
 def _rates(one: Side, work: str) -> list[Estimate]:
@@ -187,8 +195,8 @@ def _rate(found: list[Estimate]) -> Rate | None:
     return Rate(*scaling.mean_of(found)) if found else None
 
 
-def _lacking(one: Side, found: list[Estimate]) -> str | None:
-    return None if found else f"{one.name} has no {'rate' if one.valid else 'valid run'}"
+def _lacking(one: Side, found: list[Estimate]) -> Why | None:
+    return None if found else Why("no_rate" if one.valid else "no_valid_run", (one.name,))
 
 
 def _answers(base: Side, new: Side, metric: str) -> tuple[Answers | None, Answers | None]:

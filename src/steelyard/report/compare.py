@@ -37,7 +37,8 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
 
 def _verdict(found: Comparison, say: Words) -> str:
     if found.ratio is None:
-        return say("compare.no rate", found.why or UNKNOWN)
+        why = UNKNOWN if found.why is None else say(f"compare.{found.why.code}", *found.why.values)
+        return say("compare.no rate", why)
     told = say(f"compare.{found.outcome}", formed("percent", found.threshold))
     return f"{say('compare.change')} {ratio_text(found.ratio, say)}: {told}"
 

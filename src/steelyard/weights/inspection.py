@@ -27,8 +27,8 @@ class Inspection:
     size_bytes: int
     files: list[tuple[str, int]]
     shape: dict[str, Any]
-    header_sha256: str  # as records say it
     notes: list[str]
+    header_sha256: str  # as records say it
 
 
 def inspect(folder: Path) -> Inspection:
@@ -54,6 +54,6 @@ def inspect(folder: Path) -> Inspection:
         size_bytes=sum(size for _, size in source.files),
         files=source.files,
         shape={field: value for field, value in config.items() if field != "head_dim"},
-        header_sha256=source.digest(),
         notes=notes,
+        header_sha256=source.digest(),
     )
