@@ -249,6 +249,10 @@ def test_what_differs_is_named_with_both_values_and_nothing_else_is() -> None:
     assert between(runs(100.0), other()).differs == ()
 
 
+def test_metrics_by_different_formulas_are_told() -> None:
+    assert between(runs(100.0), other(formulas=2)).differs == (Field("formulas", (1,), (2,)),)
+
+
 def test_devices_are_counted_by_kind() -> None:
     devices = [{"name": "B200", "uuid": f"GPU-{i}", "memory_bytes": 1} for i in range(2)]
     found = between(runs(100.0), other(environment__hardware__devices=devices)).differs

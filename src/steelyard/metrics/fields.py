@@ -41,7 +41,7 @@ def setting(record: Record) -> Table:
     told["environment"] = environment(record.environment)
     told["data"].pop("fingerprint", None)  # stands in the question
     case = record.case.model_dump(mode="json", include={"name", "size", "gate", "max_interval"})
-    return flat({"case": case, **told}, "")
+    return flat({"formulas": record.formulas or 1, "case": case, **told}, "")
 
 
 def environment(found: Environment) -> Table:
