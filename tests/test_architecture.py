@@ -20,6 +20,7 @@ PARENT = (
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
     *("run.node", "run.session", "run.scheduler"),
     *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
+    *("metrics.compare", "metrics.history", "run.reproduce"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )

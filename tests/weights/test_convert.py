@@ -231,6 +231,7 @@ def test_inspect(tmp_path: Path) -> None:
         files=files,
         shape=dims,
         notes=["the files hold an optimizer's state too; it is not read", "the vocabulary is padded to 256 rows"],
+        header_sha256=load.open_folder(tmp_path / "m").digest(),
     )
     done = convert.convert(tmp_path / "m", tmp_path / "hf", "hf", 1)
     again = inspect(tmp_path / "hf")
@@ -238,6 +239,8 @@ def test_inspect(tmp_path: Path) -> None:
     assert again.shape == dims
     assert again.parameters == count
     assert again.files == done.files[:1]
+    told = load.load(load.build(shape, CPU, torch.float32), tmp_path / "hf", shape)
+    assert again.header_sha256 == told["header_sha256"] != found.header_sha256
 
 
 def test_inspect_what_says_little(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_inspect_the_authors_format(tmp_path: Path) -> None:
         files=[(f"500/{FILE}", size)],
         shape=DIMENSIONS,
         notes=["the file holds an optimizer's state too; it is not read"],
+        header_sha256=glm_checkpoint.read(folder).digest(),
     )
 
 
@@ -87,7 +88,8 @@ def test_inspect_the_authors_format(tmp_path: Path) -> None:
 def test_inspect_safetensors(tmp_path: Path, prefix: str) -> None:
     size = (safetensors(tmp_path, prefix) / "model.safetensors").stat().st_size
     files = [("model.safetensors", size)]
-    assert inspect(tmp_path) == Inspection("safetensors", 1, None, "fp16", COUNT, size, files, DIMENSIONS, [])
+    digest = glm_checkpoint.read(tmp_path).digest()
+    assert inspect(tmp_path) == Inspection("safetensors", 1, None, "fp16", COUNT, size, files, DIMENSIONS, [], digest)
 
 
 def test_inspect_a_glm_that_is_not_whole(tmp_path: Path) -> None:

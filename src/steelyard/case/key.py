@@ -20,10 +20,15 @@ LATER: tuple[tuple[tuple[str, ...], Any], ...] = (
 
 def key_of(question: dict[str, Any], fingerprint: str) -> str:
     """The key of a question as a table, such as a record holds, with the fingerprint of the data that were really read."""
+    return hashlib.sha256(canonical(hashed(question, fingerprint)).encode()).hexdigest()[:16]
+
+
+def hashed(question: dict[str, Any], fingerprint: str) -> dict[str, Any]:
+    """The table that a key is the hash of."""
     asked = {**question, "data": {**question["data"], "fingerprint": fingerprint}}
     for place, default in LATER:
         asked = _without_default(asked, place, default)
-    return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
+    return asked
 
 
 def _without_default(table: dict[str, Any], place: tuple[str, ...], default: Any) -> dict[str, Any]:

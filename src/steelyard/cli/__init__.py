@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import conform, data, report, run, show, terminal, weights
+from steelyard.cli import compare, conform, data, history, report, reproduce, run, show, terminal, weights
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -41,6 +41,9 @@ app.command("list")(show.list_)
 app.command("show")(show.show)
 app.command("run")(run.run)
 app.command("report")(report.report_)
+app.command("compare")(compare.compare)
+app.command("history")(history.history)
+app.command("reproduce")(reproduce.reproduce)
 app.command("verify")(report.verify)
 app.command("schema")(report.schema)
 app.command("conform")(conform.conform)

@@ -31,3 +31,8 @@ EngineOptions = Annotated[
     typer.Option("--set", metavar="engine.KEY=VALUE", help="Where the engine lives, such as engine.python=venv/bin/python."),
 ]
 Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]
+Format = Annotated[str, typer.Option("--format", help="text, md or html.")]
+Lang = Annotated[str, typer.Option(help="en or zh.")]
+To = Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")]
+Threshold = Annotated[float, typer.Option(help="The share of the rate beyond which a change matters.")]
+THRESHOLD = 0.01  # what is below it is of no use, however sure it is

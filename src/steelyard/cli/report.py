@@ -3,21 +3,24 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from steelyard import files
-from steelyard.cli.options import Json, Records
+from steelyard.cli.options import Format, Json, Lang, Records, To
 from steelyard.cli.out import answer, dump, one_line, say
 from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.record.record import Record
 
 
 def report_(
     records: Records,
-    format_: Annotated[str, typer.Option("--format", help="text, md or html.")] = "text",
-    lang: Annotated[str, typer.Option(help="en or zh.")] = "en",
-    to: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
+    format_: Format = "text",
+    lang: Lang = "en",
+    to: To = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Only why the rate is not higher: where the time of a step goes.")
     ] = False,
@@ -33,17 +36,28 @@ def report_(
     from steelyard import report
     from steelyard.cli import repeats
 
+    check_format(format_, lang)
+    found = read(records)
+    page = report.render(found, format_, lang, report.explain if explain else report.page)
+    show(page, to, as_json, format_, lang, {"repeats": repeats.as_json(found)} if as_json else {})
+
+
+def check_format(format_: str, lang: str) -> None:
+    from steelyard import report
+
     if format_ not in report.FORMATS:
         raise RequestError(f"--format {format_!r}: allowed: {', '.join(report.FORMATS)}")
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
-    found = _read(records)
-    page = report.render(found, format_, lang, report.explain if explain else report.page)
+
+
+def show(page: str, to: Path | None, as_json: bool, format_: str, lang: str, beside: dict[str, Any] | None = None) -> None:
+    """A page on stdout, or in a file and its place on stderr; as JSON with what else is known `beside` it."""
     if to is not None:
         _write(to, page)
     if as_json:
         table = {"format": format_, "lang": lang, "page": None if to else page, "path": str(to) if to else None}
-        dump(table | {"repeats": repeats.as_json(found)})
+        dump(table | (beside or {}))
     elif to is None:
         answer(page)
     else:
@@ -57,7 +71,8 @@ def _write(path: Path, text: str) -> None:
         raise RequestError(f"--to {str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def _paths(places: list[Path]) -> list[Path]:
+def paths(places: list[Path]) -> list[Path]:
+    """The files of records, one by one."""
     out: list[Path] = []
     for place in places:
         out += _below(place) if place.is_dir() else [place]
@@ -71,10 +86,11 @@ def _below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.json") if "checkpoints" not in path.relative_to(folder).parts)
 
 
-def _read(places: list[Path]) -> list[Any]:
-    from steelyard.metrics.verify import read
+def read(places: list[Path]) -> "list[Record]":
+    """Sound records, of files and of folders."""
+    from steelyard.metrics import verify
 
-    return [read(path) for path in _paths(places)]
+    return [verify.read(path) for path in paths(places)]
 
 
 def verify(records: Records, as_json: Json = False) -> int:
@@ -84,8 +100,8 @@ def verify(records: Records, as_json: Json = False) -> int:
 
     Example: steelyard verify records/
     """
-    paths = _paths(records)
-    found = [_verdict(path, alone=len(paths) == 1) for path in paths]
+    every = paths(records)
+    found = [_verdict(path, alone=len(every) == 1) for path in every]
     if as_json:
         dump({"records": [asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found]})
     else:

@@ -183,7 +183,7 @@ def run(
         for engine_name, of_engine in engines
         for resolved, number in _at(point, name, engine_name, size, precision, division, settings, devices, accelerator)
     ]
-    times = _at_least_one(repeat)
+    times = at_least_one(repeat)
     if axes:
         from steelyard.cli.sweep import run_sweep
 
@@ -237,7 +237,7 @@ def _at(
         return [(one, number) for one, smoke in found for number in _numbers(one.case, smoke, engine, wanted, accelerator)]
 
 
-def _at_least_one(repeat: int) -> int:
+def at_least_one(repeat: int) -> int:
     if repeat < 1:
         raise RequestError(f"--repeat {repeat}: must be at least 1")
     return repeat

@@ -125,7 +125,7 @@ def _row(name: str, records: list[Record], base: list[Record], base_rate: Runs |
         name=name,
         records=tuple(records),
         base=own,
-        answers=_farthest([_answers(base[0], record, metric) for record in others]) if others else None,
+        answers=farthest([answers(base[0], record, metric) for record in others]) if others else None,
         quality=_mean([runs.metric(record, metric) for record in records]),
         rate=None if rate is None else rate.rate,
         source=None if rate is None else rate.source,
@@ -145,7 +145,8 @@ def _mean(values: list[float | None]) -> float | None:
     return fsum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _answers(base: Record, record: Record, metric: str) -> Answers:
+def answers(base: Record, record: Record, metric: str) -> Answers:
+    """How far a record's answers are from another's, both of one question."""
     trains = base.task.kind == "train"
     one, other = runs.metric(base, metric), runs.metric(record, metric)
     return Answers(
@@ -178,7 +179,7 @@ def _steps(base: Record, record: Record, name: str) -> Apart | None:
     return max(apart, key=lambda one: one.value, default=None)
 
 
-def _farthest(every: list[Answers]) -> Answers:
+def farthest(every: list[Answers]) -> Answers:
     """Of several runs the largest of each difference; unknown where one of them is."""
     return Answers(
         chosen=_worst([one.chosen for one in every]),

@@ -79,10 +79,11 @@ class Runs:
         return self.records[0].plan.world
 
 
-def rate(record: Record) -> Estimate | None:
-    """Work of all devices over wall time: tokens, or samples where that is what the record's rates count. Of training, over
-    the steady window."""
-    name, devices = ("tokens_per_device_s", record.plan.world) if work_name(record) == "tokens" else ("samples_per_s", 1)
+def rate(record: Record, work: str | None = None) -> Estimate | None:
+    """Work of all devices over wall time: tokens, or samples where that is what the record's rates count, or else what is
+    asked for. Of training, over the steady window."""
+    tokens = (work or work_name(record)) == "tokens"
+    name, devices = ("tokens_per_device_s", record.plan.world) if tokens else ("samples_per_s", 1)
     found = record.metrics.get(name)
     if found is None or found.value is None or not RATE_BOUNDS[0] < found.value < RATE_BOUNDS[1]:
         return None

@@ -30,6 +30,18 @@ def t_95(freedom: int) -> float:
     return T_95[max(row for row in T_95 if row <= freedom)]
 
 
+def t_95_between(freedom: float) -> float:
+    """The same for degrees of freedom that are no whole number, as Welch's are: a straight line over 1 / freedom between two
+    rows. Student's t is convex in that, so the line is never below it."""
+    rows = sorted(T_95)
+    if freedom <= rows[0] or freedom >= rows[-1]:
+        return t_95(max(rows[0], int(freedom)))
+    low = max(row for row in rows if row <= freedom)
+    high = rows[rows.index(low) + 1]
+    share = (1 / freedom - 1 / high) / (1 / low - 1 / high)
+    return T_95[high] + share * (T_95[low] - T_95[high])
+
+
 def rate_interval(rate: float, work: Sequence[float], time_s: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of a rate whose relative error is that of total work over total time of these consecutive steps. None for
     too few of them.

@@ -8,8 +8,10 @@ from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text
 from steelyard.report.build import page, table
+from steelyard.report.compare import page as comparison
 from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
+from steelyard.report.history import page as history
 from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
 from steelyard.report.waterfall import page as explain
@@ -22,8 +24,10 @@ __all__ = [
     "LANGS",
     "Lang",
     "Page",
+    "comparison",
     "engines",
     "explain",
+    "history",
     "html",
     "md",
     "page",

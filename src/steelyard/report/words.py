@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from steelyard.report import comparing_words
 from steelyard.report.document import Lang
 
 LANGS: tuple[Lang, ...] = ("en", "zh")
@@ -380,6 +381,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "division": ("division", "赛道"),
     "precision": ("precision", "精度"),
     "status": ("status", "状态"),
+    **comparing_words.TABLE,
 }
 
 

@@ -28,6 +28,7 @@ class Inspection:
     files: list[tuple[str, int]]
     shape: dict[str, Any]
     notes: list[str]
+    header_sha256: str  # as records say it
 
 
 def inspect(folder: Path) -> Inspection:
@@ -54,4 +55,5 @@ def inspect(folder: Path) -> Inspection:
         files=source.files,
         shape={field: value for field, value in config.items() if field != "head_dim"},
         notes=notes,
+        header_sha256=source.digest(),
     )

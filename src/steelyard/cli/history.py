@@ -1,0 +1,131 @@
+"""The verb history."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from steelyard.cli.compare import ratio_table
+from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To
+from steelyard.cli.out import dump, one_line, say
+from steelyard.cli.report import check_format, paths, show
+from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.metrics.history import History, Indexed, Point, Trend
+    from steelyard.record.index import Entry, Seal
+
+
+def history(
+    places: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of records; records themselves too.")],
+    threshold: Threshold = THRESHOLD,
+    index_file: Annotated[
+        Path | None, typer.Option("--index", metavar="FILE", help="The index; default: .steelyard-index.sqlite in each DIR.")
+    ] = None,
+    no_index: Annotated[bool, typer.Option("--no-index", help="Read every record, and keep no index.")] = False,
+    format_: Format = "text",
+    lang: Lang = "en",
+    to: To = None,
+    as_json: Json = False,
+) -> None:
+    """How the rate of each question went over time, and the first bad record of each.
+
+    What it needs of each record is kept in an index, which can be deleted at any time.
+
+    Example: steelyard history records/ --format html --to history.html
+    """
+    from steelyard import report
+    from steelyard.metrics import history as trends
+
+    check_format(format_, lang)
+    if no_index and index_file is not None:
+        raise RequestError("--index and --no-index: leave one of the two out")
+    for place in places:
+        if not place.exists():
+            raise RequestError(f"{str(place)!r} does not exist; give folders of records")
+    found = trends.history(_entries(places, index_file, no_index), threshold)
+    if as_json and to is None:
+        dump(_table(found))
+    else:
+        show(report.FORMATS[format_](report.history(found, lang)), to, as_json, format_, lang)  # type: ignore[arg-type]
+
+
+def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Path, Entry]":
+    """Of every record, by the index of its folder, or the one that was named."""
+    from steelyard.metrics.history import summary
+    from steelyard.record import index
+
+    seal = None if no_index else _seal()
+    wanted: list[tuple[Path | None, list[Path]]] = [(_own(place), paths([place])) for place in places]
+    if named is not None:
+        wanted = [(index.named(named), list(dict.fromkeys(path for _, every in wanted for path in every)))]
+    out: dict[Path, Entry] = {}
+    for file, every in wanted:
+        found, notes = index.entries(every, file, seal, summary)
+        out |= found
+        for note in notes:
+            say(f"warning: {one_line(note)}")
+    return out
+
+
+def _own(place: Path) -> Path | None:
+    """The index of a folder; a record by itself has none."""
+    from steelyard.record import index
+
+    return place / index.NAME if place.is_dir() else None
+
+
+def _seal() -> "Seal | None":
+    """Who vouches for an index: a key in this user's own cache. Without one there is no index."""
+    from steelyard.record import index
+    from steelyard.run import caches, environment
+
+    try:
+        return index.Seal(index.secret(caches.private(os.environ, "index")), environment.package_hash())
+    except (OSError, RequestError) as error:
+        say(f"warning: no index is kept: {one_line(error)}")
+        return None
+
+
+def _table(found: "History") -> dict[str, Any]:
+    return {
+        "threshold": found.threshold,
+        "trends": [_trend(one) for one in found.trends],
+        "wrong": [{"path": str(one.path), "why": one.entry.wrong} for one in found.wrong],
+    }
+
+
+def _trend(trend: "Trend") -> dict[str, Any]:
+    head, bad = trend.head, trend.bad
+    names = ("name", "size", "key", "division", "precision", "engine", "plan", "scope", "devices")
+    told = None
+    if bad is not None:
+        why = {"codes": list(bad.record.entry.codes), "ratio": ratio_table(bad.ratio), "best": bad.best and bad.best.entry.id}
+        told = _run(bad.record) | why
+    return {
+        **head.model_dump(mode="json", include=set(names)),
+        "unit": trend.unit,
+        "points": [_point(one) for one in trend.points],
+        "first_bad": told,
+    }
+
+
+def _point(point: "Point") -> dict[str, Any]:
+    entry = point.runs[0].entry
+    return {
+        "created": entry.created,
+        "revision": entry.revision,
+        "dirty": entry.dirty,
+        "rate": None if point.rate is None else point.rate.value,
+        "rate_interval": None if point.rate is None else point.rate.interval,
+        "interval_from": point.source,
+        "to_first": ratio_table(point.to_first),
+        "to_before": ratio_table(point.to_before),
+        "records": [_run(one) for one in point.runs],
+    }
+
+
+def _run(one: "Indexed") -> dict[str, Any]:
+    entry = one.entry
+    return {"id": entry.id, "path": str(one.path), "status": entry.status, "rate": entry.rate}

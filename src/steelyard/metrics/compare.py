@@ -1,0 +1,266 @@
+"""Two sides of one question: the ratio of their rates, and what else changed. A side is one run, or repeats of it.
+
+Rates, metrics and phases are those of valid runs: the others are counted and named. Answers are those of every run that
+finished, each compared with the first of the base.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum, isclose
+from typing import Literal
+
+from steelyard.errors import RequestError
+from steelyard.metrics import engines, fields, phases, rates, ratio, runs, table
+from steelyard.metrics.engines import Answers
+from steelyard.metrics.fields import Field
+from steelyard.metrics.ratio import Ratio
+from steelyard.metrics.result import work_name
+from steelyard.metrics.runs import Estimate, Source
+from steelyard.record.record import Record
+
+STEP_SIZE = 0.01  # packed steps of one size differ by less, from window to window
+# What the runs of one side have in common, beside their question: fields of `fields.setting`.
+REPEATED = (
+    *("case.size", "engine.name", "tune.", "scope.", "environment.hardware.devices"),
+    *("plan.nodes", "plan.devices", "plan.tp", "plan.pp", "plan.dp"),
+    *("weights.source", "weights.seed", "weights.header_sha256"),
+)
+
+Outcome = Literal["faster", "slower", "below threshold", "not significant", "not tested", "no rate"]
+Direction = Literal["better", "worse", ""]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Runs of one side, each once."""
+
+    name: str
+    records: tuple[Record, ...]
+
+    @property
+    def valid(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.status == "valid")
+
+    @property
+    def left_out(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.status != "valid")
+
+    @property
+    def finished(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.status != "failed")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number of both sides, the mean over valid runs. None is not known there, or not of every run."""
+
+    name: str
+    unit: str
+    better: str
+    form: str
+    base: float | None
+    new: float | None
+    ratio: Ratio | None
+
+    @property
+    def direction(self) -> Direction:
+        if self.base is None or self.new is None or not self.better or self.base == self.new:
+            return ""
+        more = self.new > self.base if self.ratio is None else self.ratio.value > 1  # means of two kinds may disagree
+        return "better" if more == (self.better == "higher") else "worse"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The rate of a side, the mean over its valid runs."""
+
+    estimate: Estimate
+    source: Source | None
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why there is no ratio: a side has no valid run or no rate, or rates count different work (their units)."""
+
+    code: Literal["no_valid_run", "no_rate", "different_work"]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    base: Side
+    new: Side
+    threshold: float
+    across: tuple[Field, ...]  # of the question, differing on purpose
+    unit: str
+    rates: tuple[Rate | None, Rate | None]
+    ratio: Ratio | None
+    why: Why | None  # of a ratio that is None
+    quality: str  # the metric
+    answers: tuple[Answers | None, Answers | None]  # of the base its other runs': how far apart runs of one side are
+    metrics: tuple[Change, ...]
+    equal: int  # metrics that are the same on both sides
+    phases: tuple[Change, ...]
+    steps: tuple[float | None, float | None]  # tokens per step
+    same_steps: bool
+    differs: tuple[Field, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        found = self.ratio
+        if found is None:
+            return "no rate"
+        if found.verdict != "significant":
+            return found.verdict
+        if not found.beyond(self.threshold):
+            return "below threshold"
+        return "faster" if found.value > 1 else "slower"
+
+    @property
+    def regressed(self) -> bool:
+        """Slower for sure and by more than the threshold, or a side without a valid run, of which nobody can say it is not."""
+        return self.outcome == "slower" or not (self.base.valid and self.new.valid)
+
+
+def side(name: str, records: Sequence[Record]) -> Side:
+    """Repeats of one run; a record that is there twice counts once. Refused where they are runs of different things."""
+    each = {record.id: record for record in records}
+    out = Side(name, tuple(sorted(each.values(), key=lambda one: (one.created, one.id))))
+    if not out.records:
+        raise RequestError(f"{name}: no records; give a record, or a folder of repeats")
+    first, *others = out.finished or out.records
+    mixed = fields.questions([first], others) if others else ()
+    told = [fields.setting(record) for record in out.finished or out.records]
+    mixed += tuple(one for one in fields.differing(told[:1], told[1:]) if one.name.startswith(REPEATED)) if others else ()
+    if mixed:
+        raise RequestError(f"{name}: its records are not repeats of one run: {fields.line(mixed)}; give those of one alone")
+    return out
+
+
+def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> Comparison:
+    """Refuses different questions, but for fields that are named."""
+    ratio.check_threshold(threshold)
+    fields.check_across(across, [*base.records, *new.records])
+    ours, theirs = base.finished or base.records, new.finished or new.records
+    asked = fields.questions(ours, theirs)
+    refused = [one for one in asked if not fields.covered(one.name, across)]
+    if refused:
+        raise RequestError(
+            f"different questions, and so nothing to compare: {fields.line(refused)}; "
+            f"to compare them on purpose name what differs, such as --across {'.'.join(refused[0].name.split('.')[:2])}"
+        )
+    unit, work, why = _work(base, new)
+    found = tuple(_rates(one, work) if work else [] for one in (base, new))
+    compared, equal = _metrics(base, new)
+    settings = fields.differing([fields.setting(one) for one in ours], [fields.setting(one) for one in theirs])
+    steps = (_step_size(base), _step_size(new))
+    same_steps = steps[0] is not None and steps[1] is not None and isclose(steps[0], steps[1], rel_tol=STEP_SIZE)
+    metric = runs.quality([*ours, *theirs])
+    return Comparison(
+        base=base,
+        new=new,
+        threshold=threshold,
+        across=asked,
+        unit=unit,
+        rates=(_rate(found[0]), _rate(found[1])),
+        ratio=ratio.of_rates(*found),
+        why=why or _lacking(base, found[0]) or _lacking(new, found[1]),
+        quality=metric,
+        answers=_answers(base, new, metric),
+        metrics=compared,
+        equal=equal,
+        phases=_phases(base, new, same_steps),
+        steps=steps,
+        same_steps=same_steps,
+        differs=settings,
+    )
+
+
+def _work(base: Side, new: Side) -> tuple[str, str | None, Why | None]:
+    """The unit of both rates and what is counted: as their own rates do, else samples, where both have the same."""
+    ours, theirs = base.records[0], new.records[0]
+    units = {rates.work_unit(ours), rates.work_unit(theirs)}
+    if len(units) == 1:
+        return units.pop(), work_name(ours), None
+    if ours.task.noun == theirs.task.noun:
+        return f"{ours.task.noun}s/s", "samples", None
+    return "", None, Why("different_work", tuple(sorted(units)))
+
+
+def _rates(one: Side, work: str) -> list[Estimate]:
+    return [found for found in (runs.rate(record, work) for record in one.valid) if found is not None]
+
+
+def _rate(found: list[Estimate]) -> Rate | None:
+    return Rate(*runs.over_runs(found)) if found else None
+
+
+def _lacking(one: Side, found: list[Estimate]) -> Why | None:
+    return None if found else Why("no_rate" if one.valid else "no_valid_run", (one.name,))
+
+
+def _answers(base: Side, new: Side, metric: str) -> tuple[Answers | None, Answers | None]:
+    """None where there is nothing to compare: other data, another task, no run that finished."""
+    if not base.finished or not new.finished:
+        return None, None
+    first, *others = base.finished
+    own = engines.farthest([engines.answers(first, record, metric) for record in others]) if others else None
+    theirs = new.finished
+    if any((one.task.name, one.fingerprint) != (first.task.name, first.fingerprint) for one in theirs):
+        return own, None
+    return own, engines.farthest([engines.answers(first, record, metric) for record in theirs])
+
+
+def _metrics(base: Side, new: Side) -> tuple[tuple[Change, ...], int]:
+    """Those that differ, in the order of the table, and how many are equal."""
+    valid = (*base.valid, *new.valid)
+    out, equal = [], 0
+    for name in table.in_order({name for record in valid for name in record.metrics}):
+        unit, *others = {record.metrics[name].unit for record in valid if name in record.metrics}
+        if others:  # tokens of one side, questions of the other
+            continue
+        row = table.row(name, unit, valid[0].task)
+        ours, theirs = ([_metric(record, name) for record in one.valid] for one in (base, new))
+        found = _change(name, unit, row.better, row.form, ours, theirs)
+        if found is not None and found.base == found.new:
+            equal += 1
+        elif found is not None:
+            out.append(found)
+    return tuple(out), equal
+
+
+def _metric(record: Record, name: str) -> float | None:
+    found = record.metrics.get(name)
+    return None if found is None else found.value
+
+
+def _step_size(one: Side) -> float | None:
+    return _mean([phases.tokens_per_step(record) for record in one.valid])
+
+
+def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
+    """A phase that a run does not have took no time in it, where it has any. Less is better in steps of one size alone."""
+    better = "lower" if same_steps else ""
+    ours, theirs = ([phases.per_step(record) for record in one.valid] for one in (base, new))
+    out = []
+    for name in phases.in_order({name for one in (*ours, *theirs) for name in one}):
+        times = ([one.get(name, 0.0) if one else None for one in every] for every in (ours, theirs))
+        out.append(_change(name, "s", better, "seconds", *times))
+    return tuple(one for one in out if one is not None)
+
+
+def _change(
+    name: str, unit: str, better: str, form: str, ours: list[float | None], theirs: list[float | None]
+) -> Change | None:
+    """None where neither side knows the number."""
+    base, new = _mean(ours), _mean(theirs)
+    if base is None and new is None:
+        return None
+    known = [[one for one in values if one is not None] for values in (ours, theirs)]
+    found = None if base is None or new is None else ratio.of_values(*known)
+    return Change(name, unit, better, form, base, new, found)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fsum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,0 +1,203 @@
+"""The history of a question: its rate over time, and the first record that is bad.
+
+Records of one question, engine, plan, precision, kind of device and scope are one trend. Consecutive records of it that
+differ in nothing else are one point: repeats, whose spread says whether a point is really below another.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.case.key import key_of
+from steelyard.errors import RequestError
+from steelyard.metrics import fields, rates, ratio, runs, verify
+from steelyard.metrics.ratio import Ratio
+from steelyard.metrics.runs import Estimate, Source
+from steelyard.record.index import Entry
+from steelyard.record.record import Record
+from steelyard.schema import canonical
+
+ENDED = {"interrupted", "cancelled", "unfinished"}  # by somebody: they say nothing of the machine or the program
+SETUP = ("tune.", "engine.", "environment.", "weights.")  # of what repeats have in common
+VARIES = ("environment.hardware.uuids",)  # between repeats
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A record's entry, and its file."""
+
+    path: Path
+    entry: Entry
+
+    @property
+    def rate(self) -> Estimate | None:
+        if self.entry.status != "valid" or self.entry.rate is None:
+            return None
+        return Estimate(self.entry.rate, self.entry.interval)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run, or repeats of it. Ratios are those to the first and to the last point before it that has a rate."""
+
+    runs: tuple[Indexed, ...]
+    rate: Estimate | None
+    source: Source | None
+    to_first: Ratio | None
+    to_before: Ratio | None
+
+    @property
+    def rates(self) -> list[Estimate]:
+        return _rates(self.runs)
+
+    @property
+    def valid(self) -> int:
+        return sum(one.entry.status == "valid" for one in self.runs)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """The first bad record: not valid, or slower than the best point before it."""
+
+    record: Indexed
+    ratio: Ratio | None  # to the best before it
+    best: Indexed | None  # a record of that
+
+
+@dataclass(frozen=True)
+class Trend:
+    points: tuple[Point, ...]
+    bad: Bad | None
+
+    @property
+    def head(self) -> Entry:
+        return self.points[0].runs[0].entry
+
+    @property
+    def unit(self) -> str:
+        return next((one.entry.unit for point in self.points for one in point.runs if one.entry.unit), "")
+
+
+@dataclass(frozen=True)
+class History:
+    trends: tuple[Trend, ...]
+    wrong: tuple[Indexed, ...]  # files that are no records that verify
+    threshold: float
+
+
+def summary(path: Path) -> Entry:
+    """The entry of a file, verified."""
+    try:
+        return _entry(verify.read(path))
+    except RequestError as error:
+        return Entry(wrong=str(error).removeprefix(f"{path}: ")[:1000])
+
+
+def _entry(record: Record) -> Entry:
+    case, scope, plan, source = record.case, record.scope, record.plan, record.environment.source
+    found = runs.rate(record)
+    metric = runs.quality([record])
+    quality = record.metrics.get(metric)
+    alike = {
+        name: value for name, value in fields.setting(record).items() if name.startswith(SETUP) and not name.startswith(VARIES)
+    }
+    return Entry(
+        id=record.id,
+        created=record.created,
+        status=record.status,
+        codes=tuple(dict.fromkeys(reason.code for reason in record.reasons)),
+        name=case.name,
+        size=case.size,
+        key=case.key,
+        unread_key=key_of(case.question, fields.UNREAD),
+        read=record.fingerprint != fields.UNREAD,
+        division=case.division,
+        precision=case.precision,
+        engine=record.engine.name,
+        plan=f"{plan.config} {plan}",
+        scope="full" if scope.kind == "full" else "window" if scope.sample is None else f"sample {scope.sample}",
+        devices=tuple(runs.kinds(record)),
+        setup=hashlib.sha256(canonical(alike).encode()).hexdigest()[:16],
+        revision=source.revision,
+        version=source.version,
+        dirty=source.dirty,
+        unit=rates.work_unit(record),
+        rate=None if found is None else found.value,
+        interval=None if found is None else found.interval,
+        quality=metric,
+        quality_value=None if quality is None else quality.value,
+    )
+
+
+def history(entries: Mapping[Path, Entry], threshold: float) -> History:
+    ratio.check_threshold(threshold)
+    every = [Indexed(path, entry) for path, entry in entries.items()]
+    sound = {one.entry.id: one for one in every if one.entry.wrong is None}  # a copy of a record counts once
+    ordered = sorted(sound.values(), key=lambda one: (one.entry.created, one.entry.id))
+    trends = tuple(_trend(group, threshold) for group in _groups(ordered))
+    return History(trends, tuple(one for one in every if one.entry.wrong is not None), threshold)
+
+
+def _groups(ordered: list[Indexed]) -> list[list[Indexed]]:
+    """By question and what else makes a trend. A run that did not come to read its data is counted with those of the same
+    question that did, where there are any."""
+    keys = {_alike(one.entry, one.entry.unread_key): one.entry.key for one in ordered if one.entry.read}
+    out: dict[str, list[Indexed]] = {}
+    for one in ordered:
+        entry = one.entry
+        key = entry.key if entry.read else keys.get(_alike(entry, entry.unread_key), entry.key)
+        out.setdefault(_alike(entry, key), []).append(one)
+    return list(out.values())
+
+
+def _alike(entry: Entry, key: str) -> str:
+    return canonical([key, entry.engine, entry.plan, entry.precision, entry.devices, entry.scope])
+
+
+def _trend(group: list[Indexed], threshold: float) -> Trend:
+    repeats: list[list[Indexed]] = []
+    for one in group:
+        if repeats and repeats[-1][-1].entry.setup == one.entry.setup:
+            repeats[-1].append(one)
+        else:
+            repeats.append([one])
+    points: list[Point] = []
+    for own in repeats:
+        before = [point for point in points if point.rate is not None]
+        found = _rates(own)
+        mean, source = runs.over_runs(found) if found else (None, None)
+        ratios = (ratio.of_rates(other.rates, found) if before else None for other in (before[:1] + before[-1:]))
+        first, last = (*ratios,) if before else (None, None)
+        points.append(Point(tuple(own), mean, source, first, last))
+    return Trend(tuple(points), _first_bad(points, threshold))
+
+
+def _rates(group: Iterable[Indexed]) -> list[Estimate]:
+    return [found for found in (one.rate for one in group) if found is not None]
+
+
+def _first_bad(points: list[Point], threshold: float) -> Bad | None:
+    best: Point | None = None
+    for point in points:
+        slow = None if best is None else _below(best, point, threshold)
+        for one in point.runs:
+            if one.entry.status != "valid" and not set(one.entry.codes) & ENDED:
+                return Bad(one, None, None)
+            if slow is not None and best is not None and one.rate is not None:
+                return Bad(one, slow, next(run for run in best.runs if run.rate is not None))
+        if point.rate is not None and (best is None or best.rate is None or point.rate.value > best.rate.value):
+            best = point
+    return None
+
+
+def _below(best: Point, point: Point, threshold: float) -> Ratio | None:
+    """The ratio to the best, where it is beyond the threshold and no chance, as far as can be told. Where nothing can be
+    tested the intervals, each of its own steps or runs, must not meet."""
+    found = ratio.of_rates(best.rates, point.rates)
+    if found is None or found.value >= 1 or not found.beyond(threshold) or best.rate is None or point.rate is None:
+        return None
+    if found.verdict != "not tested":
+        return found if found.verdict == "significant" else None
+    ours, theirs = best.rate.interval, point.rate.interval
+    return found if ours is not None and theirs is not None and theirs[1] < ours[0] else None

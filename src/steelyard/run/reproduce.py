@@ -1,0 +1,142 @@
+"""The same run again: a request made of a record, what differs here before it, and whether it read the same after it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from steelyard.case import resolve
+from steelyard.case.case import Case
+from steelyard.case.request import EngineSettings, Request
+from steelyard.case.resolve import Resolved
+from steelyard.errors import RequestError
+from steelyard.metrics import fields, shipped
+from steelyard.metrics.fields import Field
+from steelyard.record.record import Nothing, Record
+from steelyard.run import environment
+from steelyard.run.earlier import MADE
+from steelyard.run.ready import Ready
+from steelyard.schema import first_problem
+
+# What only a worker, or the run itself, tells of an environment.
+LATER = tuple(f"environment.software.{name}" for name in ("variables.", "cuda", "cudnn", "nccl"))
+OF_WORKERS = ("environment.software.packages.", "environment.software.python")  # of another Python, where one is named
+WEIGHTS = ("weights.source", "weights.seed", "weights.header_sha256")  # that make them the same
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where things lie here, of which a record says nothing."""
+
+    accelerator: str | None = None
+    launcher: str | None = None
+    site: Path | None = None
+    weights: Path | None = None
+    data: Path | None = None
+    tokenizer: Path | None = None
+    engine_settings: EngineSettings = field(default_factory=EngineSettings)
+    out: Path = Path("records")
+    hang_s: float = 1800.0
+    limit_s: float | None = None
+
+
+def request(found: Record, where: Where) -> Request:
+    """The run of a record, as it would be asked for here."""
+    _check(found, where)
+    plan, scope = found.plan, found.scope
+    return Request(
+        resolved=Resolved(case(found), found.case.origins, f"record {found.id}"),
+        engine=found.engine.name,
+        engine_settings=where.engine_settings,
+        accelerator=where.accelerator or found.environment.hardware.accelerator,
+        launcher=where.launcher or (plan.launcher if plan.nodes > 1 else None),
+        nodes=plan.nodes,
+        devices=plan.devices,
+        passes=tuple(dict.fromkeys(window.pass_name for window in found.passes)),
+        sample=scope.sample,
+        steps=scope.steps,
+        weights=where.weights,
+        data=where.data,
+        tokenizer=where.tokenizer,
+        site=where.site,
+        out=where.out,
+        hang_s=where.hang_s,
+        limit_s=where.limit_s,
+    )
+
+
+def case(found: Record) -> Case:
+    """The case of a record: its own question, tune, gate and limits. What a record does not say, such as facts on the
+    published data, is the shipped case's of its name."""
+    told = found.case
+    table: dict[str, Any] = {"name": told.name, "title": told.name, "about": f"as record {found.id} tells it"}
+    if told.name in resolve.names():
+        table = resolve.resolve(told.name).case.model_dump(mode="json")
+    gate = None if told.gate is None else {n: v for n, v in told.gate.model_dump(mode="json").items() if v is not None}
+    table |= {
+        "size": told.size,
+        "divisions": list(dict.fromkeys([*table.get("divisions", []), told.division])),
+        "question": told.question,
+        "tune": found.tune.model_dump(mode="json"),
+        "gate": gate,
+        "max_interval": told.max_interval,
+        "reference": [row.model_dump(mode="json") for row in told.reference],
+    }
+    try:
+        return Case.model_validate(table)
+    except ValidationError as error:
+        raise RequestError(f"record {found.id}: its case cannot be asked again: {first_problem(error)}") from error
+
+
+def remarks(found: Record) -> list[str]:
+    """How a record's case stands to the shipped one of its name."""
+    if found.case.name not in resolve.names():
+        return [f"no case {found.case.name!r} comes with this version: the question is the record's own"]
+    return [f"{said}: the question is the record's own" for said in shipped.apart(found)]
+
+
+def _check(found: Record, where: Where) -> None:
+    """What can be known of data and weights before anything is started."""
+    if found.status == "failed" or isinstance(found.data, Nothing):
+        raise RequestError(f"record {found.id} is of a run that failed: there is nothing to reproduce; see steelyard report")
+    if found.restarts:
+        raise RequestError(f"record {found.id} goes on from a checkpoint; reproduce the run that it goes on from")
+    trained, made = found.weights.trained, found.data.source == MADE
+    wanted = (
+        ("--weights", where.weights, trained, f"weights of source {found.weights.source!r}", "random weights"),
+        ("--data", where.data, not made, f"data of source {found.data.source!r}", "data that its task makes"),
+    )
+    for option, given, needed, what, instead in wanted:
+        if needed and given is None:
+            raise RequestError(f"record {found.id} was made with {what}: name where they lie with {option}")
+        if not needed and given is not None:
+            raise RequestError(f"record {found.id} was made with {instead}: leave {option} out")
+
+
+def check_weights(found: Record, header_sha256: str) -> None:
+    """Whether weights here are those of the record, by their headers and sizes."""
+    told = found.weights.model_dump().get("header_sha256")
+    if told is not None and told != header_sha256:
+        raise RequestError(f"other weights: weights.header_sha256: {told} / {header_sha256}; name those of the record")
+
+
+def here(found: Record, ready: Ready) -> tuple[Field, ...]:
+    """What differs on this host, as far as it is known before a worker runs; of other hosts nothing is."""
+    row = ready.accelerator
+    if row is None or ready.launcher.remote:
+        return ()
+    now = environment.of_host(row, row.find()[: ready.plan.devices], {})
+    ours = fields.flat(fields.environment(found.environment), "environment.")
+    theirs = fields.flat(fields.environment(now), "environment.")
+    skipped = (*LATER, *(OF_WORKERS if ready.request.engine_settings.python else ()))
+    return tuple(one for one in fields.differing([ours], [theirs]) if not one.name.startswith(skipped))
+
+
+def differs(found: Record, made: Record) -> tuple[Field, ...]:
+    """What makes a finished run no repetition: other data, or other weights."""
+    if made.status == "failed":
+        return ()
+    ours, theirs = (fields.setting(one) for one in (found, made))
+    weights = fields.differing([ours], [theirs])
+    return (*fields.questions([found], [made]), *(one for one in weights if one.name in WEIGHTS))

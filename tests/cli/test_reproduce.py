@@ -1,0 +1,124 @@
+"""reproduce as a user meets it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.commands import SMOKE, Shell
+from fixtures.records import changed, published
+from fixtures.series import series
+from steelyard.cli import reproduce as verb
+from steelyard.errors import RequestError
+from steelyard.metrics import compare
+from steelyard.metrics.verify import read, verify
+from steelyard.run import reproduce as again
+from steelyard.run.ready import ready
+
+NAME = "llama2-7b-mmlu-smoke-closed"
+
+
+def trained(folder: Path, header_sha256: str) -> Path:
+    def change(table: dict[str, Any]) -> None:
+        table["weights"] = {"source": "huggingface", "header_sha256": header_sha256}
+
+    return changed(published(NAME, folder), change)
+
+
+def test_what_is_asked_cannot_be_changed(shell: Shell) -> None:
+    path = published(NAME, shell.folder)
+    done = shell.ask("reproduce", path, "--set", "tune.batch_tokens=4")
+    assert (done.code, shell.records()) == (2, [])
+    assert done.err == (
+        "error: --set 'tune.batch_tokens=4': what is asked is the record's; only engine.KEY=VALUE says where things lie\n"
+    )
+    assert shell.ask("reproduce", path, "--repeat", "0", "--accelerator", "cpu").code == 2
+    assert shell.ask("reproduce", path, "--data", "x").code == 2
+    assert shell.ask("reproduce", "none.json").code == 2
+
+
+def test_a_folder_of_different_runs_is_refused(shell: Shell) -> None:
+    for name in (NAME, "llama2-7b-mmlu-smoke-open"):
+        published(name, shell.folder / "both")
+    done = shell.ask("reproduce", "both")
+    assert (done.code, "question.division: closed / open" in done.err) == (2, True)
+
+
+@pytest.mark.full
+def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
+    from fixtures import huggingface
+
+    (shell.folder / "hf").mkdir()
+    huggingface.write(shell.folder / "hf")
+    digest = shell("weights", "inspect", "hf", "--json").json()["header_sha256"]
+    other = trained(shell.folder / "other", "ab" * 32)
+    done = shell.ask("reproduce", other, "--weights", "hf")
+    assert (done.code, shell.records()) == (2, [])
+    assert done.err == (f"error: other weights: weights.header_sha256: {'ab' * 32} / {digest}; name those of the record\n")
+    same = read(trained(shell.folder / "same", digest))
+    verb._check_weights(same, ready(again.request(same, again.Where(weights=shell.folder / "hf"))))
+    (shell.folder / "none").mkdir()
+    wrong = shell.ask("reproduce", other, "--weights", "none")
+    assert (wrong.code, len(wrong.lines)) == (2, 1)
+
+
+def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
+    [one] = series(tmp_path / "a", [1.0])
+    [other] = series(tmp_path / "b", [1.0], day=2, weights__seed=3)
+    base = compare.side("record", [read(one)])
+    with pytest.raises(RequestError) as caught:
+        verb._after(base, [read(other)], (), 0.01, False, 1)
+    assert str(caught.value) == "not the same run: weights.seed: 0 / 3; it was made all the same, as record 02000200"
+
+
+def test_the_comparison_is_printed_and_its_exit_code_is_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = compare.side("record", [read(path) for path in series(tmp_path / "a", [1.0, 1.001])])
+    slow = [read(path) for path in series(tmp_path / "b", [1.5, 1.501], day=2)]
+    assert verb._after(base, slow, (), 0.01, False, 2) == 1
+    assert "slower: significant" in capsys.readouterr().out
+    assert verb._after(base, list(base.records), (), 0.01, True, 2) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sorted(told) == ["comparison", "here", "records", "remarks"]
+    assert told["comparison"]["ratio"]["value"] == 1.0
+    assert verb._after(base, list(base.records), (), 0.01, False, 3) == 1  # one of three runs is missing
+
+
+@pytest.mark.full
+def test_a_run_is_reproduced_whole(shell: Shell) -> None:
+    made = shell(*SMOKE, "--set", "tune.batch_tokens=2048", "--passes", "infer", "--sample", "24", "--out", "first")
+    assert made.code == 0, made.err
+    [first] = (shell.folder / "first").iterdir()
+    done = shell("reproduce", first, "--out", "second", "--json")
+    assert done.code == 0, done.err
+    [second] = (shell.folder / "second").iterdir()
+    assert verify(second) == []
+    told = done.json()
+    ours, theirs = read(first), read(second)
+    assert [one["id"] for one in told["records"]] == [theirs.id]
+    assert (theirs.case, theirs.tune, theirs.plan, theirs.scope) == (ours.case, ours.tune, ours.plan, ours.scope)
+    assert [window.pass_name for window in theirs.passes] == ["infer"]
+    assert theirs.tune.batch_tokens == 2048
+    assert told["here"] == []
+    assert told["comparison"]["ratio"]["verdict"] == "not tested"
+    assert told["comparison"]["answers"]["new"]["chosen"] == {"items": 24, "other": 0, "largest": None}
+    assert told["comparison"]["differs"] == []
+
+
+@pytest.mark.full
+def test_a_case_that_does_not_ship_is_asked_again(shell: Shell) -> None:
+    """Its record alone is left: the file of the case is gone."""
+    from steelyard.case import resolve
+
+    shipped = (Path(resolve.__file__).parents[1] / "cases" / "llama2-7b-mmlu.toml").read_text()
+    mine = shell.folder / "mine.toml"
+    mine.write_text(shipped.replace('name = "llama2-7b-mmlu"', 'name = "mine"'))
+    made = shell("run", mine, "--size", "smoke", "--accelerator", "cpu", "--passes", "infer", "--out", "first")
+    assert made.code == 0, made.err
+    mine.unlink()
+    [first] = (shell.folder / "first").iterdir()
+    done = shell("reproduce", first, "--out", "second")
+    assert done.code == 0, done.err
+    assert done.lines[0] == "no case 'mine' comes with this version: the question is the record's own"
+    [second] = (shell.folder / "second").iterdir()
+    assert read(second).case.key == read(first).case.key

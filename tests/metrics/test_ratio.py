@@ -1,0 +1,125 @@
+"""The ratio of two series: numbers worked out by hand, and how often chance alone is called significant."""
+
+import random
+from math import exp, sqrt
+
+import pytest
+
+from steelyard.metrics import ratio, stats
+from steelyard.metrics.ratio import Ratio
+from steelyard.metrics.runs import Estimate
+
+DRAWS = 2000
+SPREAD = 0.01
+
+
+def significant(runs: int, change: float, seed: int = 1) -> int:
+    """How many of DRAWS comparisons are called significant."""
+    draw = random.Random(seed)
+
+    def series(mean: float) -> list[float]:
+        return [mean * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(runs)]
+
+    pairs = ((series(1000.0), series(1000.0 * (1 + change))) for _ in range(DRAWS))
+    found = [ratio.of_values(base, new) for base, new in pairs]
+    return sum(one is not None and one.verdict == "significant" for one in found)
+
+
+@pytest.mark.parametrize("runs", [5, 3, 2])
+def test_equal_series_are_rarely_called_different(runs: int) -> None:
+    most = DRAWS * 0.05 + 2 * sqrt(DRAWS * 0.05 * 0.95)
+    assert 0 < significant(runs, 0.0) <= most
+
+
+def test_a_change_of_three_percent_is_found() -> None:
+    assert significant(5, 0.03) >= 0.9 * DRAWS
+    assert significant(5, -0.03) >= 0.9 * DRAWS
+
+
+def test_an_interval_covers_the_true_ratio() -> None:
+    draw = random.Random(3)
+    hits = 0
+    for _ in range(DRAWS):
+        base, new = ([m * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(4)] for m in (1000.0, 1030.0))
+        found = ratio.of_values(base, new)
+        assert found is not None
+        assert found.interval is not None
+        hits += found.interval[0] <= 1.03 <= found.interval[1]
+    assert hits >= DRAWS * 0.95 - 2 * sqrt(DRAWS * 0.05 * 0.95)
+
+
+def test_the_numbers_by_hand() -> None:
+    """Logarithms 0 and 2, and 4 and 6: means 1 and 5, each with the variance 2 / 2; as spread out, two degrees of freedom."""
+    found = ratio.of_values([1.0, exp(2)], [exp(4), exp(6)])
+    half = 4.303 * sqrt(2)
+    assert found is not None
+    assert found.value == pytest.approx(exp(4))
+    assert found.interval == pytest.approx((exp(4 - half), exp(4 + half)))
+    assert (found.source, found.verdict) == ("runs", "not significant")
+    sure = ratio.of_values([1.0, exp(0.2)], [exp(4), exp(4.2)])
+    assert sure is not None
+    assert sure.verdict == "significant"
+
+
+def test_one_steady_side_has_the_freedom_of_the_other() -> None:
+    found = ratio.of_values([1.0, 1.0, 1.0], [exp(0.1), exp(0.3)])
+    half = 12.706 * sqrt(0.02 / 2)
+    assert found is not None
+    assert found.interval == pytest.approx((exp(0.2 - half), exp(0.2 + half)))
+
+
+def test_the_ratio_does_not_depend_on_the_base() -> None:
+    one, other = [100.0, 104.0, 99.0], [90.0, 95.0]
+    there, back = ratio.of_values(one, other), ratio.of_values(other, one)
+    assert there is not None
+    assert back is not None
+    assert there.value == pytest.approx(1 / back.value)
+    assert there.interval is not None
+    assert back.interval is not None
+    assert there.interval == pytest.approx((1 / back.interval[1], 1 / back.interval[0]))
+
+
+@pytest.mark.parametrize("freedom", [1.0, 2.0, 8.0, 119.0])
+def test_students_t_of_whole_numbers_is_the_tables(freedom: float) -> None:
+    assert stats.t_95_between(freedom) == stats.T_95[int(freedom)]
+
+
+# Between the rows: the exact quantiles by numerical integration of the density.
+@pytest.mark.parametrize(("freedom", "exact", "most"), [(1.5, 6.0166, 7.2), (4.5, 2.6589, 2.67), (21.5, 2.0767, 2.08)])
+def test_between_rows_students_t_is_never_too_small(freedom: float, exact: float, most: float) -> None:
+    assert exact <= stats.t_95_between(freedom) <= most
+
+
+def test_beyond_the_table_the_last_row_holds() -> None:
+    assert stats.t_95_between(10_000.0) == 1.98
+    assert stats.t_95_between(0.5) == 12.706
+
+
+def test_one_run_is_not_tested_and_its_steps_interval_is_named_so() -> None:
+    found = ratio.of_rates([Estimate(100.0, (97.0, 103.0))], [Estimate(110.0, (105.6, 114.4))])
+    assert found is not None
+    assert found.interval is not None
+    assert (found.value, found.source, found.verdict) == (pytest.approx(1.1), "steps", "not tested")
+    assert found.interval == pytest.approx((1.1 * (1 - 0.05), 1.1 * (1 + 0.05)))
+    bare = ratio.of_rates([Estimate(100.0)], [Estimate(50.0)])
+    assert bare is not None
+    assert (bare.interval, bare.source, bare.verdict) == (None, None, "not tested")
+    assert bare.value == pytest.approx(0.5)
+
+
+def test_copies_of_a_run_test_nothing() -> None:
+    assert ratio.of_values([2.0, 2.0], [4.0, 4.0]) == Ratio(pytest.approx(2.0), None, None, "not tested")
+    found = ratio.of_rates([Estimate(2.0, (1.0, 3.0))] * 2, [Estimate(4.0, (3.0, 5.0))] * 2)
+    assert found == Ratio(pytest.approx(2.0), None, None, "not tested")
+
+
+def test_what_has_no_logarithm_has_no_ratio() -> None:
+    assert ratio.of_values([0.0, 1.0], [1.0, 1.0]) is None
+    assert ratio.of_values([], [1.0]) is None
+    assert ratio.of_rates([], [Estimate(1.0)]) is None
+
+
+def test_absurd_numbers_overflow_nothing() -> None:
+    found = ratio.of_values([1e-29, 1e29], [1e-29, 1e29])
+    assert found is not None
+    assert found.verdict == "not significant"

@@ -1,0 +1,141 @@
+"""A run made of a record again: what is asked, what is refused, what differs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.records import changed, published
+from fixtures.report import make, training
+from steelyard.case import resolve
+from steelyard.case.case import Falling, Gate
+from steelyard.errors import RequestError
+from steelyard.metrics import verify
+from steelyard.metrics.fields import Field
+from steelyard.record.record import Record
+from steelyard.run import environment, reproduce
+from steelyard.run.ready import ready
+from steelyard.run.reproduce import Where
+
+SMOKE = "llama2-7b-mmlu-smoke-closed"
+
+
+@pytest.fixture
+def smoke(tmp_path: Path) -> Record:
+    return verify.read(published(SMOKE, tmp_path))
+
+
+def with_changes(tmp_path: Path, **changes: Any) -> Record:
+    def change(table: dict[str, Any]) -> None:
+        for key, value in changes.items():
+            *parents, leaf = key.split("__")
+            node = table
+            for parent in parents:
+                node = node[parent]
+            node[leaf] = value
+
+    path = changed(published(SMOKE, tmp_path), change)
+    from steelyard.record import record
+
+    return record.read(path)
+
+
+def test_the_request_is_what_the_record_tells(smoke: Record, tmp_path: Path) -> None:
+    found = reproduce.request(smoke, Where(out=tmp_path, hang_s=9.0))
+    assert found.resolved.case == resolve.resolve("llama2-7b-mmlu", "smoke").case
+    assert found.resolved.origins == smoke.case.origins
+    assert (found.engine, found.accelerator, found.launcher) == ("torch", "cpu", None)
+    assert (found.nodes, found.devices, found.passes) == (1, 1, ("val", "infer"))
+    assert (found.sample, found.steps, found.resume, found.weights, found.data) == (None, None, None, None, None)
+    assert (found.out, found.hang_s) == (tmp_path, 9.0)
+    made = ready(found)
+    assert (made.plan, made.scope) == (smoke.plan, smoke.scope)
+
+
+def test_tune_scope_and_passes_are_the_records(tmp_path: Path) -> None:
+    found = with_changes(tmp_path, tune__batch_tokens=99, scope={"kind": "window", "steps": 3}, case__max_interval=0.2)
+    asked = reproduce.request(found, Where())
+    assert asked.resolved.case.tune.batch_tokens == 99
+    assert (asked.steps, asked.sample, asked.resolved.case.max_interval) == (3, None, 0.2)
+
+
+def test_a_case_that_does_not_ship_is_rebuilt_from_its_question() -> None:
+    record = training()
+    found = reproduce.case(record)
+    assert (found.name, found.question, found.tune) == ("made-7b-openwebtext", record.question, record.tune)
+    assert found.gate == Falling(metric="loss_after", below="loss_before")
+    assert found.divisions == ["closed"]
+    assert reproduce.remarks(record) == [
+        "no case 'made-7b-openwebtext' comes with this version: the question is the record's own"
+    ]
+
+
+def test_a_case_that_has_changed_since_is_the_records() -> None:
+    record = make(case__question__seed=11, case__max_interval=0.5)
+    found = reproduce.case(record)
+    assert (found.question.seed, found.max_interval) == (11, 0.5)
+    assert isinstance(found.gate, Gate)
+    assert found.published == resolve.resolve("llama2-7b-mmlu").case.published
+    assert reproduce.remarks(record) == ["case: modified (question, max_interval): the question is the record's own"]
+    assert reproduce.remarks(make()) == []
+
+
+def test_a_case_that_cannot_be_asked_is_one_line() -> None:
+    with pytest.raises(RequestError, match="its case cannot be asked again: name: "):
+        reproduce.case(make(case__name="../no name"))
+
+
+REAL = {"weights": {"source": "huggingface", "header_sha256": "ab" * 32}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "said"),
+    [
+        ({}, Where(weights=Path("w")), "was made with random weights: leave --weights out"),
+        ({}, Where(data=Path("d")), "was made with data that its task makes: leave --data out"),
+        (REAL, Where(), "was made with weights of source 'huggingface': name where they lie with --weights"),
+        ({"data__source": "mmlu"}, Where(), "was made with data of source 'mmlu': name where they lie with --data"),
+        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, Where(), "goes on from a checkpoint"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(changes: dict[str, Any], where: Where, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        reproduce.request(with_changes(tmp_path, **changes), where)
+    assert said in str(caught.value)
+
+
+def test_a_failed_run_is_not_reproduced() -> None:
+    with pytest.raises(RequestError, match="is of a run that failed"):
+        reproduce.request(make(status="failed", data={}), Where())
+
+
+def test_other_weights_are_refused_with_both_hashes(tmp_path: Path) -> None:
+    found = with_changes(tmp_path, **REAL)
+    reproduce.check_weights(found, "ab" * 32)
+    with pytest.raises(RequestError) as caught:
+        reproduce.check_weights(found, "cd" * 32)
+    assert str(caught.value) == (f"other weights: weights.header_sha256: {'ab' * 32} / {'cd' * 32}; name those of the record")
+
+
+def test_what_differs_here_is_known_before_the_run(smoke: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = ready(reproduce.request(smoke, Where()))
+    told = smoke.environment
+    software = told.software.model_copy(update={"kernel": "9.9.9", "cudnn": "1.0"})
+    source = told.source.model_copy(update={"revision": "f" * 40})
+    now = told.model_copy(update={"software": software, "source": source})
+    monkeypatch.setattr(environment, "of_host", lambda row, found, variables: now)
+    assert reproduce.here(smoke, one) == (
+        Field("environment.software.kernel", (told.software.kernel,), ("9.9.9",)),
+        Field("environment.source.revision", (told.source.revision,), ("f" * 40,)),
+    )
+    remote = replace(one, launcher=replace(one.launcher, remote=True))
+    assert reproduce.here(smoke, remote) == ()
+
+
+def test_after_the_run_other_data_and_other_weights_are_told(smoke: Record, tmp_path: Path) -> None:
+    assert reproduce.differs(smoke, smoke) == ()
+    other = with_changes(tmp_path, weights__seed=5)
+    assert reproduce.differs(smoke, other) == (Field("weights.seed", (0,), (5,)),)
+    read = smoke.model_copy(update={"data": smoke.data.model_copy(update={"fingerprint": "beef"})})
+    assert reproduce.differs(smoke, read) == (Field("question.data.fingerprint", (smoke.fingerprint,), ("beef",)),)
