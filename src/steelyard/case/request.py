@@ -78,3 +78,4 @@ class Request:
     hang_s: float = 1800.0
     limit_s: float | None = None
     point: Point = ()  # of a sweep
+    sign: Path | None = None  # the key that signs its record

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import conform, data, report, run, show, terminal, weights
+from steelyard.cli import conform, data, report, run, show, sign, terminal, weights
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -42,6 +42,7 @@ app.command("show")(show.show)
 app.command("run")(run.run)
 app.command("report")(report.report_)
 app.command("verify")(report.verify)
+app.command("sign")(sign.sign)
 app.command("schema")(report.schema)
 app.command("conform")(conform.conform)
 app.add_typer(weights.app, name="weights")

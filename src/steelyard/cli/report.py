@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from steelyard import files
 from steelyard.cli.options import Json, Records
 from steelyard.cli.out import answer, dump, one_line, say
 from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.record.signature import Signature
 
 
 def report_(
@@ -54,7 +57,7 @@ def _write(path: Path, text: str) -> None:
         raise RequestError(f"--to {str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def _paths(places: list[Path]) -> list[Path]:
+def paths_of(places: list[Path]) -> list[Path]:
     out: list[Path] = []
     for place in places:
         out += _below(place) if place.is_dir() else [place]
@@ -71,24 +74,35 @@ def _below(folder: Path) -> list[Path]:
 def _read(places: list[Path]) -> list[Any]:
     from steelyard.metrics.verify import read
 
-    return [read(path) for path in _paths(places)]
+    return [read(path) for path in paths_of(places)]
 
 
-def verify(records: Records, as_json: Json = False) -> int:
-    """Recompute every metric of records from their raw samples, and check their hashes.
+def verify(
+    records: Records,
+    signers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Who may sign, as ssh's allowed_signers; a record must have one's signature."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Recompute every metric of records from their raw samples, check their hashes, and say who signed them.
 
     A record whose question is not that of the shipped case of its name is sound, and that is said beside it.
 
-    Example: steelyard verify records/
+    \b
+    Examples:
+      steelyard verify records/
+      steelyard verify records/ --signers allowed_signers
     """
-    paths = _paths(records)
-    found = [_verdict(path, alone=len(paths) == 1) for path in paths]
+    paths = paths_of(records)
+    found = [_verdict(path, signers, alone=len(paths) == 1) for path in paths]
     if as_json:
         dump({"records": [asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found]})
     else:
         for one in found:
             answer(f"{'WRONG' if one.wrong else 'ok'}  {one_line(one.path)}")
-            for line in (*one.wrong, *one.remarks):
+            signed = [str(one.signature)] if one.signature is not None and str(one.signature) not in one.wrong else []
+            for line in (*one.wrong, *one.remarks, *signed):
                 answer(f"  {one_line(line)}")
     return 1 if any(one.wrong for one in found) else 0
 
@@ -98,18 +112,24 @@ class Verdict:
     path: Path
     wrong: list[str]
     remarks: list[str]
+    signature: "Signature | None"
 
 
-def _verdict(path: Path, alone: bool) -> Verdict:
+def _verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
     """Of several records one that is none is wrong, and the others are still looked at; alone, it is a wrong request."""
     from steelyard.metrics import verify
+    from steelyard.record import signature
 
     try:
-        return Verdict(path, verify.verify(path), verify.remarks(path))
+        wrong, remarks = verify.verify(path), verify.remarks(path)
     except RequestError as error:
         if alone:
             raise
-        return Verdict(path, [one_line(error)], [])
+        return Verdict(path, [one_line(error)], [], None)
+    signed = signature.check(path, signers)
+    if signed.state == "bad" or (signers is not None and signed.state != "known"):
+        wrong = [*wrong, str(signed)]
+    return Verdict(path, wrong, remarks, signed)
 
 
 def schema(
