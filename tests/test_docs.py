@@ -35,16 +35,16 @@ def test_every_metric_is_documented():
     assert missing == []
 
 
-RULES = ("validity.py", "clocks.py", "plausible.py")
+RULES = ("validity.py", "busy.py", "clocks.py", "plausible.py")
 
 
 def test_every_reason_is_documented():
     checks = "".join((ROOT / "src/steelyard/metrics" / name).read_text() for name in RULES)
     codes = ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality")
-    for code in (*codes, "clock", "reported", "implausible", "hidden"):
+    for code in (*codes, "clock", "reported", "implausible", "hidden", "busy"):
         assert f'"{code}"' in checks, code
         assert f"`{code}`" in DOCS["metrics.md"], code
-    assert len(validity.RULES) == 14  # a new rule needs a new row in docs/metrics.md
+    assert len(validity.RULES) == 15  # a new rule needs a new row in docs/metrics.md
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
     failed = {*re.findall(r'(?:Verdict|Ended)\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
     assert {"killed", "host_silent", "parent_gone", "disk_full"} <= failed

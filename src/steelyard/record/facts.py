@@ -78,6 +78,32 @@ class Weights(OpenTable):
         return self.source not in (None, "random")
 
 
+class Load(OpenTable):
+    """CPU time on a host, in seconds since the first reading, about one a second: `busy_s` of the cores that the run may use,
+    by whomever; `own_s` of the run's own processes, `agent_s` of these its agent's; `group_s` of the control group whose quota
+    holds, where there is one. `allowed` cores are offered by affinity, `quota` by the control group."""
+
+    allowed: Annotated[int, Field(ge=1, le=10**6)]
+    quota: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    t_s: list[Number]
+    busy_s: list[Number]
+    own_s: list[Number]
+    agent_s: list[Number] = Field(default_factory=list)
+    group_s: list[Number | None] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        for name in ("busy_s", "own_s", "agent_s", "group_s"):
+            if name in self.model_fields_set and len(getattr(self, name)) != len(self.t_s):
+                raise ValueError(f"{name} has not as many readings as t_s, which has {len(self.t_s)}")
+        return self
+
+    @property
+    def cores(self) -> float:
+        """That the run may use at once."""
+        return min(float(self.allowed), self.quota or float(self.allowed))
+
+
 class HostFacts(OpenTable):
     """A host of a run. `clock_offset_s` is its monotonic clock less the parent's at the start of the run, as far as
     `clock_uncertainty_s` tells; `clock_drift` is what it gains in a second. Times in a record are all on the parent's."""
@@ -91,6 +117,7 @@ class HostFacts(OpenTable):
     clock_offset_s: Number | None = None
     clock_uncertainty_s: Number | None = None
     clock_drift: Number | None = None
+    load: Load | None = Field(None, description="CPU time while the run went on; left out where the host does not count it")
 
     def on_the_parents_clock(self, t_s: float) -> float:
         """A time since the start of the run, as its own clock tells it."""
