@@ -25,7 +25,7 @@ from steelyard.run.spec import RankStatus
 ROOT = Path(__file__).parent.parent
 DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
 RESULTS = sorted((ROOT / "results").rglob("*.json"))
-VERBS = ("list", "show", "run", "report", "verify", "sign", "schema", "conform")
+VERBS = ("list", "show", "run", "report", "verify", "sign", "schema", "conform", "check")
 GROUPS = ("weights", "data")
 
 
@@ -44,7 +44,7 @@ def test_every_reason_is_documented():
     for code in (*codes, "clock", "reported", "implausible", "hidden", "busy"):
         assert f'"{code}"' in checks, code
         assert f"`{code}`" in DOCS["metrics.md"], code
-    assert len(validity.RULES) == 15  # a new rule needs a new row in docs/metrics.md
+    assert len(validity.RULES) == 16  # a new rule needs a new row in docs/metrics.md
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
     failed = {*re.findall(r'(?:Verdict|Ended)\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
     assert {"killed", "host_silent", "parent_gone", "disk_full"} <= failed

@@ -62,7 +62,7 @@ class Resident:
 
     def __call__(self, pids: tuple[int, ...]) -> Reading:
         if self._readings % LOOK == 0 or pids != self._pids:
-            self._pids, self._below = pids, below(pids)
+            self._pids, self._below = pids, below(pids, PROC)
         self._readings += 1
         known = [size for size in map(_resident_bytes, dict.fromkeys([*pids, *self._below])) if size is not None]
         return {"memory_bytes": sum(known) if known else None}
@@ -108,9 +108,12 @@ def _children(pid: int, proc: Path) -> list[int]:
 def environment(matmul: str) -> dict[str, str]:
     """Variables for workers. Some virtual machines advertise AMX and die of an illegal instruction in any matmul in bf16:
     there, and only there, oneDNN is told to do without."""
-    if matmul != "bf16" or ISA in os.environ or "amx_bf16" not in _flags() or _survives():
-        return {}
-    return {ISA: WITHOUT_AMX}
+    return {ISA: WITHOUT_AMX} if matmul == "bf16" and ISA not in os.environ and amx() is False else {}
+
+
+def amx() -> bool | None:
+    """Whether matrix tiles (AMX) that the CPU advertises work; None where it advertises none."""
+    return _survives() if "amx_bf16" in _flags() else None
 
 
 def _flags(cpuinfo: Path = CPUINFO) -> set[str]:

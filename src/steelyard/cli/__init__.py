@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import conform, data, report, run, show, sign, terminal, weights
+from steelyard.cli import check, conform, data, report, run, show, sign, terminal, weights
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -39,6 +39,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 # In the order in which --help lists them.
 app.command("list")(show.list_)
 app.command("show")(show.show)
+app.command("check")(check.check)
 app.command("run")(run.run)
 app.command("report")(report.report_)
 app.command("verify")(report.verify)

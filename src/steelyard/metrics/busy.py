@@ -40,8 +40,8 @@ class Share:
     why: str | None = None
 
 
-def bounds(record: Record) -> Bounds:
-    return CORES_ARE_THE_DEVICE if record.environment.hardware.accelerator == "cpu" else CORES_SERVE_A_DEVICE
+def bounds_of(accelerator: str | None) -> Bounds:
+    return CORES_ARE_THE_DEVICE if accelerator == "cpu" else CORES_SERVE_A_DEVICE
 
 
 def share(load: Load, begin_s: float, end_s: float) -> Share:
@@ -74,7 +74,7 @@ def quiet(record: Record, values: dict[str, Value]) -> list[Finding]:
         if taken.value is None:
             out.append((None, None, f"host {host.name}: whether others used its cores is unknown: {taken.why}"))
             continue
-        limit = bounds(record)
+        limit = bounds_of(record.environment.hardware.accelerator)
         text = (
             f"host {host.name}: other processes took {taken.value:.1%} of the {host.load.cores:g} cores that the run may use, "
             f"in {taken.time_s:.1f} s around what was measured"

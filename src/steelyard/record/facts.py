@@ -78,6 +78,46 @@ class Weights(OpenTable):
         return self.source not in (None, "random")
 
 
+class DeviceState(OpenTable):
+    """A device before a run, as its driver tells: what can make the same device another one. Null is what it does not tell.
+    `invalidating` are those of the slowdown reasons that would make a run invalid."""
+
+    device: str
+    persistence: bool | None = None
+    processes: int | None = None
+    sm_clock_mhz: Number | None = None
+    sm_clock_max_mhz: Number | None = None
+    application_clock_mhz: Number | None = None
+    application_clock_default_mhz: Number | None = None
+    power_limit_w: Number | None = None
+    power_default_w: Number | None = None
+    ecc: bool | None = None
+    mig: bool | None = None
+    reasons: list[str] | None = None
+    invalidating: list[str] | None = None
+    temperature_c: Number | None = None
+    slowdown_c: Number | None = None
+    numa_node: int | None = None
+    runtime: str | None = Field(None, description="newest version of the vendor's runtime that the driver serves")
+
+
+class HostState(OpenTable):
+    """A host before a run. `cores` are online, `allowed` of them by affinity, `quota` by the control group."""
+
+    load_1m: Number | None = None
+    cores: int | None = None
+    allowed: int | None = None
+    quota: Number | None = None
+    memory_bytes: Bytes | None = None
+    available_bytes: Bytes | None = None
+    swap_bytes: Bytes | None = None
+    swap_used_bytes: Bytes | None = None
+    governors: list[str] | None = None
+    clock_source: str | None = None
+    numa_nodes: int | None = None
+    devices: list[DeviceState] = Field(default_factory=list)
+
+
 class Load(OpenTable):
     """CPU time on a host, in seconds since the first reading, about one a second: `busy_s` of the cores that the run may use,
     by whomever; `own_s` of the run's own processes, `agent_s` of these its agent's; `group_s` of the control group whose quota
@@ -117,6 +157,7 @@ class HostFacts(OpenTable):
     clock_offset_s: Number | None = None
     clock_uncertainty_s: Number | None = None
     clock_drift: Number | None = None
+    state: HostState | None = Field(None, description="before any worker started; left out by older records")
     load: Load | None = Field(None, description="CPU time while the run went on; left out where the host does not count it")
 
     def on_the_parents_clock(self, t_s: float) -> float:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, TypeAdapter, ValidationError
 
 from steelyard import __version__
-from steelyard.record.facts import Environment
+from steelyard.record.facts import Environment, HostState
 from steelyard.schema import Frozen, first_problem
 
 PROTOCOL = 1
@@ -118,6 +118,7 @@ class Hello(Frozen):
     most: int = Field(description="ranks that the devices can serve")
     devices: list[FoundDevice] = Field(description="all that were found, those in use first")
     environment: Environment
+    state: HostState | None = None
     lacking: list[str] = Field(description="of the modules that are needed")
     missing: list[int] = Field(description="which of the paths are not there")
     address: str | None

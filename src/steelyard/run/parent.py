@@ -235,6 +235,7 @@ class Run:
             return self._assemble(outcome.without_ranks(made, error))
 
     def _with_load(self, host: HostFacts) -> HostFacts:
+        """With the CPU time that was counted on it."""
         kept = self.session.heard.load.get(host.name)
         found = None if kept is None else kept.load()
         if found is None:
@@ -289,6 +290,7 @@ def _host(one: Connection, index: int, plan: Plan) -> HostFacts:
         clock_offset_s=clock.offset_s,
         clock_uncertainty_s=clock.uncertainty_s,
         clock_drift=clock.drift(),
+        **({} if one.hello.state is None else {"state": one.hello.state}),
     )
 
 
