@@ -9,7 +9,8 @@ import pytest
 
 from fixtures.commands import Shell
 from fixtures.records import changed, published
-from steelyard.errors import RequestError
+from steelyard.cli import run
+from steelyard.errors import LostError, RequestError
 from steelyard.metrics import verify
 from steelyard.record import signature
 
@@ -150,7 +151,7 @@ def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: S
     done = shell.ask("sign", record, "--key", locked)
     assert done.code == 2
     assert done.err == (
-        f"error: --key '{locked}' has a passphrase; hand it to ssh-agent with ssh-add {locked}, then sign again\n"
+        f"error: key '{locked}' has a passphrase; hand it to ssh-agent with ssh-add {locked}, then sign again\n"
     )
     assert not signature.beside(record).exists()
 
@@ -211,6 +212,11 @@ def test_run_refuses_a_key_that_cannot_sign_before_it_starts(tmp_path: Path, she
     done = shell.ask("run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", locked)
     assert (done.code, "has a passphrase" in done.err) == (2, True)
     assert not shell.out.exists()
+
+
+def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
+    with pytest.raises(LostError, match=r"the record is written, .*, and not signed: key .* no such file"):
+        run._sign(record, tmp_path / "gone")
 
 
 @pytest.mark.full

@@ -123,3 +123,12 @@ def test_the_verb(shell: Shell) -> None:
     done = shell.ask("check", "--accelerator", "nothing")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: accelerator 'nothing' is unknown; known are ")
+
+
+def test_a_machine_without_such_a_device_is_not_fit(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = shell.ask("check", "--accelerator", "cuda")
+    assert (done.code, done.err) == (1, "")
+    line = next(line for line in done.out.splitlines() if " devices " in line)
+    assert line.split() == ["bad", "devices", "no", "cuda", "device"]
+    assert done.out.splitlines()[-1].startswith("not fit to measure (")

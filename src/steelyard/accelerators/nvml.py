@@ -201,6 +201,8 @@ STEPS = {
 
 def states(found: list[Found], root: Path = Path("/")) -> list[State]:
     """Of each device, with the NUMA node that it is attached to. Nothing is set."""
+    if not found:
+        return []  # there may be no driver to ask
     nvml = _pynvml()
     nvml.nvmlInit()
     out: list[State] = []

@@ -343,15 +343,17 @@ def carry_out(one: "Ready", console: "Console", allocation: "Allocation | None")
         for reason in made.reasons:
             say(f"  {one_line(f'{reason.code}: {reason.text}')}")
     if one.request.sign is not None:
-        _sign(path, one.request.sign)
+        signed = _sign(path, one.request.sign)
+        if not console.quiet:
+            say(f"signed: {signed}")
     return made
 
 
-def _sign(path: Path, key: Path) -> None:
+def _sign(path: Path, key: Path) -> Path:
     from steelyard.record import signature
 
     try:
-        signature.sign(path, key)
+        return signature.sign(path, key)
     except RequestError as error:
         raise LostError(f"the record is written, {path}, and not signed: {error}; see steelyard sign") from error
 

@@ -59,7 +59,7 @@ def share(load: Load, begin_s: float, end_s: float) -> Share:
     begun, ended = (load.group_s[first], load.group_s[last]) if load.group_s else (None, None)
     if begun is not None and ended is not None:
         others_s = max(others_s, ended - begun - own_s)
-    return Share(others_s / (load.cores * time_s), time_s)
+    return Share(min(1.0, others_s / (load.cores * time_s)), time_s)  # ticks of many cores may add up to more
 
 
 def quiet(record: Record, values: dict[str, Value]) -> list[Finding]:

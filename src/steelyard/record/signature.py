@@ -144,15 +144,15 @@ _MISSING = f"{PROGRAM} is not installed; signatures are made and checked with it
 
 def _made(file: BinaryIO, key: Path) -> bytes:
     if not key.is_file():
-        raise RequestError(f"--key {str(key)!r}: no such file; make one with: {PROGRAM} -t ed25519 -f KEY")
+        raise RequestError(f"key {str(key)!r}: no such file; make one with: {PROGRAM} -t ed25519 -f KEY")
     if shutil.which(PROGRAM) is None:
         raise RequestError(_MISSING)
     done = _run(["-Y", "sign", "-n", NAMESPACE, "-f", str(key)], file)
     if done.code == 0 and done.out.startswith(b"-----BEGIN SSH SIGNATURE-----"):
         return done.out
     if "passphrase" in done.said:
-        raise RequestError(f"--key {str(key)!r} has a passphrase; hand it to ssh-agent with ssh-add {key}, then sign again")
-    raise RequestError(f"--key {str(key)!r} cannot sign: {done.said or f'{PROGRAM} ended with {done.code}'}")
+        raise RequestError(f"key {str(key)!r} has a passphrase; hand it to ssh-agent with ssh-add {key}, then sign again")
+    raise RequestError(f"key {str(key)!r} cannot sign: {done.said or f'{PROGRAM} ended with {done.code}'}")
 
 
 def _asked(record: Path, verb: str, *arguments: str) -> _Done:

@@ -15,7 +15,6 @@ from steelyard.errors import RequestError
 from steelyard.metrics import busy
 from steelyard.metrics.busy import Share
 from steelyard.metrics.fit import Machine
-from steelyard.record.facts import HostState
 from steelyard.run import environment, load, state
 from steelyard.run.clock import now, sleep
 
@@ -36,7 +35,7 @@ def machine(accelerator: str | None, records: Path) -> Machine:
         driver=found[0].driver if found else None,
         needs_driver=bool(row.steps),
         problem=problem,
-        host=HostState() if problem is not None else state.of_host(row, found),
+        host=state.of_host(row, found),
         others=others(),
         bounds=busy.bounds_of(row.name),
         free_bytes={"records": free_bytes(records), "temporary files": free_bytes(Path(tempfile.gettempdir()))},
