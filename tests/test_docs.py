@@ -25,7 +25,7 @@ from steelyard.run.spec import RankStatus
 ROOT = Path(__file__).parent.parent
 DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
 RESULTS = sorted((ROOT / "results").rglob("*.json"))
-VERBS = ("list", "show", "run", "report", "compare", "history", "reproduce", "verify", "schema", "conform")
+VERBS = ("list", "show", "check", "run", "report", "compare", "history", "reproduce", "verify", "sign", "schema", "conform")
 GROUPS = ("weights", "data")
 
 
@@ -35,16 +35,16 @@ def test_every_metric_is_documented():
     assert missing == []
 
 
-RULES = ("validity.py", "clocks.py", "plausible.py")
+RULES = ("validity.py", "busy.py", "clocks.py", "plausible.py")
 
 
 def test_every_reason_is_documented():
     checks = "".join((ROOT / "src/steelyard/metrics" / name).read_text() for name in RULES)
     codes = ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality")
-    for code in (*codes, "clock", "reported", "implausible", "hidden"):
+    for code in (*codes, "clock", "reported", "implausible", "hidden", "busy"):
         assert f'"{code}"' in checks, code
         assert f"`{code}`" in DOCS["metrics.md"], code
-    assert len(validity.RULES) == 14  # a new rule needs a new row in docs/metrics.md
+    assert len(validity.RULES) == 16  # a new rule needs a new row in docs/metrics.md
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
     failed = {*re.findall(r'(?:Verdict|Ended)\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
     assert {"killed", "host_silent", "parent_gone", "disk_full"} <= failed
@@ -125,7 +125,8 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "Llama-2-7b-hf").mkdir()
     here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
-    if any(word in line for word in ("records", "RECORD", "mine.toml", "conform mine", "run smoke", "--engine all")):
+    elsewhere = ("records", "RECORD", "mine.toml", "conform mine", "run smoke", "--engine all", "steelyard check")
+    if any(word in line for word in elsewhere):
         here = [
             *here[:4],
             "--help",

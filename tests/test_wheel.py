@@ -47,7 +47,7 @@ def test_what_needs_no_framework_works_without_one(installed: Path, tmp_path: Pa
     assert shown.returncode == 0
     assert "question.task" in shown.stdout
     record = next(RECORDS.glob("*glm-large-record-smoke-open*.json"))
-    assert steelyard("verify", record).stdout == f"ok  {record}\n"
+    assert steelyard("verify", record).stdout == f"ok  {record}\n  not signed\n"
     page = steelyard("report", record, "--format", "html")
     assert page.returncode == 0
     assert "glm-large-record" in page.stdout

@@ -200,6 +200,10 @@ def test_memory_and_energy_are_those_of_the_headline_pass():
     assert (value(found, "mem_allocated"), value(found, "mem_reserved")) == (3.0, 4.0)
     assert value(found, "energy") == pytest.approx(600.0)  # 100 W over 30 s to 36 s
     assert value(found, "energy_per_token") == pytest.approx(1.0)
+    assert value(found, "energy_per_sample") == pytest.approx(50.0)
+    assert (value(found, "tokens_per_joule"), value(found, "samples_per_joule")) == pytest.approx((1.0, 0.02))
+    assert [found.metrics[name].unit for name in ("tokens_per_joule", "samples_per_joule")] == ["tokens/J", "questions/J"]
+    assert found.metrics["energy"].note is None
 
 
 def test_a_pass_between_two_readings_has_the_memory_around_it():
@@ -213,7 +217,8 @@ def test_a_device_that_tells_nothing_has_null_with_a_reason():
     found = made(facts=facts(telemetry=[series(memory_bytes=[None] * 5, energy_j=[None] * 5)]))
     assert (value(found, "mem"), value(found, "energy")) == (None, None)
     assert found.metrics["mem"].note == "no memory reading fell into the pass"
-    assert "no energy counter" in str(found.metrics["energy"].note)
+    assert found.metrics["energy"].note == "device cuda:0: it has neither an energy counter nor power readings"
+    assert found.metrics["tokens_per_joule"].note == found.metrics["energy"].note
 
 
 def test_quality_is_worked_out_from_the_answers():

@@ -157,9 +157,11 @@ def test_killed_at_any_time_while_writing(shell: Shell, smoke: dict[str, Path]) 
 def test_fresh_records_verify(smoke: dict[str, Path], run: Run) -> None:
     code, out, err = run("verify", *smoke.values())
     assert (code, err) == (0, "")
-    assert out == "".join(f"ok  {path}\n" for path in smoke.values())
+    assert out == "".join(f"ok  {path}\n  not signed\n" for path in smoke.values())
     code, out, _ = run("verify", smoke["open"].parent, "--json")
-    assert json.loads(out) == {"records": [{"path": str(smoke["open"]), "ok": True, "wrong": [], "remarks": []}]}
+    told = {"state": "none", "name": None, "key_type": None, "fingerprint": None, "detail": None}
+    wanted = {"path": str(smoke["open"]), "ok": True, "wrong": [], "remarks": [], "signature": told}
+    assert json.loads(out) == {"records": [wanted]}
 
 
 def test_every_changed_byte_shows(smoke: dict[str, Path], tmp_path: Path, run: Run) -> None:

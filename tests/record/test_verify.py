@@ -65,9 +65,11 @@ def test_another_key_than_the_shipped_cases_is_a_remark(tmp_path: Path, run: Any
     said = f"the key is {key}; that of the shipped case llama2-7b-mmlu with these data is {shipped}"
     assert key != shipped
     assert (verify.verify(path), verify.remarks(path)) == ([], [said])
-    assert run("verify", path) == (0, f"ok  {path}\n  {said}\n", "")
+    assert run("verify", path) == (0, f"ok  {path}\n  {said}\n  not signed\n", "")
     code, out, _ = run("verify", path, "--json")
-    assert (code, json.loads(out)) == (0, {"records": [{"path": str(path), "ok": True, "wrong": [], "remarks": [said]}]})
+    told = {"state": "none", "name": None, "key_type": None, "fingerprint": None, "detail": None}
+    wanted = {"path": str(path), "ok": True, "wrong": [], "remarks": [said], "signature": told}
+    assert (code, json.loads(out)) == (0, {"records": [wanted]})
 
 
 def test_a_shipped_case_gets_no_remark(tmp_path: Path) -> None:
@@ -113,7 +115,11 @@ def test_of_several_records_one_that_is_none_is_wrong(tmp_path: Path, run: Any) 
     good, bad = copied("mmlu-smoke-closed", tmp_path), tmp_path / "bad.json"
     bad.write_text("{}")
     code, out, err = run("verify", good, bad)
-    assert (code, out, err) == (1, f"ok  {good}\nWRONG  {bad}\n  {bad}: schema is None; this version reads 1\n", "")
+    assert (code, out, err) == (
+        1,
+        f"ok  {good}\n  not signed\nWRONG  {bad}\n  {bad}: schema is None; this version reads 1\n",
+        "",
+    )
 
 
 def test_a_formula_that_raises_is_our_defect(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

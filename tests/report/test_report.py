@@ -69,18 +69,18 @@ class Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
-VALUES = ["38,120", "38,645", "45,903", "46,387", "62.1%", "45.8%/45.8%", "31.3/139.8"]
+VALUES = ["38,120", "38,645", "45,903", "46,387", "62.1%", "45.8%/45.8%", "31.3/139.8", "158,230"]
 
 
 def test_rows_in_text() -> None:
     text = report.render([make()], "text", "en")
     rates = ["p_val_whole", "p_val_core", "p_infer_whole", "*p_infer_core"]
     assert line_with(text, "tool").split() == (
-        ["tool", "precision", "division", "e2e_time", *rates, "*MFU", "acc(infer/val)", "mem(used/total)"]
+        ["tool", "precision", "division", "e2e_time", *rates, "*MFU", "acc(infer/val)", "mem(used/total)", "energy"]
     )
     assert line_with(text, "#1 torch").split() == ["#1", "torch", "bf16", "closed", "412.6", *VALUES]
     assert line_with(text, "valid, full") == "valid, full"
-    published = ["fp32", "/", "4,143", "5,455", "5,469", "5,676", "5,952", "53.4%", "45.8%/45.8%", "35.0/40.0"]
+    published = ["fp32", "/", "4,143", "5,455", "5,469", "5,676", "5,952", "53.4%", "45.8%/45.8%", "35.0/40.0", "/"]
     assert line_with(text, "published [2]").split() == ["published", "[2]", *published]
     assert "[2] Published, not measured here: 1x NVIDIA A100-SXM4-40GB" in text
     assert "Published as fp32, ran as tf32." in text
@@ -175,7 +175,7 @@ def test_hostile_text_stays_text(lang: str) -> None:
     assert set(re.findall(r"<[^>]*>", outside)) == {"<br>"}
     assert not re.search(r"(?<!\\)`", outside)
     columns = {len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line.startswith("| ")}
-    assert columns <= {3, 4, 5, 7, 12}
+    assert columns <= {3, 4, 5, 7, 12, 13}
     text = report.render(records, "text", lang) + report.text(report.table(records, "zh" if lang == "zh" else "en"))
     for out in (html, md, text):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out)
@@ -293,14 +293,14 @@ def test_a_run_of_training() -> None:
     names = ["tool", "precision", "config", "parallel", "fix_hp", "e2e_time s"]
     names += ["p_whole tokens/s", "p_train tokens/s", "*p_core tokens/s"]
     names += ["token/p/s tokens/s/device", "*MFU", "loss nats", "held-out loss(before/after) nats", "mem(used/total) GiB"]
-    assert head == [*names, "mem_predicted GiB", "mem_stages"]
+    assert head == [*names, "mem_predicted GiB", "mem_stages", "energy J", "tokens_per_joule tokens/J"]
     settings = ["#1 torch valid, full", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
     rates = ["61.54", "61.54", "88.89", "33.33", "11.6%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
-    assert [*settings, *rates] in rows
+    assert [*settings, *rates, "750.0", "0.4000"] in rows
     unknown = ["/"] * 6
-    published = ["fp16 O2 ran fp16", "1x8", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2"]
+    published = ["fp16 O2 ran fp16", "1x8", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2", "/", "/"]
     assert ["published [1]", *published] in rows
-    padded = ["/"] * 7 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/"]
+    padded = ["/"] * 7 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/", "/", "/"]
     assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
     assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "2.000e-6"] in rows
     assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "2.000e-6"] in rows

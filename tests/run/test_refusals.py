@@ -211,7 +211,7 @@ def test_one_bad_file_does_not_hide_the_others(smoke, tmp_path):
         [sys.executable, "-m", "steelyard", "verify", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "WRONG", f"{tmp_path}/b.json:"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "not", "WRONG", f"{tmp_path}/b.json:"]
 
 
 def test_a_changed_question_stands_apart(smoke, tmp_path):

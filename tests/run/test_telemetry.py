@@ -170,7 +170,7 @@ def test_memory_of_this_process() -> None:
         assert alone is not None
         assert last is not None
         assert last > alone > 1 << 20  # with what it started
-        assert child.pid in cpu._below((os.getpid(),))
+        assert child.pid in cpu.below((os.getpid(),))
     finally:
         child.kill()
         child.wait()

@@ -29,6 +29,8 @@ CUDA = Accelerator(
         "paddle": "steelyard.accelerators.cuda_paddle:Device",
     },
     variables=(*variables.CUDA, *variables.NCCL),
+    states=nvml.states,
+    steps=nvml.STEPS,
 )
 CPU = Accelerator(
     name="cpu",

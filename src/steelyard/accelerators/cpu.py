@@ -62,7 +62,7 @@ class Resident:
 
     def __call__(self, pids: tuple[int, ...]) -> Reading:
         if self._readings % LOOK == 0 or pids != self._pids:
-            self._pids, self._below = pids, _below(pids)
+            self._pids, self._below = pids, below(pids, PROC)
         self._readings += 1
         known = [size for size in map(_resident_bytes, dict.fromkeys([*pids, *self._below])) if size is not None]
         return {"memory_bytes": sum(known) if known else None}
@@ -76,21 +76,29 @@ def _resident_bytes(pid: int) -> int | None:
         return None
 
 
-def _below(pids: tuple[int, ...]) -> list[int]:
+def below(pids: tuple[int, ...], proc: Path = PROC) -> list[int]:
     """All processes that these started, as the kernel lists them: looking through all processes of a host would be seen in a
     measurement."""
     out: list[int] = []
     level = list(pids)
     while level:
-        level = [child for pid in level for child in _children(pid)]
+        level = [child for pid in level for child in _children(pid, proc)]
         out += level
     return out
 
 
-def _children(pid: int) -> list[int]:
+def threads(pid: int, proc: Path = PROC) -> int:
+    """How many a process has; 0 of one that is gone."""
+    try:
+        return sum(1 for _ in (proc / str(pid) / "task").iterdir())
+    except OSError:
+        return 0
+
+
+def _children(pid: int, proc: Path) -> list[int]:
     found: list[int] = []
     try:
-        for task in (PROC / str(pid) / "task").iterdir():
+        for task in (proc / str(pid) / "task").iterdir():
             found += map(int, (task / "children").read_bytes().split())
     except OSError:  # ended since it was listed, or a kernel without this list
         pass
@@ -100,9 +108,12 @@ def _children(pid: int) -> list[int]:
 def environment(matmul: str) -> dict[str, str]:
     """Variables for workers. Some virtual machines advertise AMX and die of an illegal instruction in any matmul in bf16:
     there, and only there, oneDNN is told to do without."""
-    if matmul != "bf16" or ISA in os.environ or "amx_bf16" not in _flags() or _survives():
-        return {}
-    return {ISA: WITHOUT_AMX}
+    return {ISA: WITHOUT_AMX} if matmul == "bf16" and ISA not in os.environ and amx() is False else {}
+
+
+def amx() -> bool | None:
+    """Whether matrix tiles (AMX) that the CPU advertises work; None where it advertises none."""
+    return _survives() if "amx_bf16" in _flags() else None
 
 
 def _flags(cpuinfo: Path = CPUINFO) -> set[str]:

@@ -1,10 +1,12 @@
 """NVIDIA devices, parent side: finding them and reading them through NVML, without torch."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from steelyard.accelerators.row import Found, Reading, Severity, Source
+from steelyard.accelerators.row import Found, Reading, Severity, Source, State
 from steelyard.errors import RequestError
 
 
@@ -162,6 +164,75 @@ def sources(found: list[Found]) -> list[Source]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(device.index) for device in found]
     readings = [Readings(nvml, handle, SELDOM * max(1, len(found) // 2)) for handle in handles]
     return [Source(f"cuda:{rank}", one, dict(SEVERITY), one.whole) for rank, one in enumerate(readings)]
+
+
+# What can make the same device another one, by setting. Watts and degrees as nvidia-smi shows them.
+STATES: dict[str, tuple[Read, ...]] = {
+    "persistence": (lambda nvml, device: nvml.nvmlDeviceGetPersistenceMode(device) == nvml.NVML_FEATURE_ENABLED,),
+    "processes": READERS["processes"],
+    "sm_clock_mhz": READERS["sm_clock_mhz"],
+    "sm_clock_max_mhz": (lambda nvml, device: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),),
+    "application_clock_mhz": (lambda nvml, device: nvml.nvmlDeviceGetApplicationsClock(device, nvml.NVML_CLOCK_SM),),
+    "application_clock_default_mhz": (
+        lambda nvml, device: nvml.nvmlDeviceGetDefaultApplicationsClock(device, nvml.NVML_CLOCK_SM),
+    ),
+    "power_limit_w": (lambda nvml, device: nvml.nvmlDeviceGetPowerManagementLimit(device) / 1000,),
+    "power_default_w": (lambda nvml, device: nvml.nvmlDeviceGetPowerManagementDefaultLimit(device) / 1000,),
+    "ecc": (lambda nvml, device: nvml.nvmlDeviceGetEccMode(device)[0] == nvml.NVML_FEATURE_ENABLED,),
+    "mig": (lambda nvml, device: nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE,),
+    "reasons": READERS["reasons"],
+    "temperature_c": READERS["temperature_c"],
+    "slowdown_c": (
+        lambda nvml, device: nvml.nvmlDeviceGetTemperatureThreshold(device, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+    ),
+    "runtime": (lambda nvml, device: _version(nvml.nvmlSystemGetCudaDriverVersion_v2()),),
+}
+STEPS = {
+    "driver": "install the driver of the device, and see nvidia-smi",
+    "persistence mode": "ask the operator of the host to turn it on: nvidia-smi -pm 1",
+    "processes on the device": "wait for them to end, or choose another with CUDA_VISIBLE_DEVICES; nvidia-smi lists them",
+    "device clocks": "ask the operator to set them back: nvidia-smi -rac, nvidia-smi -rgc",
+    "power limit": "ask the operator to set it back: nvidia-smi -pl WATTS",
+    "ECC": "ask the operator to turn it on: nvidia-smi -e 1, then a reset",
+    "MIG": "ask the operator to turn it off: nvidia-smi -mig 0; runs take whole devices",
+    "torch": "install a torch that is built for CUDA of this driver or older, or a newer driver",
+}
+
+
+def states(found: list[Found], root: Path = Path("/")) -> list[State]:
+    """Of each device, with the NUMA node that it is attached to. Nothing is set."""
+    if not found:
+        return []  # there may be no driver to ask
+    nvml = _pynvml()
+    nvml.nvmlInit()
+    out: list[State] = []
+    for rank, device in enumerate(found):
+        handle = nvml.nvmlDeviceGetHandleByIndex(device.index)
+        told: State = {"device": f"cuda:{rank}", **{name: _first(nvml, handle, calls) for name, calls in STATES.items()}}
+        seen = told["reasons"]
+        told["invalidating"] = [n for n in seen if severity(n) == "invalidates"] if isinstance(seen, list) else None
+        address = _first(nvml, handle, (lambda api, one: _text(api.nvmlDeviceGetPciInfo(one).busId),))
+        told["numa_node"] = None if address is None else numa_node(address, root)
+        out.append(told)
+    return out
+
+
+def numa_node(address: str, root: Path = Path("/")) -> int | None:
+    """Of a PCI device; None where the machine does not tell. NVML has eight digits of the domain, the kernel four."""
+    domain, _, rest = address.lower().partition(":")
+    with suppress(OSError, ValueError):
+        node = int((root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode("ascii", "replace") if isinstance(value, bytes) else value
+
+
+def _version(number: int) -> str:
+    """12080 is 12.8."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 class Readings:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 Reading = dict[str, float | int | list[str] | None]
+State = dict[str, float | int | str | list[str] | None]
 Severity = Literal["nothing", "note", "invalidates"]
 
 
@@ -126,6 +127,8 @@ class Accelerator:
     variables: tuple[str, ...] = ()  # full names of variables that can change a result: a record keeps their values
     free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)  # bytes of their memory, now
     environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for its workers, by what matmuls run in
+    states: Callable[[list[Found]], list[State]] = lambda found: []  # what can make the same device another one, by setting
+    steps: Mapping[str, str] = field(default_factory=dict)  # what helps against a finding of `steelyard check`, by its name
 
     def most(self, found: list[Found]) -> int:
         """How many workers its devices can serve."""

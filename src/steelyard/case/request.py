@@ -80,3 +80,4 @@ class Request:
     explain: bool = False  # profile a stretch after the passes
     trace: bool = False  # and keep its trace
     point: Point = ()  # of a sweep
+    sign: Path | None = None  # the key that signs its record

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import compare, conform, data, history, report, reproduce, run, show, terminal, weights
+from steelyard.cli import check, compare, conform, data, history, report, reproduce, run, show, sign, terminal, weights
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -39,12 +39,14 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 # In the order in which --help lists them.
 app.command("list")(show.list_)
 app.command("show")(show.show)
+app.command("check")(check.check)
 app.command("run")(run.run)
 app.command("report")(report.report_)
 app.command("compare")(compare.compare)
 app.command("history")(history.history)
 app.command("reproduce")(reproduce.reproduce)
 app.command("verify")(report.verify)
+app.command("sign")(sign.sign)
 app.command("schema")(report.schema)
 app.command("conform")(conform.conform)
 app.add_typer(weights.app, name="weights")

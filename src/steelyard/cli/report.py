@@ -14,6 +14,7 @@ from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
     from steelyard.record.record import Record
+    from steelyard.record.signature import Signature
 
 
 def report_(
@@ -93,21 +94,32 @@ def read(places: list[Path]) -> "list[Record]":
     return [verify.read(path) for path in paths(places)]
 
 
-def verify(records: Records, as_json: Json = False) -> int:
-    """Recompute every metric of records from their raw samples, and check their hashes.
+def verify(
+    records: Records,
+    signers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Who may sign, as ssh's allowed_signers; a record must have one's signature."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Recompute every metric of records from their raw samples, check their hashes, and say who signed them.
 
     A record whose question is not that of the shipped case of its name is sound, and that is said beside it.
 
-    Example: steelyard verify records/
+    \b
+    Examples:
+      steelyard verify records/
+      steelyard verify records/ --signers allowed_signers
     """
     every = paths(records)
-    found = [_verdict(path, alone=len(every) == 1) for path in every]
+    found = [_verdict(path, signers, alone=len(every) == 1) for path in every]
     if as_json:
         dump({"records": [asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found]})
     else:
         for one in found:
             answer(f"{'WRONG' if one.wrong else 'ok'}  {one_line(one.path)}")
-            for line in (*one.wrong, *one.remarks):
+            signed = [str(one.signature)] if one.signature is not None and str(one.signature) not in one.wrong else []
+            for line in (*one.wrong, *one.remarks, *signed):
                 answer(f"  {one_line(line)}")
     return 1 if any(one.wrong for one in found) else 0
 
@@ -117,18 +129,24 @@ class Verdict:
     path: Path
     wrong: list[str]
     remarks: list[str]
+    signature: "Signature | None"
 
 
-def _verdict(path: Path, alone: bool) -> Verdict:
+def _verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
     """Of several records one that is none is wrong, and the others are still looked at; alone, it is a wrong request."""
     from steelyard.metrics import verify
+    from steelyard.record import signature
 
     try:
-        return Verdict(path, verify.verify(path), verify.remarks(path))
+        wrong, remarks = verify.verify(path), verify.remarks(path)
     except RequestError as error:
         if alone:
             raise
-        return Verdict(path, [one_line(error)], [])
+        return Verdict(path, [one_line(error)], [], None)
+    signed = signature.check(path, signers)
+    if signed.state == "bad" or (signers is not None and signed.state != "known"):
+        wrong = [*wrong, str(signed)]
+    return Verdict(path, wrong, remarks, signed)
 
 
 def schema(

@@ -8,7 +8,7 @@ import typer
 
 from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
 from steelyard.cli.out import dump, one_line, say, tell
-from steelyard.errors import RequestError
+from steelyard.errors import LostError, RequestError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -119,6 +119,9 @@ def run(
     hang_after: Annotated[float, typer.Option(help="Seconds without a sign of life before workers are ended.")] = 1800.0,
     time_limit: Annotated[float | None, typer.Option(help="Seconds a run may take in all.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records"),
+    sign: Annotated[
+        Path | None, typer.Option(metavar="KEY", help="Sign each record with this SSH key; see steelyard sign --help.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Run cases, check the answers, and write a record of each.
@@ -139,6 +142,7 @@ def run(
     from steelyard.case import sweep
     from steelyard.case.request import Request
     from steelyard.cli.engines import check_all, chosen
+    from steelyard.record.signature import try_key
     from steelyard.run import site as sites
 
     check_all(engine, bool(sweeps), resume is not None)
@@ -177,6 +181,7 @@ def run(
             explain=explain or trace,
             trace=trace,
             point=point,
+            sign=sign,
         )
         for name in cases
         for point in sweep.grid(axes)
@@ -184,6 +189,8 @@ def run(
         for resolved, number in _at(point, name, engine_name, size, precision, division, settings, devices, accelerator)
     ]
     times = at_least_one(repeat)
+    if sign is not None:
+        try_key(sign)
     if axes:
         from steelyard.cli.sweep import run_sweep
 
@@ -349,7 +356,20 @@ def carry_out(one: "Ready", console: "Console", allocation: "Allocation | None")
         say(f"{made.status}: {path}")
         for reason in made.reasons:
             say(f"  {one_line(f'{reason.code}: {reason.text}')}")
+    if one.request.sign is not None:
+        signed = _sign(path, one.request.sign)
+        if not console.quiet:
+            say(f"signed: {signed}")
     return made
+
+
+def _sign(path: Path, key: Path) -> Path:
+    from steelyard.record import signature
+
+    try:
+        return signature.sign(path, key)
+    except RequestError as error:
+        raise LostError(f"the record is written, {path}, and not signed: {error}; see steelyard sign") from error
 
 
 def interrupted(made: "Record") -> bool:

@@ -82,4 +82,10 @@ def _telemetry(record: Record) -> list[str]:
             wrong.append(f"device {series.device}: readings are not in the order of their times")
         if times and times[-1] > total_s + LATE_S:
             wrong.append(f"device {series.device}: a reading at {times[-1]} s, after a run of {total_s} s")
+    for host in record.hosts:
+        times = host.load.t_s if host.load is not None else []
+        if any(b < a for a, b in pairwise(times)):
+            wrong.append(f"host {host.name}: readings of CPU time are not in the order of their times")
+        if times and times[-1] > total_s + LATE_S:
+            wrong.append(f"host {host.name}: a reading of CPU time at {times[-1]} s, after a run of {total_s} s")
     return wrong

@@ -1,6 +1,6 @@
-"""Formulas over a record: rates, FLOPs and their shares of a peak, memory, energy, quality."""
+"""Formulas over a record: rates, FLOPs and their shares of a peak, memory, quality."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 
 from steelyard.metrics import formulas_1, readings, stats
@@ -45,7 +45,8 @@ def _interval(record: Record, steps: list[Sample], rate: float) -> tuple[float, 
     return rate * found[0] / own, rate * found[1] / own
 
 
-def _missing(record: Record) -> Result:
+def missing(record: Record) -> Result:
+    """For what is taken from the headline pass, where there is none."""
     return absent(headline(record) or PASSES[record.task.kind].headline[0])
 
 
@@ -53,7 +54,7 @@ def per_second(key: str, per_device: bool = False) -> Formula:
     def formula(record: Record) -> Result:
         found = span(record)
         if found is None or not found.counts.get(key) or not found.wall_s:
-            return _missing(record)
+            return missing(record)
         rate = found.counts[key] / found.wall_s / (devices(record) if per_device else 1)
         return Result(rate, found.note, _interval(record, found.steps.get(found.slowest, []), rate))
 
@@ -64,7 +65,7 @@ def model_flops(convention: str) -> Formula:
     def formula(record: Record) -> Result:
         found = span(record)
         if found is None or not found.counts.get("tokens"):
-            return _missing(record)
+            return missing(record)
         question = record.question
         value = flops.work(question.model, found.counts, convention, question.kind)
         return Result(None, "the case states no nominal size") if value is None else Result(float(value), found.note)
@@ -97,7 +98,7 @@ def mfu(convention: str, seconds: Callable[[Span], float | None], ceiling: Formu
         if found is not None and time_s is None:
             return Result(None, "the engine does not separate compute time")
         if not time_s:
-            return _missing(record)
+            return missing(record)
         return Result(done.value / time_s / (peak.value * devices(record)), f"convention {convention}")
 
     return formula
@@ -114,7 +115,7 @@ def compute(found: Span) -> float | None:
 def mem(record: Record) -> Result:
     """Highest memory in use over devices, inside the headline pass; around it, where a pass is over between two readings."""
     name = headline(record)
-    return _missing(record) if name is None else _peak_memory(record, name, record.telemetry)
+    return missing(record) if name is None else _peak_memory(record, name, record.telemetry)
 
 
 def _peak_memory(record: Record, name: str, read: list[Series]) -> Result:
@@ -134,7 +135,7 @@ def rank_mem(record: Record, rank: int) -> float | None:
     if name is None:
         return None
     own = next((one.in_use_bytes or {} for one in record.ranks if one.rank == rank), {}).get(name)
-    series = _series_of(record, rank)
+    series = series_of(record, rank)
     return own / GIB if own is not None else _peak_memory(record, name, [series]).value if series else None
 
 
@@ -159,38 +160,10 @@ def host_mem(record: Record, host: str) -> float | None:
     return None if name is None else _peak_memory(record, name, [one for one in record.telemetry if one.host == host]).value
 
 
-def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
-    """Of the devices of all ranks, or of some."""
-    found = span(record)
-    if found is None or not found.borders:
-        return _missing(record)
-    used = 0.0
-    for rank, (begin, end) in found.borders.items():
-        if ranks is not None and rank not in ranks:
-            continue
-        series = _series_of(record, rank)
-        joules = readings.energy_j(series, begin, end) if series else None
-        if joules is None:
-            return Result(None, "the device has no energy counter, or the pass was too short to read it")
-        used += joules
-    return Result(used, found.note)
-
-
-def _series_of(record: Record, rank: int) -> Series | None:
+def series_of(record: Record, rank: int) -> Series | None:
     """What was read off the device of a rank."""
     at = next(((one.host, one.device) for one in record.ranks if one.rank == rank), None)
     return next((series for series in record.telemetry if (series.host, series.device) == at), None)
-
-
-def energy_per(key: str) -> Formula:
-    def formula(record: Record) -> Result:
-        used, found = energy(record), span(record)
-        if used.value is None or found is None:
-            return used
-        done = found.counts.get(key)
-        return Result(used.value / done, found.note) if done else _missing(record)
-
-    return formula
 
 
 def e2e(record: Record) -> Result:
@@ -210,7 +183,7 @@ def padded_share(record: Record) -> Result:
     name = headline(record)
     counts = total(record, name) if name else {}
     computed = counts.get("tokens", 0) + counts.get("padded", 0)
-    return Result(counts.get("padded", 0) / computed) if computed else _missing(record)
+    return Result(counts.get("padded", 0) / computed) if computed else missing(record)
 
 
 def quality(value: str, of: str | None) -> Formula:

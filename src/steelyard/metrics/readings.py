@@ -26,11 +26,11 @@ def energy_j(series: Series, start_s: float, end_s: float) -> float | None:
     points = [(t_s, energy) for t_s, energy in zip(columns.t_s, columns.energy_j, strict=False) if energy is not None]
     if sum(start_s <= t_s <= end_s for t_s, _ in points) < 2:
         return None
-    first, last = _at(points, start_s), _at(points, end_s)
+    first, last = at(points, start_s), at(points, end_s)
     return None if first is None or last is None else last - first
 
 
-def _at(points: list[tuple[float, float]], t_s: float) -> float | None:
+def at(points: list[tuple[float, float]], t_s: float) -> float | None:
     """The counter at a moment; None before the first sample and after the last."""
     right = bisect_left(points, t_s, key=lambda point: point[0])
     if right == len(points):

@@ -1,6 +1,6 @@
 """The rows of the metric table: every number that no task brings itself, in the order in which a page lists them."""
 
-from steelyard.metrics import rates, stragglers, training
+from steelyard.metrics import energy, rates, stragglers, training
 from steelyard.metrics.metric import Metric
 from steelyard.metrics.spans import compute_s, wall_s
 from steelyard.tasks.task import Task
@@ -292,15 +292,15 @@ OTHERS = (
         "energy",
         "J",
         "lower",
-        rates.energy,
-        ("Energy", "device's energy counter over the pass; training: steady window"),
-        ("能耗", "整遍中设备能量计数器之差；训练取稳态窗口"),
+        energy.energy,
+        ("Energy", "devices' energy counters over the pass, else their power integrated; training: steady window"),
+        ("能耗", "整遍中设备能量计数器之差，无计数器时由功率积分；训练取稳态窗口"),
     ),
     Metric(
         "energy_per_token",
         "J/token",
         "lower",
-        rates.energy_per("tokens"),
+        energy.energy_per("tokens"),
         ("Energy per token", "energy / tokens of the pass"),
         ("每 token 能耗", "能耗除以该遍 token 数"),
     ),
@@ -308,9 +308,25 @@ OTHERS = (
         "energy_per_sample",
         rates.per_item("J/{}"),
         "lower",
-        rates.energy_per("samples"),
+        energy.energy_per("samples"),
         ("Energy per sample", "energy / samples of the pass"),
         ("每样本能耗", "能耗除以该遍样本数"),
+    ),
+    Metric(
+        "tokens_per_joule",
+        "tokens/J",
+        "higher",
+        energy.per_joule("tokens"),
+        ("Tokens per joule", "tokens of the pass / energy"),
+        ("每焦耳 token 数", "该遍 token 数除以能耗"),
+    ),
+    Metric(
+        "samples_per_joule",
+        rates.per_item("{}s/J"),
+        "higher",
+        energy.per_joule("samples"),
+        ("Samples per joule", "samples of the pass / energy"),
+        ("每焦耳样本数", "该遍样本数除以能耗"),
     ),
     Metric(
         "flops_causal",

@@ -5,7 +5,7 @@ from math import fsum
 
 from steelyard.accelerators import nvml
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import clocks, plausible, readings, shipped, stats, stragglers, training
+from steelyard.metrics import busy, clocks, fit, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import Finding, Rule
 from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
@@ -342,5 +342,5 @@ def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 RULES: tuple[Rule, ...] = (
     *(_finite, _covered, _counted, plausible.drawn, plausible.plausible, _accounted, plausible.beside, clocks.agree),
-    *(clocks.reported, _interval, _device, _even, _gate, _asked),
+    *(clocks.reported, _interval, _device, fit.noted, busy.quiet, _even, _gate, _asked),
 )

@@ -78,6 +78,72 @@ class Weights(OpenTable):
         return self.source not in (None, "random")
 
 
+class DeviceState(OpenTable):
+    """A device before a run, as its driver tells: what can make the same device another one. Null is what it does not tell.
+    `invalidating` are those of the slowdown reasons that would make a run invalid."""
+
+    device: str
+    persistence: bool | None = None
+    processes: int | None = None
+    sm_clock_mhz: Number | None = None
+    sm_clock_max_mhz: Number | None = None
+    application_clock_mhz: Number | None = None
+    application_clock_default_mhz: Number | None = None
+    power_limit_w: Number | None = None
+    power_default_w: Number | None = None
+    ecc: bool | None = None
+    mig: bool | None = None
+    reasons: list[str] | None = None
+    invalidating: list[str] | None = None
+    temperature_c: Number | None = None
+    slowdown_c: Number | None = None
+    numa_node: int | None = None
+    runtime: str | None = Field(None, description="newest version of the vendor's runtime that the driver serves")
+
+
+class HostState(OpenTable):
+    """A host before a run. `cores` are online, `allowed` of them by affinity, `quota` by the control group."""
+
+    load_1m: Number | None = None
+    cores: int | None = None
+    allowed: int | None = None
+    quota: Number | None = None
+    memory_bytes: Bytes | None = None
+    available_bytes: Bytes | None = None
+    swap_bytes: Bytes | None = None
+    swap_used_bytes: Bytes | None = None
+    governors: list[str] | None = None
+    clock_source: str | None = None
+    numa_nodes: int | None = None
+    devices: list[DeviceState] = Field(default_factory=list)
+
+
+class Load(OpenTable):
+    """CPU time on a host, in seconds since the first reading, about one a second: `busy_s` of the cores that the run may use,
+    by whomever; `own_s` of the run's own processes, `agent_s` of these its agent's; `group_s` of the control group whose quota
+    holds, where there is one. `allowed` cores are offered by affinity, `quota` by the control group."""
+
+    allowed: Annotated[int, Field(ge=1, le=10**6)]
+    quota: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    t_s: list[Number]
+    busy_s: list[Number]
+    own_s: list[Number]
+    agent_s: list[Number] = Field(default_factory=list)
+    group_s: list[Number | None] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        for name in ("busy_s", "own_s", "agent_s", "group_s"):
+            if name in self.model_fields_set and len(getattr(self, name)) != len(self.t_s):
+                raise ValueError(f"{name} has not as many readings as t_s, which has {len(self.t_s)}")
+        return self
+
+    @property
+    def cores(self) -> float:
+        """That the run may use at once."""
+        return min(float(self.allowed), self.quota or float(self.allowed))
+
+
 class HostFacts(OpenTable):
     """A host of a run. `clock_offset_s` is its monotonic clock less the parent's at the start of the run, as far as
     `clock_uncertainty_s` tells; `clock_drift` is what it gains in a second. Times in a record are all on the parent's."""
@@ -91,6 +157,8 @@ class HostFacts(OpenTable):
     clock_offset_s: Number | None = None
     clock_uncertainty_s: Number | None = None
     clock_drift: Number | None = None
+    state: HostState | None = Field(None, description="before any worker started; left out by older records")
+    load: Load | None = Field(None, description="CPU time while the run went on; left out where the host does not count it")
 
     def on_the_parents_clock(self, t_s: float) -> float:
         """A time since the start of the run, as its own clock tells it."""

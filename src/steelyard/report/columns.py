@@ -26,6 +26,8 @@ def _metric(name: str, strong: bool = False, optional: bool = False) -> Field:
     return Field(name, (name,), strong=strong, optional=optional)
 
 
+_ENERGY = (_metric("energy", optional=True), _metric("tokens_per_joule", optional=True))
+
 _SCORE = (
     Field("tool", title="column.tool.score"),
     Field("precision"),
@@ -42,6 +44,7 @@ _SCORE = (
     Field("loss", ("loss", "loss_val"), title="column.loss", optional=True),
     Field("acc", ("acc", "acc_val"), title="column.acc", optional=True),
     _MEM,
+    *_ENERGY,
 )
 
 _TRAIN = (
@@ -63,6 +66,7 @@ _TRAIN = (
     _MEM,
     _metric("mem_predicted", optional=True),
     Field("mem_stages", optional=True),
+    *_ENERGY,
 )
 
 

@@ -2,7 +2,7 @@
 
 from math import fsum
 
-from steelyard.metrics import rates
+from steelyard.metrics import energy, rates
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import GIB
 from steelyard.plan import degrees as plan
@@ -35,7 +35,7 @@ def _host(record: Record, host: HostFacts) -> tuple[str, ...]:
         spelled(host.cpu),
         _clock(host),
         formed("gib", rates.host_mem(record, host.name)),
-        formed("number", rates.energy(record, host.ranks).value),
+        formed("number", energy.energy(record, host.ranks).value),
     )
 
 

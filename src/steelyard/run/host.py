@@ -11,7 +11,7 @@ from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
 from steelyard.record.facts import Environment, Software
-from steelyard.run import caches, environment, interpreter, locks
+from steelyard.run import caches, environment, interpreter, locks, state
 from steelyard.run.interpreter import Interpreter
 from steelyard.run.locks import Claims
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
@@ -92,6 +92,7 @@ class Host:
             most=row.most(self.found),
             devices=self._devices(row),
             environment=self._environment(row),
+            state=state.of_host(row, self.used),
             lacking=[] if self.asked.python is not None else interpreter.lacking(self.asked.needs),
             missing=[i for i, names in enumerate(self.asked.paths) if not any(Path(name).exists() for name in names)],
             address=None if listening is None else listening.getsockname()[0],

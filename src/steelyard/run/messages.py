@@ -1,7 +1,7 @@
 """The protocol between the parent and a node agent: JSON lines, one message each, every one with the run's token.
 
     parent → agent   open · reach · start · ping · stop · sweep
-    agent → parent   hello · reached · started · pong · progress · telemetry · rank · exit · bye
+    agent → parent   hello · reached · started · pong · progress · telemetry · load · rank · exit · bye
 
 `open` comes first and brings the token; a line without it is no message. A heartbeat goes both ways: the parent pings every
 second and the agent answers, which is also how far apart their clocks are. Whoever hears nothing for `silence_s` takes the
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, TypeAdapter, ValidationError
 
 from steelyard import __version__
-from steelyard.record.facts import Environment
+from steelyard.record.facts import Environment, HostState
 from steelyard.schema import Frozen, first_problem
 
 PROTOCOL = 1
@@ -118,6 +118,7 @@ class Hello(Frozen):
     most: int = Field(description="ranks that the devices can serve")
     devices: list[FoundDevice] = Field(description="all that were found, those in use first")
     environment: Environment
+    state: HostState | None = None
     lacking: list[str] = Field(description="of the modules that are needed")
     missing: list[int] = Field(description="which of the paths are not there")
     address: str | None
@@ -164,6 +165,20 @@ class TelemetryRows(Frozen):
     columns: dict[str, list[Any]]
 
 
+class LoadSaid(Frozen):
+    """One reading of a host's CPU time, each counted by the kernel since a start of its own."""
+
+    kind: Literal["load"] = "load"
+    token: str
+    allowed: int = Field(description="cores, by affinity")
+    quota: float | None = Field(description="cores that the control group allows; None: no limit")
+    t_s: float = Field(description="since the start of the run")
+    busy_s: float | None = Field(description="of the allowed cores, by whomever")
+    own_s: float = Field(description="of the run's processes on this host")
+    agent_s: float = Field(description="of these, the agent's")
+    group_s: float | None = Field(description="of the control group with the quota")
+
+
 class RankSaid(Frozen):
     """A rank file, finished or not; or why there is one that cannot be read."""
 
@@ -202,12 +217,12 @@ class Bye(Frozen):
 
 ToAgent = Annotated[Union[Open, Reach, Start, Ping, Stop, Sweep], Field(discriminator="kind")]  # noqa: UP007
 ToParent = Annotated[
-    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, RankSaid, Exit, Bye],  # noqa: UP007
+    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, LoadSaid, RankSaid, Exit, Bye],  # noqa: UP007
     Field(discriminator="kind"),
 ]
 TO_AGENT: TypeAdapter[Open | Reach | Start | Ping | Stop | Sweep] = TypeAdapter(ToAgent)
-TO_PARENT: TypeAdapter[Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | RankSaid | Exit | Bye] = TypeAdapter(
-    ToParent
+TO_PARENT: TypeAdapter[Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | LoadSaid | RankSaid | Exit | Bye] = (
+    TypeAdapter(ToParent)
 )
 
 

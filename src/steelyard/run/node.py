@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from steelyard import files
-from steelyard.run import leftovers, messages, processes
+from steelyard.run import leftovers, load, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
 from steelyard.run.messages import (
@@ -88,6 +88,8 @@ class Agent:
         self._host: Host | None = None
         self._ranks: Ranks | None = None
         self._sampler: Sampler | None = None
+        self._load: load.Reader | None = None
+        self._origin_s = 0.0
         self._sent_s = 0.0
         self._signal: int | None = None
 
@@ -145,6 +147,8 @@ class Agent:
     def _start(self, host: Host, start: Start) -> None:
         self._sampler = Sampler(host.sources(), start.origin_s)
         self._sampler.start()
+        self._load, self._origin_s = load.Reader(start.token), start.origin_s
+        self._say_load(self._load)
         try:
             leftovers.sweep_dead()
             self._ranks = Ranks(host, start)
@@ -152,6 +156,7 @@ class Agent:
         except (OSError, RuntimeError) as error:  # RuntimeError: a thread that cannot be started
             raise _not_started(error) from error
         self._sampler.watch(tuple(pids))
+        self._load.watch(tuple(pids))
         self._voice.say(Started(token=start.token, pids=pids))
 
     def _look(self) -> None:
@@ -163,6 +168,7 @@ class Agent:
         if now() - self._sent_s > SEND_S:
             self._sent_s = now()
             self._telemetry(self._sampler)
+            self._say_load(self._load)
         if self._ranks.over:
             raise Ended
 
@@ -179,6 +185,10 @@ class Agent:
                         columns=columns,
                     )
                 )
+
+    def _say_load(self, reader: load.Reader | None) -> None:
+        if reader is not None:
+            self._voice.say(reader.read(now() - self._origin_s))
 
     @property
     def _known_token(self) -> str:
@@ -199,6 +209,7 @@ class Agent:
         for message in self._ranks.news():
             self._voice.say(message)
         self._telemetry(self._sampler)
+        self._say_load(self._load)
         self._voice.say(self._ranks.bye(stacks, count, ended.code, ended.problem))
         self._ranks.clean()
 

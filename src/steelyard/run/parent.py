@@ -241,9 +241,18 @@ class Run:
         except Exception as error:  # noqa: BLE001  whatever it was goes into the record
             return self._assemble(outcome.without_ranks(made, error))
 
+    def _with_load(self, host: HostFacts) -> HostFacts:
+        """With the CPU time that was counted on it."""
+        kept = self.session.heard.load.get(host.name)
+        found = None if kept is None else kept.load()
+        if found is None:
+            return host
+        ours = found.model_copy(update={"t_s": [host.on_the_parents_clock(t_s) for t_s in found.t_s]})
+        return host.model_copy(update={"load": ours})
+
     def _assemble(self, made: Outcome) -> Record:
         ready, request = self.ready, self.ready.request
-        hosts = [_host(one, index, ready.plan) for index, one in enumerate(self.session.connections)]
+        hosts = [self._with_load(_host(one, i, ready.plan)) for i, one in enumerate(self.session.connections)]
         clocks = {one.name: one.on_the_parents_clock for one in hosts}
         read = sorted(self.session.heard.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host))
         facts = RunFacts(
@@ -288,6 +297,7 @@ def _host(one: Connection, index: int, plan: Plan) -> HostFacts:
         clock_offset_s=clock.offset_s,
         clock_uncertainty_s=clock.uncertainty_s,
         clock_drift=clock.drift(),
+        **({} if one.hello.state is None else {"state": one.hello.state}),
     )
 
 

@@ -12,7 +12,22 @@ from steelyard.run.clock import now
 from steelyard.run.clocks import PINGS
 from steelyard.run.connection import Connection
 from steelyard.run.launch import Allocation, Launcher
-from steelyard.run.messages import Bye, Exit, Hello, Open, Pong, ProgressSaid, RankSaid, Reach, Reached, Start, Stop, Sweep
+from steelyard.run.load import Kept as KeptLoad
+from steelyard.run.messages import (
+    Bye,
+    Exit,
+    Hello,
+    LoadSaid,
+    Open,
+    Pong,
+    ProgressSaid,
+    RankSaid,
+    Reach,
+    Reached,
+    Start,
+    Stop,
+    Sweep,
+)
 from steelyard.run.outcome import Verdict
 from steelyard.run.site import Site
 from steelyard.run.spec import RankFile, read_rank
@@ -48,6 +63,7 @@ class Heard:
     unreadable: dict[int, str] = field(default_factory=dict)  # why the last file of a rank is none
     exits: dict[int, Exit] = field(default_factory=dict)  # that nobody asked for
     telemetry: dict[tuple[str, str], Kept] = field(default_factory=dict)
+    load: dict[str, KeptLoad] = field(default_factory=dict)  # by host
     progress: PhaseProgress | None = None
     progress_s: float = 0.0  # when it last changed
     phase_s: float = 0.0
@@ -189,6 +205,8 @@ class Session:
                 name = (one.name, message.device)
                 kept = heard.telemetry.setdefault(name, Kept(one.name, message.device, message.severity))
                 kept.add(message.period_s, message.columns)
+            case LoadSaid():
+                heard.load.setdefault(one.name, KeptLoad()).add(message)
             case RankSaid():
                 self._rank(message)
             case Exit() if not self._stopping:

@@ -1,0 +1,39 @@
+"""The verb sign."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import Json, Records
+from steelyard.cli.out import answer, dump, one_line
+
+
+def sign(
+    records: Records,
+    key: Annotated[Path, typer.Option(metavar="KEY", help="An SSH private key, or the .pub of one that ssh-agent holds.")],
+    as_json: Json = False,
+) -> None:
+    """Stand for records: sign them with an SSH key, each in a file RECORD.json.sig beside it.
+
+    A record must verify to be signed. A key with a passphrase signs through ssh-agent. Who made a record shows in
+    steelyard verify --signers FILE.
+
+    \b
+    Examples:
+      steelyard sign records/*.json --key ~/.ssh/id_ed25519
+      steelyard run smoke --sign ~/.ssh/id_ed25519
+    """
+    from steelyard.cli.report import paths
+    from steelyard.metrics.verify import read
+    from steelyard.record import signature
+
+    every = paths(records)
+    for path in every:
+        read(path)  # all of them before the first is signed
+    made = [signature.sign(path, key) for path in every]
+    if as_json:
+        dump({"signed": [{"record": str(path), "signature": str(one)} for path, one in zip(every, made, strict=True)]})
+        return
+    for one in made:
+        answer(f"signed  {one_line(one)}")

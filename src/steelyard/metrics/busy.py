@@ -1,0 +1,88 @@
+"""Whether other processes used the host's cores while a run was measured.
+
+Load averages count waiting threads, the run's own among them. CPU time does not lie that way: what the cores did, less what the
+run's own processes did, is what others took.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+from steelyard.metrics.result import Finding
+from steelyard.metrics.spans import span
+from steelyard.record.facts import Load
+from steelyard.record.record import Check, Record, Value
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Shares of the cores that a run may use, taken by others: what is worth a note, and what makes a run invalid."""
+
+    note: float
+    most: float
+
+
+# Where the cores are the device, what others take is missing from the rate, one for one: 3 % is about what cases allow their
+# interval, and 10 % is another result. Services of an idle host take 1 %.
+CORES_ARE_THE_DEVICE = Bounds(note=0.03, most=0.10)
+# Where another device works, a rank needs about one core to launch its kernels and some to read data. It waits once few
+# cores are left; before that, others cost it nothing but caches.
+CORES_SERVE_A_DEVICE = Bounds(note=0.25, most=0.75)
+
+COUNTED = 0.9  # of the run's own time that the cores must show at least: a host that shows less does not count
+
+
+@dataclass(frozen=True)
+class Share:
+    """What others took of the cores that the run may use, between two readings; None with the reason, where nobody knows."""
+
+    value: float | None
+    time_s: float = 0.0
+    why: str | None = None
+
+
+def bounds_of(accelerator: str | None) -> Bounds:
+    return CORES_ARE_THE_DEVICE if accelerator == "cpu" else CORES_SERVE_A_DEVICE
+
+
+def share(load: Load, begin_s: float, end_s: float) -> Share:
+    """Between the last reading before the window and the first after it: a window may be shorter than a second."""
+    first, last = bisect_right(load.t_s, begin_s) - 1, bisect_left(load.t_s, end_s)
+    if first < 0 or last >= len(load.t_s):
+        return Share(None, why="no reading of CPU time before or after it")
+    time_s = load.t_s[last] - load.t_s[first]
+    busy_s, own_s = (column[last] - column[first] for column in (load.busy_s, load.own_s))
+    if time_s <= 0 or busy_s < COUNTED * own_s:
+        return Share(None, time_s, "the host does not count what its cores do")
+    # Others may have the cores that a quota keeps from the run, before they take any of its own.
+    spare_s = (load.allowed - load.cores) * time_s
+    others_s = max(0.0, busy_s - own_s - spare_s)
+    begun, ended = (load.group_s[first], load.group_s[last]) if load.group_s else (None, None)
+    if begun is not None and ended is not None:
+        others_s = max(others_s, ended - begun - own_s)
+    return Share(min(1.0, others_s / (load.cores * time_s)), time_s)  # ticks of many cores may add up to more
+
+
+def quiet(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """On every host, over what rates are taken from. Size smoke, which measures nothing, gets the note alone."""
+    found = span(record)
+    out: list[Finding] = []
+    for host in record.hosts:
+        windows = [found.borders[rank] for rank in host.ranks if found is not None and rank in found.borders]
+        if host.load is None or not windows:
+            continue
+        taken = share(host.load, min(begin for begin, _ in windows), max(end for _, end in windows))
+        if taken.value is None:
+            out.append((None, None, f"host {host.name}: whether others used its cores is unknown: {taken.why}"))
+            continue
+        limit = bounds_of(record.environment.hardware.accelerator)
+        text = (
+            f"host {host.name}: other processes took {taken.value:.1%} of the {host.load.cores:g} cores that the run may use, "
+            f"in {taken.time_s:.1f} s around what was measured"
+        )
+        note = f"busy: {text}; {limit.note:.0%} is worth a note" if taken.value > limit.note else None
+        if record.case.size == "smoke":
+            out.append((None, None, note))
+            continue
+        detail = f"{text}; at most {limit.most:.0%} is allowed"
+        out.append((Check(name="quiet", ok=taken.value <= limit.most, detail=detail), "busy", note))
+    return out

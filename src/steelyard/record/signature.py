@@ -1,0 +1,187 @@
+"""Signatures of records: who stands for one. Made and checked by OpenSSH's `ssh-keygen -Y`, kept beside the record.
+
+Hashes in a record show damage. They show no forgery: whoever changes a record can make them again. A signature can only be
+made with the private key of its signer.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from steelyard import files
+from steelyard.errors import RequestError
+
+NAMESPACE = "steelyard-record"  # a signature of the same bytes for another purpose is none of a record
+PROGRAM = "ssh-keygen"
+ENDING = ".sig"
+TIMEOUT_S = 60.0  # a security key waits for a touch
+MOST_BYTES = 64 << 10  # of a signature, and of what the program says
+TRIAL = b"steelyard: can this key sign\n"
+_GOOD = re.compile(rb'^Good "[^"]*" signature (?:for .* )?with (\S+) key (SHA256:\S+)\s*$', re.MULTILINE)
+_BROKEN = re.compile(r":\d+: (?:missing key|invalid key|bad options|.*invalid)")  # a line of a file of signers that is none
+
+_ASKING = ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")  # what a passphrase could be asked with
+
+State = Literal["known", "unknown", "bad", "none", "unchecked"]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What is known of a record's signature. `unknown`: it fits, and nobody said whose key it is."""
+
+    state: State
+    name: str | None = None
+    key_type: str | None = None
+    fingerprint: str | None = None
+    detail: str | None = None
+
+    def __str__(self) -> str:
+        key = f"({self.key_type} {self.fingerprint})"
+        why = f": {self.detail}" if self.detail else ""
+        texts: dict[State, str] = {
+            "known": f"signed by {self.name} {key}",
+            "unknown": f"signed by an unknown key {key}{why}",
+            "bad": f"the signature does not fit the record{why}",
+            "none": "not signed",
+            "unchecked": f"the signature was not checked{why}",
+        }
+        return texts[self.state]
+
+
+def beside(record: Path) -> Path:
+    """Where the signature of a record lies."""
+    return record.with_name(record.name + ENDING)
+
+
+def sign(record: Path, key: Path) -> Path:
+    """Sign the bytes of a record with a private key, or with one that ssh-agent holds. A signature is not replaced."""
+    path = beside(record)
+    if path.exists():
+        raise RequestError(f"{path}: is there already; remove it to sign the record again")
+    with record.open("rb") as file:
+        made = _made(file, key)
+    try:
+        files.write(path, made, new=True)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def try_key(key: Path) -> None:
+    """Sign something else: a key that cannot sign is found before a run and not after it."""
+    with tempfile.TemporaryFile() as trial:
+        trial.write(TRIAL)
+        trial.seek(0)
+        _made(trial, key)
+
+
+def check(record: Path, signers: Path | None = None) -> Signature:
+    """Whose signature a record has, and whether it fits. `signers` is a file as ssh's ALLOWED SIGNERS (ssh-keygen(1))."""
+    if signers is not None:
+        _readable(signers)
+    path = beside(record)
+    if not path.exists():
+        return Signature("none")
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        return Signature("bad", detail=f"{path.name} is no file of at most {MOST_BYTES} bytes")
+    if shutil.which(PROGRAM) is None:
+        if signers is not None:
+            raise RequestError(_MISSING)
+        return Signature("unchecked", detail=f"{PROGRAM} is not installed; it comes with OpenSSH")
+    done = _asked(record, "check-novalidate", "-s", str(path))
+    good = _GOOD.search(done.out)
+    if done.code != 0 or good is None:
+        return Signature("bad", detail=done.said.removeprefix("Signature verification failed: ") or None)
+    found = Signature("unknown", None, good[1].decode("ascii", "replace"), good[2].decode("ascii", "replace"))
+    return found if signers is None else _named(record, path, signers, found)
+
+
+def _named(record: Path, path: Path, signers: Path, found: Signature) -> Signature:
+    """With the name that the signers' file gives its key. A key may be there for other purposes, or no longer."""
+    asked = _run(["-Y", "find-principals", "-s", str(path), "-f", str(signers)], subprocess.DEVNULL)
+    if _BROKEN.search(asked.said):
+        raise RequestError(f"--signers {str(signers)!r}: {asked.said}; each line is NAME KEYTYPE KEY, see ssh-keygen(1)")
+    names = asked.out.decode("utf-8", "replace").split("\n") if asked.code == 0 else []
+    why = None if asked.said.startswith("No principal") else asked.said
+    for name in filter(None, (name.strip() for name in names)):
+        done = _asked(record, "verify", "-s", str(path), "-f", str(signers), "-I", name)
+        good = _GOOD.search(done.out)
+        if done.code == 0 and good is not None and good[2].decode("ascii", "replace") == found.fingerprint:
+            return Signature("known", name, found.key_type, found.fingerprint)
+        why = done.said
+    return Signature("unknown", None, found.key_type, found.fingerprint, why or f"not in {signers.name}")
+
+
+def _readable(signers: Path) -> None:
+    try:
+        with signers.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise RequestError(f"--signers {str(signers)!r}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class _Done:
+    code: int
+    out: bytes
+    err: bytes
+
+    @property
+    def said(self) -> str:
+        """The first thing that it complained of."""
+        lines = [line.strip() for line in self.err.decode("utf-8", "replace").splitlines()]
+        kept = [line for line in lines if line and line != "Signing data on standard input"]
+        return kept[0].removeprefix("Enter passphrase: ") if kept else ""
+
+
+_MISSING = f"{PROGRAM} is not installed; signatures are made and checked with it, and it comes with OpenSSH 8.2 or later"
+
+
+def _made(file: BinaryIO, key: Path) -> bytes:
+    if not key.is_file():
+        raise RequestError(f"key {str(key)!r}: no such file; make one with: {PROGRAM} -t ed25519 -f KEY")
+    if shutil.which(PROGRAM) is None:
+        raise RequestError(_MISSING)
+    done = _run(["-Y", "sign", "-n", NAMESPACE, "-f", str(key)], file)
+    if done.code == 0 and done.out.startswith(b"-----BEGIN SSH SIGNATURE-----"):
+        return done.out
+    if "passphrase" in done.said:
+        raise RequestError(f"key {str(key)!r} has a passphrase; hand it to ssh-agent with ssh-add {key}, then sign again")
+    raise RequestError(f"key {str(key)!r} cannot sign: {done.said or f'{PROGRAM} ended with {done.code}'}")
+
+
+def _asked(record: Path, verb: str, *arguments: str) -> _Done:
+    with record.open("rb") as file:
+        return _run(["-Y", verb, "-n", NAMESPACE, *arguments], file)
+
+
+def _run(arguments: list[str], stdin: BinaryIO | int) -> _Done:
+    """It has no terminal and nobody to ask, so that it never waits for a passphrase."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")
+    }
+    environment |= {"SSH_ASKPASS_REQUIRE": "never", "LC_ALL": "C"}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            done = subprocess.run(
+                [PROGRAM, *arguments],
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                timeout=TIMEOUT_S,
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RequestError(f"{PROGRAM} did not answer within {TIMEOUT_S:.0f} s; is a key waiting to be touched?") from error
+        except OSError as error:
+            raise RequestError(f"{PROGRAM} cannot be started: {error.strerror}") from error
+        out.seek(0)
+        err.seek(0)
+        return _Done(done.returncode, out.read(MOST_BYTES), err.read(MOST_BYTES))

@@ -1,0 +1,99 @@
+"""What `steelyard check` reads of this machine. Nothing is set, and no framework is imported."""
+
+import platform
+import re
+import shutil
+import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from steelyard import accelerators
+from steelyard.accelerators import cpu
+from steelyard.accelerators.row import Accelerator
+from steelyard.errors import RequestError
+from steelyard.metrics import busy
+from steelyard.metrics.busy import Share
+from steelyard.metrics.fit import Machine
+from steelyard.run import environment, load, state
+from steelyard.run.clock import now, sleep
+
+WATCH_S = 1.0  # how long CPU time is counted
+PACKAGES = ("torch", "transformers")
+MOST_BYTES = 64 << 10
+_BUILD = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
+
+
+def machine(accelerator: str | None, records: Path) -> Machine:
+    """This machine, with the named accelerator or the first that is found."""
+    row, problem = _row(accelerator)
+    found = [] if problem is not None else row.find()
+    installed = environment.packages()
+    return Machine(
+        accelerator=row.name,
+        devices=tuple(device.name for device in found),
+        driver=found[0].driver if found else None,
+        needs_driver=bool(row.steps),
+        problem=problem,
+        host=state.of_host(row, found),
+        others=others(),
+        bounds=busy.bounds_of(row.name),
+        free_bytes={"records": free_bytes(records), "temporary files": free_bytes(Path(tempfile.gettempdir()))},
+        versions={"Python": platform.python_version(), **{name: installed.get(name) for name in PACKAGES}},
+        torch_build=torch_build(),
+        amx=cpu.amx(),
+        steps=row.steps,
+    )
+
+
+def _row(accelerator: str | None) -> tuple[Accelerator, str | None]:
+    """A driver that does not answer is a finding, and no wrong request."""
+    if accelerator is None:
+        for row in accelerators.table().values():
+            try:
+                if row.find():
+                    return row, None
+            except RequestError as error:
+                return row, str(error)
+        return accelerators.CPU, None
+    row = accelerators.named(accelerator)
+    try:
+        row.find()
+    except RequestError as error:
+        return row, str(error)
+    return row, None
+
+
+def others(watch_s: float = WATCH_S) -> Share:
+    """What processes but this one take of the cores now."""
+    reader, kept = load.Reader(""), load.Kept()
+    for _ in range(2):
+        kept.add(reader.read(now()))
+        if len(kept.rows) < 2:
+            sleep(watch_s)
+    found = kept.load()
+    if found is None:
+        return Share(None, why="this host does not count what its cores do")
+    return busy.share(found, found.t_s[0], found.t_s[-1])
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Where the folder is, or would be made."""
+    with suppress(OSError):
+        place = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir()), None)
+        return None if place is None else shutil.disk_usage(place).free
+    return None
+
+
+def torch_build(folder: Path | None = None) -> str | None:
+    """The CUDA that torch was built for, from the text of its version.py: importing torch takes seconds."""
+    if folder is None:
+        spec = find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
+    with suppress(OSError):
+        with (folder / "version.py").open(encoding="utf-8", errors="replace") as file:
+            found = _BUILD.search(file.read(MOST_BYTES))
+        return None if found is None else found[1]
+    return None

@@ -1,0 +1,94 @@
+"""What NVML tells of a device's settings, from a library of our own, and `steelyard check` on it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerators.test_accelerators import library, python
+from steelyard.record.facts import DeviceState
+
+STATES = "import json; from steelyard import accelerators as a; print(json.dumps(a.CUDA.states(a.CUDA.find())))"
+CHECK = """
+import io, json, sys
+from contextlib import redirect_stdout
+from steelyard.run import fitness
+from steelyard import cli
+fitness.WATCH_S = 0.01
+sys.argv = ["steelyard", "check", "--json"]
+out, code = io.StringIO(), 0
+try:
+    with redirect_stdout(out):
+        cli.main()
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code, json.loads(out.getvalue())]))
+"""
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return library(tmp_path_factory.mktemp("states") / "full")
+
+
+def test_every_setting_is_read(fake: str) -> None:
+    first, second = python(STATES, LD_LIBRARY_PATH=fake)
+    assert first == {
+        "device": "cuda:0",
+        "persistence": True,
+        "processes": 0,
+        "sm_clock_mhz": 1980,
+        "sm_clock_max_mhz": 1980,
+        "application_clock_mhz": 1980,
+        "application_clock_default_mhz": 1980,
+        "power_limit_w": 700.0,
+        "power_default_w": 700.0,
+        "ecc": True,
+        "mig": False,
+        "reasons": ["sw_power_cap"],
+        "temperature_c": 61,
+        "slowdown_c": 92,
+        "runtime": "12.8",
+        "invalidating": [],
+        "numa_node": None,
+    }
+    changed = {"persistence": False, "application_clock_mhz": 1200, "power_limit_w": 350.0, "ecc": False, "mig": True}
+    assert {name: second[name] for name in changed} == changed
+    assert second["invalidating"] == ["hw_slowdown", "hw_power_brake_slowdown"]
+    assert set(DeviceState.model_fields) == set(first)
+
+
+def test_a_driver_that_tells_nothing(tmp_path: Path) -> None:
+    first, _ = python(STATES, LD_LIBRARY_PATH=library(tmp_path / "bare", "-DBARE"))
+    assert {name: value for name, value in first.items() if value is not None} == {"device": "cuda:0"}
+
+
+def rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in found["findings"]}
+
+
+def test_check_says_what_is_wrong_and_what_helps(fake: str) -> None:
+    code, found = python(CHECK, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
+    told = rows(found)
+    assert (code, found["fit"], found["accelerator"]) == (1, False, "cuda")
+    assert told["driver"] == {"name": "driver", "found": "570.86.15", "level": "ok", "step": None}
+    assert told["devices"]["found"] == "2 cuda: NVIDIA H200"
+    levels = {name: row["level"] for name, row in told.items() if name.endswith("cuda:1")}
+    assert levels == {
+        "persistence mode of cuda:1": "warn",
+        "processes on the device of cuda:1": "bad",
+        "device clocks of cuda:1": "warn",
+        "power limit of cuda:1": "warn",
+        "ECC of cuda:1": "warn",
+        "MIG of cuda:1": "bad",
+        "slowdown reasons of cuda:1": "bad",
+        "temperature of cuda:1": "warn",
+        "NUMA node of cuda:1": "unknown",
+    }
+    assert told["persistence mode of cuda:1"]["step"] == "ask the operator of the host to turn it on: nvidia-smi -pm 1"
+
+
+def test_check_with_a_driver_that_does_not_answer(fake: str) -> None:
+    code, found = python(CHECK, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT="18")
+    assert (code, rows(found)["driver"]["level"]) == (1, "bad")
+    assert rows(found)["driver"]["found"].startswith("NVML: RM has detected an NVML/RM version mismatch")

@@ -1,0 +1,120 @@
+"""What others took of a host's cores, in made records: exact shares, both kinds of accelerator, both sizes."""
+
+from typing import Any
+
+import pytest
+
+from metrics.test_table import facts, made, resolved, value
+from steelyard.metrics import busy, evidence
+from steelyard.metrics.busy import Share, share
+from steelyard.record.facts import Environment, HostFacts, Load
+from steelyard.record.record import Record
+
+T_S = [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+
+
+def load(others: float, own: float = 2.0, allowed: int = 4, **over: Any) -> Load:
+    """Cores in use by others and by the run, throughout."""
+    told = {"t_s": T_S, "busy_s": [(others + own) * t for t in T_S], "own_s": [own * t for t in T_S]}
+    return Load(**{"allowed": allowed, **told, **over})
+
+
+def test_the_share_of_others() -> None:
+    assert share(load(1.0), 20.0, 40.0) == Share(0.25, 20.0)
+    assert share(load(1.0), 21.0, 29.0) == Share(0.25, 10.0)  # between two readings, those around it
+    assert share(load(0.0), 20.0, 40.0) == Share(0.0, 20.0)
+
+
+def test_load_that_comes_later_is_seen() -> None:
+    late = [0.0, 20.0, 40.0, 80.0, 120.0, 160.0]  # two cores of our own, and from 20 s on two of others
+    found = load(0.0, busy_s=late)
+    assert share(found, 0.0, 20.0) == Share(0.0, 20.0)
+    assert share(found, 10.0, 30.0) == Share(0.25, 20.0)
+    assert share(found, 20.0, 40.0) == Share(0.5, 20.0)
+
+
+def test_under_a_quota_others_have_the_cores_that_it_keeps_from_the_run() -> None:
+    two = {"allowed": 8, "quota": 2.0}
+    assert share(load(5.0, **two), 10.0, 40.0).value == 0.0  # six are theirs
+    assert share(load(7.0, **two), 10.0, 40.0).value == 0.5  # one of the two
+    group = [2.5 * t for t in T_S]  # half a core by others in the same group
+    assert share(load(5.0, **two, group_s=group), 10.0, 40.0).value == 0.25
+    assert share(load(5.0, **two, group_s=[None] * 6), 10.0, 40.0).value == 0.0
+
+
+def test_what_is_not_known() -> None:
+    assert share(load(1.0), -5.0, 20.0) == Share(None, why="no reading of CPU time before or after it")
+    assert share(load(1.0), 20.0, 60.0) == Share(None, why="no reading of CPU time before or after it")
+    zero = load(0.0, busy_s=[0.0] * 6)  # some sandboxes have an empty /proc/stat
+    assert share(zero, 10.0, 30.0) == Share(None, 20.0, "the host does not count what its cores do")
+
+
+def run(others: float, accelerator: str, size: str | None = None) -> Record:
+    host = HostFacts(name="here", ranks=[0], load=load(others))
+    hardware = {"devices": [], "accelerator": accelerator}
+    environment = Environment.model_validate({"hardware": hardware, "software": {}, "source": {}})
+    known = facts(hosts=[host], environment=environment, telemetry=[])
+    return made(facts=known, resolved=resolved(size=size) if size else resolved())
+
+
+def codes(found: Record) -> list[str]:
+    return [reason.code for reason in found.reasons]
+
+
+TEXT = "host here: other processes took {} of the 4 cores that the run may use, in 10.0 s around what was measured"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "others", "told", "noted", "valid"),
+    [
+        ("cpu", 0.1, "2.5%", False, True),
+        ("cpu", 0.2, "5.0%", True, True),
+        ("cpu", 0.8, "20.0%", True, False),
+        ("cuda", 0.8, "20.0%", False, True),
+        ("cuda", 1.2, "30.0%", True, True),
+        ("cuda", 3.2, "80.0%", True, False),
+        ("another", 3.2, "80.0%", True, False),
+    ],
+)
+def test_bounds_of_full_runs(accelerator: str, others: float, told: str, noted: bool, valid: bool) -> None:
+    found = run(others, accelerator)
+    limits = busy.CORES_ARE_THE_DEVICE if accelerator == "cpu" else busy.CORES_SERVE_A_DEVICE
+    (check,) = [one for one in found.checks if one.name == "quiet"]
+    assert (check.ok, check.detail) == (valid, f"{TEXT.format(told)}; at most {limits.most:.0%} is allowed")
+    assert ("busy" in codes(found)) is not valid
+    said = f"busy: {TEXT.format(told)}; {limits.note:.0%} is worth a note"
+    assert (said in found.notes) is noted
+
+
+def test_smoke_gets_a_note_alone() -> None:
+    found = run(3.8, "cpu", "smoke")
+    assert "busy" not in codes(found)
+    assert [note for note in found.notes if note.startswith("busy: ")] == [f"busy: {TEXT.format('95.0%')}; 3% is worth a note"]
+    assert not [note for note in run(0.1, "cpu", "smoke").notes if note.startswith("busy")]
+
+
+def test_a_record_of_before_is_not_judged() -> None:
+    found = made(facts=facts(hosts=[HostFacts(name="here", ranks=[0])]))
+    assert value(found, "mem") == 7.0
+    assert "quiet" not in [one.name for one in found.checks]
+    assert "load" not in found.hosts[0].model_dump()
+
+
+def test_what_is_unknown_is_said() -> None:
+    late = HostFacts(name="here", ranks=[0], load=load(1.0, t_s=[31.0, 32.0, 33.0, 34.0, 35.0, 36.0]))
+    found = made(facts=facts(hosts=[late]))
+    said = "host here: whether others used its cores is unknown: no reading of CPU time before or after it"
+    assert said in found.notes
+
+
+def test_readings_out_of_order_contradict() -> None:
+    host = HostFacts(name="here", ranks=[0], load=load(1.0, t_s=[0.0, 10.0, 5.0, 30.0, 40.0, 99.0]))
+    found = made(facts=facts(hosts=[host]))
+    wrong = [text for text in evidence.contradictions(found) if "CPU time" in text]
+    assert wrong[0] == "host here: readings of CPU time are not in the order of their times"
+    assert wrong[1].startswith("host here: a reading of CPU time at 99.0 s, after a run of ")
+
+
+def test_columns_are_of_one_length() -> None:
+    with pytest.raises(ValueError, match="own_s has not as many readings as t_s, which has 6"):
+        load(1.0, own_s=[0.0])

@@ -1,0 +1,134 @@
+"""What is read of a host, from made /proc and /sys trees, and the verb check on this one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import Shell
+from run.test_load import put
+from steelyard import accelerators
+from steelyard.accelerators import nvml
+from steelyard.errors import RequestError
+from steelyard.run import fitness, load, state
+
+CPUS = "sys/devices/system/cpu"
+
+
+def whole(root: Path) -> None:
+    put(
+        root,
+        **{
+            "proc/loadavg": "30.25 12.00 4.00 3/133 999\n",
+            "proc/meminfo": "MemTotal:  1000 kB\nMemAvailable: 600 kB\nSwapTotal: 80 kB\nSwapFree: 20 kB\nHuge: x\n",
+            "proc/self/cgroup": "0::/box\n",
+            "sys/fs/cgroup/box/cpu.max": "150000 100000\n",
+            f"{CPUS}/online": "0-3,8\n",
+            f"{CPUS}/cpufreq/policy0/scaling_governor": "performance\n",
+            f"{CPUS}/cpufreq/policy4/scaling_governor": "powersave\n",
+            "sys/devices/system/node/online": "0-1\n",
+            "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
+        },
+    )
+
+
+def test_a_whole_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole(tmp_path)
+    monkeypatch.setattr(load, "affinity", lambda: frozenset({0, 1}))
+    found = state.of_host(accelerators.CPU, accelerators.CPU.find(), tmp_path)
+    assert found.model_dump() == {
+        "load_1m": 30.25,
+        "cores": 5,
+        "allowed": 2,
+        "quota": 1.5,
+        "memory_bytes": 1000 << 10,
+        "available_bytes": 600 << 10,
+        "swap_bytes": 80 << 10,
+        "swap_used_bytes": 60 << 10,
+        "governors": ["performance", "powersave"],
+        "clock_source": "tsc",
+        "numa_nodes": 2,
+        "devices": [],
+    }
+
+
+def test_governors_of_older_kernels(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        **{f"{CPUS}/cpu0/cpufreq/scaling_governor": "ondemand\n", f"{CPUS}/cpu11/cpufreq/scaling_governor": "ondemand"},
+    )
+    assert state.of_host(accelerators.CPU, [], tmp_path).governors == ["ondemand"]
+
+
+@pytest.mark.parametrize("text", ["", "what ever\n", "nan 1", "0-x,,"])
+def test_a_host_that_tells_nothing(text: str, tmp_path: Path) -> None:
+    for name in ("proc/loadavg", "proc/meminfo", f"{CPUS}/online", "sys/devices/system/node/online"):
+        put(tmp_path, **{name: text})
+    told = state.of_host(accelerators.CPU, [], tmp_path).model_dump()
+    assert set(told) == {"cores", "allowed", "devices"}
+
+
+def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
+    put(tmp_path, **{"sys/bus/pci/devices/0001:3b:00.0/numa_node": "3\n", "sys/bus/pci/devices/0000:5e:00.0/numa_node": "-1\n"})
+    assert nvml.numa_node("00000001:3B:00.0", tmp_path) == 3
+    assert nvml.numa_node("00000000:5E:00.0", tmp_path) is None
+    assert nvml.numa_node("00000000:FF:00.0", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", "12.8"),
+        ("__version__ = '2.1'\ncuda = \"13.0\"\n", "13.0"),
+        ("cuda: Optional[str] = None\n", None),
+        ("", None),
+    ],
+)
+def test_what_torch_was_built_for(text: str, build: str | None, tmp_path: Path) -> None:
+    (tmp_path / "version.py").write_text(text)
+    assert fitness.torch_build(tmp_path) == build
+    assert fitness.torch_build(tmp_path / "nowhere") is None
+
+
+def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    found = fitness.free_bytes(tmp_path / "records" / "of" / "today")
+    assert found is not None
+    assert found > 0
+
+
+def test_a_driver_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def find() -> list[object]:
+        raise RequestError("NVML: Unknown Error")
+
+    row = accelerators.Accelerator("broken", find, lambda found: [], {})  # type: ignore[arg-type]
+    monkeypatch.setattr(accelerators, "table", lambda: {"broken": row, "cpu": accelerators.CPU})
+    monkeypatch.setattr(fitness, "WATCH_S", 0.0)
+    for asked in (None, "broken"):
+        found = fitness.machine(asked, tmp_path)
+        assert (found.accelerator, found.problem, found.devices) == ("broken", "NVML: Unknown Error", ())
+
+
+def test_the_verb(shell: Shell) -> None:
+    """This machine may be busy, and is then not fit: for that reason alone."""
+    done = shell.ask("check", "--accelerator", "cpu", "--json")
+    told = json.loads(done.out)
+    assert done.err == ""
+    assert set(told) == {"fit", "accelerator", "findings"}
+    bad = [row["name"] for row in told["findings"] if row["level"] == "bad"]
+    assert (done.code, told["fit"]) == ((1, False) if bad else (0, True))
+    rows = {row["name"]: row for row in told["findings"]}
+    assert {"driver", "devices", "host load", "cores", "NUMA nodes", "CPU governor", "swap", "AMX", "clock source"} <= set(rows)
+    assert set(bad) <= {"host load", "free memory", "free disk for records", "free disk for temporary files"}
+    assert rows["devices"]["found"].startswith("1 cpu: ")
+    done = shell.ask("check", "--accelerator", "nothing")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: accelerator 'nothing' is unknown; known are ")
+
+
+def test_a_machine_without_such_a_device_is_not_fit(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = shell.ask("check", "--accelerator", "cuda")
+    assert (done.code, done.err) == (1, "")
+    line = next(line for line in done.out.splitlines() if " devices " in line)
+    assert line.split() == ["bad", "devices", "no", "cuda", "device"]
+    assert done.out.splitlines()[-1].startswith("not fit to measure (")
