@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
-from steelyard.record.facts import RankFacts, Weights
+from steelyard.record.facts import MatmulRate, RankFacts, Weights
 from steelyard.record.record import Sample, Scope, Window
 from steelyard.run.folder import Rendezvous
 from steelyard.schema import Frozen, first_problem
@@ -70,6 +70,7 @@ class RankFile(Frozen):
     threads: int | None = None
     matmul_flops_per_s: float | None = None
     matmul_flops_per_cpu_s: float | None = Field(None, description="the same over the CPU time of this process")
+    matmuls: list[MatmulRate] = Field(default_factory=list, description="the case's own shapes, each with its rate")
     drawn: dict[str, list[dict[str, int]]] = Field(default_factory=dict, description="what rows drawn count; rank 0 alone")
     all_reduce_bytes_per_s: float | None = None
     clock: ClockName | None = Field(None, description="whose times its samples have")
@@ -89,4 +90,6 @@ class RankFile(Frozen):
             told["clocks"] = self.clocks
         if self.matmul_flops_per_cpu_s is not None:
             told["matmul_flops_per_cpu_s"] = self.matmul_flops_per_cpu_s
+        if self.matmuls:
+            told["matmuls"] = self.matmuls
         return RankFacts(**told)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,20 +21,20 @@ from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job, Keep
 from steelyard.engines.work import Work
 from steelyard.errors import ExchangeError, RequestError
-from steelyard.plan import degrees
+from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
 from steelyard.run import folder, processes
+from steelyard.run.calibrate import calibrate
 from steelyard.run.clock import busy, every, now
 from steelyard.run.folder import Progress
-from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, time_of
+from steelyard.run.measure import Budget, Trace, bare, measure, time_of
 from steelyard.run.spec import DISK_FULL, RankFile, RankStatus, WorkerSpec
 from steelyard.schema import Frozen
 from steelyard.tasks.task import Prepared, Sources
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
-CALIBRATE_S = 0.4
 EXCHANGES = 3
 PROGRESS_S = 0.1
 CHILDREN_S = 1.0  # for a compiler to take its temporary files away
@@ -211,24 +211,19 @@ class Worker:
             checkout=self.spec.checkout,
         )
 
-    def _calibrate(self, framework: Framework) -> dict[str, float]:
-        """Rate of one large square matmul on random numbers, at the case's precision; and over CPU time alone, which others on
-        a busy host take nothing of."""
-        found, calls = framework.matmul(self.case.question.precision.matmul), 0
-        if found is None:
-            return {}
-        work, flops = found
+    def _calibrate(self, framework: Framework) -> dict[str, Any]:
+        """Rates of matmuls on random numbers, at the case's precision: of the shapes that its batches really have."""
 
-        def counted() -> None:
-            nonlocal calls
-            calls += 1
-            work()
+        def shapes_of(smaller: int) -> tuple[matmuls.Matmul, ...]:
+            return matmuls.of_case(self.case, self.spec.plan.tp, self._held, smaller)
 
-        work()  # what a library does once is no part of a rate
-        begin = busy()
-        time_s = mean_time_s(counted, framework, CALIBRATE_S)
-        used_s = busy() - begin
-        return {"matmul_flops_per_s": flops / time_s} | ({"matmul_flops_per_cpu_s": flops * calls / used_s} if used_s else {})
+        return calibrate(framework, self.case.question.precision.matmul, shapes_of)
+
+    @cached_property
+    def _held(self) -> dict[str, int] | None:
+        """What the rows of the pass hold, or of the first step."""
+        name = "train" if self.task.kind == "train" else "infer"
+        return None if self._counter is None else self._counter.wanted(name, range(1))[0]
 
     def _pass(self, engine: Engine, name: str, framework: Framework) -> None:
         framework.barrier()

@@ -8,6 +8,7 @@ from typing import Any
 from steelyard.accelerators.events import Clock, ReportedEvent
 from steelyard.engines.framework import Meeting
 from steelyard.plan.degrees import Plan
+from steelyard.plan.matmuls import Matmul
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
@@ -44,6 +45,10 @@ class ProgramFramework:
 
     def matmul(self, precision: str) -> None:
         """A second process on the devices would be a neighbour to the program."""
+        return
+
+    def product(self, precision: str, shape: Matmul) -> None:
+        """Neither."""
         return
 
     def event(self) -> ReportedEvent:

@@ -15,6 +15,7 @@ from steelyard.engines.torch import tensor_parallel
 from steelyard.errors import RequestError
 from steelyard.models.tensors import compute_dtype
 from steelyard.plan.degrees import Plan
+from steelyard.plan.matmuls import Matmul
 
 EXCHANGE_NUMBERS = 1 << 18
 _dist: Any = dist  # its stores are not in its stubs
@@ -93,6 +94,21 @@ class TorchFramework:
         size, dtype = self.device.matmul_shape, compute_dtype(precision)
         a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
         return lambda: torch.mm(a, b), 2 * size**3
+
+    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
+        dtype, place = compute_dtype(precision), self.device.torch_device
+
+        def random(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+            sides = (columns, rows) if transposed else (rows, columns)
+            made = torch.randn(*sides, device=place, dtype=dtype)
+            return made.t() if transposed else made
+
+        try:
+            a, b = random(shape.m, shape.k, shape.layout == "tn"), random(shape.k, shape.n, shape.layout == "nt")
+            out = torch.empty(shape.m, shape.n, device=place, dtype=dtype)
+        except torch.OutOfMemoryError:
+            return None
+        return lambda: torch.mm(a, b, out=out), shape.flops
 
     def event(self) -> Event:
         return self.device.event()
