@@ -18,7 +18,7 @@ CLOCKS = {
 PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
-    *("run.node", "run.session", "run.scheduler"),
+    *("run.node", "run.session", "run.scheduler", "run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
     *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),

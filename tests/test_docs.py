@@ -25,7 +25,7 @@ from steelyard.run.spec import RankStatus
 ROOT = Path(__file__).parent.parent
 DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
 RESULTS = sorted((ROOT / "results").rglob("*.json"))
-VERBS = ("list", "show", "run", "report", "verify", "schema", "conform")
+VERBS = ("list", "show", "run", "spec", "report", "verify", "schema", "conform")
 GROUPS = ("weights", "data")
 
 

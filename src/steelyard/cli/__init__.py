@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import conform, data, report, run, show, terminal, weights
+from steelyard.cli import conform, data, report, run, show, spec, terminal, weights
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -40,6 +40,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 app.command("list")(show.list_)
 app.command("show")(show.show)
 app.command("run")(run.run)
+app.command("spec")(spec.spec)
 app.command("report")(report.report_)
 app.command("verify")(report.verify)
 app.command("schema")(report.schema)

@@ -43,8 +43,18 @@ def report_(
 
 def _page(places: list[Path], format_: str, lang: str) -> str:
     from steelyard import report
+    from steelyard.metrics import ceilings
+    from steelyard.metrics.verify import read
+    from steelyard.record import sealed
 
-    return report.render(_read(places), format_, lang)
+    paths = _paths(places)
+    of_spec = [path for path in paths if sealed.kind(path) == "spec"]
+    if not of_spec:
+        return report.render([read(path) for path in paths], format_, lang)
+    if len(of_spec) < len(paths):
+        runs = next(path for path in paths if path not in of_spec)
+        raise RequestError(f"{of_spec[0]} is of kind spec, and {runs} is a run: they make two pages; report them apart")
+    return report.render_spec([ceilings.read(path) for path in paths], format_, lang)
 
 
 def _write(path: Path, text: str) -> None:
@@ -66,12 +76,6 @@ def _paths(places: list[Path]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     """Records in a folder and the folders in it, but for those of checkpoints, whose tables are JSON too."""
     return sorted(path for path in folder.rglob("*.json") if "checkpoints" not in path.relative_to(folder).parts)
-
-
-def _read(places: list[Path]) -> list[Any]:
-    from steelyard.metrics.verify import read
-
-    return [read(path) for path in _paths(places)]
 
 
 def verify(records: Records, as_json: Json = False) -> int:
@@ -102,9 +106,12 @@ class Verdict:
 
 def _verdict(path: Path, alone: bool) -> Verdict:
     """Of several records one that is none is wrong, and the others are still looked at; alone, it is a wrong request."""
-    from steelyard.metrics import verify
+    from steelyard.metrics import ceilings, verify
+    from steelyard.record import sealed
 
     try:
+        if sealed.kind(path) == "spec":
+            return Verdict(path, ceilings.verify(path), [])
         return Verdict(path, verify.verify(path), verify.remarks(path))
     except RequestError as error:
         if alone:
@@ -113,10 +120,10 @@ def _verdict(path: Path, alone: bool) -> Verdict:
 
 
 def schema(
-    of: Annotated[str, typer.Argument(metavar="[record|worker|rank]", help="What to print the schema of.")] = "record",
+    of: Annotated[str, typer.Argument(metavar="[record|spec|worker|rank]", help="What to print the schema of.")] = "record",
     as_json: Json = False,
 ) -> None:
-    """The JSON Schema of a record, of what a worker is told (worker), or of what it leaves (rank).
+    """The JSON Schema of a record, of one of kind spec, of what a worker is told (worker), or of what it leaves (rank).
 
     \b
     Examples:
@@ -124,10 +131,12 @@ def schema(
       steelyard schema worker
     """
     from steelyard.record import record
+    from steelyard.record import spec as of_spec
     from steelyard.run import spec
 
     schemas: dict[str, Callable[[], dict[str, Any]]] = {
         "record": record.schema,
+        "spec": of_spec.schema,
         "worker": spec.WorkerSpec.model_json_schema,
         "rank": spec.RankFile.model_json_schema,
     }

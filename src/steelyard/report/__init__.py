@@ -1,9 +1,11 @@
 """Records as pages: the seeds' page in three formats and two languages, and the short table after a run."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
+from steelyard.record.spec import SpecRecord
 from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text
@@ -11,19 +13,53 @@ from steelyard.report.build import page, table
 from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
 from steelyard.report.scaling import page as scaling
+from steelyard.report.spec import page as spec_page
 from steelyard.report.words import LANGS
 
+Kind = TypeVar("Kind")
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
-__all__ = ["FORMATS", "LANGS", "Lang", "Page", "engines", "html", "md", "page", "render", "scaling", "table", "text"]
+__all__ = [
+    "FORMATS",
+    "LANGS",
+    "Lang",
+    "Page",
+    "engines",
+    "html",
+    "md",
+    "page",
+    "render",
+    "render_spec",
+    "scaling",
+    "table",
+    "text",
+]
 
 
 def render(records: list[Record], format: str, lang: str) -> str:
     """The page of these records as text in one of FORMATS."""
+    return FORMATS[_known(format)](page(_some(records), _spoken(lang)))
+
+
+def render_spec(records: list[SpecRecord], format: str, lang: str) -> str:
+    """The same of records of what a machine can do."""
+    return FORMATS[_known(format)](spec_page(_some(records), _spoken(lang)))
+
+
+def _known(format: str) -> str:
     if format not in FORMATS:
         raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
-    if lang not in LANGS:
+    return format
+
+
+def _spoken(lang: str) -> Lang:
+    found = next((one for one in LANGS if one == lang), None)
+    if found is None:
         raise RequestError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
+    return found
+
+
+def _some(records: list[Kind]) -> list[Kind]:
     if not records:
         raise RequestError("no record to report; give the path of at least one")
-    return FORMATS[format](page(records, lang))
+    return records

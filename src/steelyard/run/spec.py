@@ -11,6 +11,7 @@ from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
 from steelyard.record.facts import MatmulRate, RankFacts, Weights
 from steelyard.record.record import Sample, Scope, Window
+from steelyard.record.spec import Bench
 from steelyard.run.folder import Rendezvous
 from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
@@ -77,6 +78,7 @@ class RankFile(Frozen):
     clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
     details: dict[str, Any] = Field(default_factory=dict)
+    benches: list[Bench] = Field(default_factory=list, description="of `steelyard spec`: what this rank did of each row")
     weights: SerializeAsAny[Weights] = Weights(source=None)
     data: SerializeAsAny[DataFacts] | None = None
 
