@@ -25,7 +25,7 @@ from steelyard.cli.progress import clock, line
 from steelyard.errors import RequestError
 from steelyard.run.session import PhaseProgress
 
-VERBS = ("list", "show", "run", "report", "verify", "schema", "conform")
+VERBS = ("list", "show", "run", "spec", "report", "verify", "schema", "conform")
 
 
 @pytest.mark.parametrize("verb", VERBS)
