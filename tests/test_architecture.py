@@ -21,6 +21,7 @@ PARENT = (
     *("run.node", "run.session", "run.scheduler", "run.fitness", "record.signature"),
     *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
     *("metrics.compare", "metrics.history", "run.reproduce"),
+    *("run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )

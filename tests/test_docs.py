@@ -25,7 +25,23 @@ from steelyard.run.spec import RankStatus
 ROOT = Path(__file__).parent.parent
 DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
 RESULTS = sorted((ROOT / "results").rglob("*.json"))
-VERBS = ("list", "show", "check", "run", "report", "compare", "history", "reproduce", "verify", "sign", "schema", "conform")
+VERBS = (
+    *(
+        "list",
+        "show",
+        "check",
+        "run",
+        "spec",
+        "report",
+        "compare",
+        "history",
+        "reproduce",
+        "verify",
+        "sign",
+        "schema",
+        "conform",
+    ),
+)
 GROUPS = ("weights", "data")
 
 

@@ -14,7 +14,7 @@ from fixtures.liars import liar_engine
 from steelyard.data import batches
 from steelyard.data.counting import TextCounts
 from steelyard.metrics import plausible
-from steelyard.record.facts import RankFacts
+from steelyard.record.facts import MatmulRate, RankFacts
 from steelyard.record.record import Record, Window
 
 TRAIN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu", "--steps", "4")
@@ -124,6 +124,16 @@ def test_a_rate_above_the_measured_matmul_is_implausible() -> None:
     for limit, ok in ((rate / 1.09, True), (rate / 1.11, False)):
         slow = made.model_copy(update={"ranks": [RankFacts(rank=0, matmul_flops_per_s=limit)]})
         assert verdict(plausible.plausible(slow, {}))[:2] == (ok, "implausible")
+
+
+def test_the_fastest_matmul_is_the_limit() -> None:
+    """A square product is not always the fastest: a case's own shape may be, and then it is what a pass can reach."""
+    made = record(passes=[window(40.0)], ranks=[RankFacts(rank=0, matmul_flops_per_s=1e15)])
+    rate = flop(made)
+    for own, ok in ((rate / 1.09, True), (rate / 1.11, False)):
+        shape = MatmulRate(name="up", layout="nt", m=1, n=1, k=1, count=1, flops_per_s=own)
+        ranks = [RankFacts(rank=0, matmul_flops_per_s=rate / 1.2, matmuls=[shape])]
+        assert verdict(plausible.plausible(made.model_copy(update={"ranks": ranks}), {}))[:2] == (ok, "implausible")
 
 
 def test_a_rate_above_the_datasheet_is_implausible() -> None:

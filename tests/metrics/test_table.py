@@ -181,6 +181,21 @@ def test_mfu_in_three_conventions():
     assert value(found, "mfu_nominal") == 1_200_000 / 6.0 / 4e6
 
 
+OWN = [
+    {"name": "up", "layout": "nt", "m": 10, "n": 5, "k": 1, "count": 3, "flops_per_s": 1e6},  # 300 FLOPs
+    {"name": "down", "layout": "nt", "m": 10, "n": 5, "k": 1, "count": 1, "flops_per_s": 5e5},  # 100 FLOPs
+]
+
+
+def test_the_achievable_rate_is_that_of_the_cases_own_shapes():
+    """All FLOPs over all time: 400 in 0.3 ms and 0.2 ms; a mean of the two rates, or the square product, would be another."""
+    found = made(rank_file(matmuls=OWN))
+    assert value(found, "matmul_rate") == pytest.approx(8e5, rel=1e-12)
+    assert value(found, "mfu_achievable") == pytest.approx(value(found, "flops_causal") / 6.0 / 8e5, rel=1e-12)
+    older = metrics.derive(found.model_copy(update={"formulas": None}))
+    assert older["matmul_rate"].value == 2e6
+
+
 def test_without_a_datasheet_row_there_is_no_mfu():
     found = made(facts=facts(peak=None))
     assert value(found, "mfu") is None

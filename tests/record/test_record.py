@@ -19,7 +19,7 @@ from fixtures.commands import Shell
 from steelyard import cli
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics.verify import verify
-from steelyard.record import record
+from steelyard.record import record, sealed
 from steelyard.record.record import Record, canonical_bytes, file_name, read, seal, to_table, write
 
 FLIPS = 200
@@ -93,17 +93,17 @@ def test_folder_without_hard_links_is_refused_before_work(tmp_path: Path, monkey
     def link(*_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    record.writable(tmp_path / "new" / "folder")
+    sealed.writable(tmp_path / "new" / "folder")
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(RequestError, match="Operation not permitted; choose another with --out"):
-        record.writable(tmp_path)
+        sealed.writable(tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "new"]
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from steelyard.record import record
+from steelyard.record import record, sealed
 place, name, call = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 found, calls, real = record.read(Path(sys.argv[1])), 0, getattr(os, name)
 def patched(*arguments):

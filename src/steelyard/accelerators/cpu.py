@@ -13,7 +13,7 @@ import psutil
 
 from steelyard.accelerators.row import Found, Reading, Source
 
-PROC = Path("/proc")
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 CPUINFO = PROC / "cpuinfo"
 LOOK = 5
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -45,6 +45,39 @@ def free() -> int:
     """Bytes that processes can have without another losing its own."""
     available: int = psutil.virtual_memory().available
     return available
+
+
+def capacity(proc: Path = PROC, groups: Path = GROUPS) -> tuple[int, str]:
+    """Bytes that this process can have, and who says so: its control group, or the host."""
+    host = psutil.virtual_memory().total
+    limits = [limit for path in _limits(proc, groups) if (limit := _number(path)) is not None]
+    least = min(limits, default=host)
+    if least < host:
+        return least, "not tried: the limit of its control group"
+    return host, "not tried: the host's memory, which no control group limits further"
+
+
+def _limits(proc: Path, groups: Path) -> list[Path]:
+    """Where limits of this process's memory may stand: of its control group, or a container's root, in versions 2 and 1."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    out = []
+    for line in lines:
+        _, controllers, group = [*line.split(":", 2), "", ""][:3]
+        if controllers in ("", "memory"):
+            root = groups / controllers
+            places = [root, *(root.joinpath(*Path(group).parts[1 : i + 1]) for i in range(1, len(Path(group).parts)))]
+            out += [place / name for place in places for name in ("memory.max", "memory.limit_in_bytes")]
+    return out
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max": no limit
+        return None
 
 
 def source() -> Source:

@@ -5,16 +5,22 @@ from typing import Any
 import psutil
 import torch
 
-from steelyard.accelerators.cpu import find
+from steelyard.accelerators.cpu import capacity, find
 from steelyard.accelerators.events import Clock, HostEvent
 from steelyard.errors import RequestError
 
 PRECISIONS = ("fp32", "fp16", "bf16")
+LACKS = {
+    "tf32": "a CPU has no TF32",
+    "copies": "a CPU's memory is the host's: nothing is copied between them",
+    "peers": "ranks of a CPU share one memory: there is no other device to copy to",
+}
 
 
 class Device:
     backend = "gloo"
     matmul_shape = 1024
+    lacks = LACKS
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
         """All ranks of a machine share its CPUs."""
@@ -54,6 +60,10 @@ class Device:
 
     def attention(self, dtype_name: str, shared: bool) -> str:
         return "rows"
+
+    def capacity(self) -> tuple[int, str]:
+        """Told: a system that is asked for all of its memory ends processes rather than refuse."""
+        return capacity()
 
     def set_precision(self, matmul: str) -> None:
         if matmul not in PRECISIONS:

@@ -13,6 +13,8 @@ _cudnn: Any = torch.backends.cudnn
 # that they serve shared prefixes too.
 ATTENTION = {"fp16": "flash", "bf16": "flash", "fp32": "efficient", "tf32": "efficient"}
 
+SINCE = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}  # compute capability of the first tensor cores for it
+
 
 class CudaEvent:
     """A mark in the device's current stream; the host does not wait for it."""
@@ -78,6 +80,20 @@ class Device:
 
     def attention(self, dtype_name: str, shared: bool) -> str:
         return ATTENTION[dtype_name]
+
+    @property
+    def lacks(self) -> dict[str, str]:
+        """By compute capability (CUDA C++ Programming Guide, "Compute Capabilities"); libraries emulate or refuse it."""
+        have = torch.cuda.get_device_capability(self._index)
+        return {
+            name: f"compute capability {have[0]}.{have[1]}: {name} needs {least[0]}.{least[1]}"
+            for name, least in SINCE.items()
+            if have < least
+        }
+
+    def capacity(self) -> None:
+        """Found by allocating."""
+        return
 
     def set_precision(self, matmul: str) -> None:
         """Through the older pair of flags: they set the newer `fp32_precision` too, so that both can be read later.

@@ -77,6 +77,15 @@ class TorchDevice(Protocol):
     def set_precision(self, matmul: str) -> None:
         """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
 
+    # What follows is for `steelyard spec` alone; a device class without it is taken to lack nothing.
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """What it has not, with the reason: names of precisions, `copies` from and to the host, `peers`."""
+
+    def capacity(self) -> tuple[int, str] | None:
+        """Bytes that a process can have, where that is told and not tried, and who tells it. None: found by allocating."""
+
 
 class PaddleDevice(Protocol):
     """A device class for framework paddle, made with the local rank and the clock of the measured loop."""

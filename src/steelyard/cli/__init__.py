@@ -8,7 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import check, compare, conform, data, history, report, reproduce, run, show, sign, terminal, weights
+from steelyard.cli import (
+    check,
+    compare,
+    conform,
+    data,
+    history,
+    report,
+    reproduce,
+    run,
+    show,
+    sign,
+    spec,
+    terminal,
+    weights,
+)
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -41,6 +55,7 @@ app.command("list")(show.list_)
 app.command("show")(show.show)
 app.command("check")(check.check)
 app.command("run")(run.run)
+app.command("spec")(spec.spec)
 app.command("report")(report.report_)
 app.command("compare")(compare.compare)
 app.command("history")(history.history)

@@ -15,6 +15,7 @@ from steelyard.errors import RequestError
 if TYPE_CHECKING:
     from steelyard.record.record import Record
     from steelyard.record.signature import Signature
+    from steelyard.record.spec import SpecRecord
 
 
 def report_(
@@ -38,6 +39,10 @@ def report_(
     from steelyard.cli import repeats
 
     check_format(format_, lang)
+    specs = _specs(paths(records))
+    if specs:
+        show(report.render_spec(specs, format_, lang), to, as_json, format_, lang)
+        return
     found = read(records)
     page = report.render(found, format_, lang, report.explain if explain else report.page)
     show(page, to, as_json, format_, lang, {"repeats": repeats.as_json(found)} if as_json else {})
@@ -63,6 +68,18 @@ def show(page: str, to: Path | None, as_json: bool, format_: str, lang: str, bes
         answer(page)
     else:
         say(f"page: {to}")
+
+
+def _specs(every: list[Path]) -> "list[SpecRecord]":
+    """Records of what machines can do, where these are such; they and runs make two pages."""
+    from steelyard.metrics import ceilings
+    from steelyard.record import sealed
+
+    of_spec = [path for path in every if sealed.kind(path) == "spec"]
+    if of_spec and len(of_spec) < len(every):
+        runs = next(path for path in every if path not in of_spec)
+        raise RequestError(f"{of_spec[0]} is of kind spec, and {runs} is a run: they make two pages; report them apart")
+    return [ceilings.read(path) for path in of_spec]
 
 
 def _write(path: Path, text: str) -> None:
@@ -134,11 +151,13 @@ class Verdict:
 
 def _verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
     """Of several records one that is none is wrong, and the others are still looked at; alone, it is a wrong request."""
-    from steelyard.metrics import verify
-    from steelyard.record import signature
+    from steelyard.metrics import ceilings, verify
+    from steelyard.record import sealed, signature
 
     try:
-        wrong, remarks = verify.verify(path), verify.remarks(path)
+        of_spec = sealed.kind(path) == "spec"
+        wrong = ceilings.verify(path) if of_spec else verify.verify(path)
+        remarks = [] if of_spec else verify.remarks(path)
     except RequestError as error:
         if alone:
             raise
@@ -150,10 +169,10 @@ def _verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
 
 
 def schema(
-    of: Annotated[str, typer.Argument(metavar="[record|worker|rank]", help="What to print the schema of.")] = "record",
+    of: Annotated[str, typer.Argument(metavar="[record|spec|worker|rank]", help="What to print the schema of.")] = "record",
     as_json: Json = False,
 ) -> None:
-    """The JSON Schema of a record, of what a worker is told (worker), or of what it leaves (rank).
+    """The JSON Schema of a record, of one of kind spec, of what a worker is told (worker), or of what it leaves (rank).
 
     \b
     Examples:
@@ -161,10 +180,12 @@ def schema(
       steelyard schema worker
     """
     from steelyard.record import record
+    from steelyard.record import spec as of_spec
     from steelyard.run import spec
 
     schemas: dict[str, Callable[[], dict[str, Any]]] = {
         "record": record.schema,
+        "spec": of_spec.schema,
         "worker": spec.WorkerSpec.model_json_schema,
         "rank": spec.RankFile.model_json_schema,
     }

@@ -12,6 +12,7 @@ from typing import Literal
 from steelyard import plugins
 from steelyard.case.case import Case
 from steelyard.case.question import Question
+from steelyard.engines.bench import Ceilings
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job
 from steelyard.errors import RequestError
@@ -33,6 +34,7 @@ class FrameworkRow:
 
     name: str
     make: str
+    ceilings: str | None = None  # `module:Class` of what `steelyard spec` shows with it; None: nothing
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,11 @@ FLAGSCALE = EngineRow(
     extra="torch",
 )
 FRAMEWORKS = [
-    FrameworkRow("torch", "steelyard.engines.torch.framework:TorchFramework"),
+    FrameworkRow(
+        "torch",
+        "steelyard.engines.torch.framework:TorchFramework",
+        "steelyard.engines.torch.ceilings:TorchCeilings",
+    ),
     FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
     FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework"),
 ]
@@ -201,8 +207,21 @@ def load(name: str, work: str) -> Callable[[Job], Engine]:
 
 def load_framework(name: str) -> Callable[..., Framework]:
     """What makes the framework of a name."""
+    made: Callable[..., Framework] = plugins.load(_framework(name).make)
+    return made
+
+
+def load_ceilings(name: str) -> Callable[[Framework], Ceilings]:
+    """What makes the rows of `steelyard spec` of a framework."""
+    found = _framework(name).ceilings
+    if found is None:
+        raise RequestError(f"framework {name!r} shows no ceilings")
+    made: Callable[[Framework], Ceilings] = plugins.load(found)
+    return made
+
+
+def _framework(name: str) -> FrameworkRow:
     rows = plugins.table(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
     if name not in rows:
         raise RequestError(f"no framework {name!r}; known: {', '.join(sorted(rows))}")
-    made: Callable[..., Framework] = plugins.load(rows[name].make)
-    return made
+    return rows[name]

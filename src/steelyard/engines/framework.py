@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from steelyard.accelerators.events import Timeline
 from steelyard.engines.profile import Profiler
 from steelyard.plan.degrees import Plan
+from steelyard.plan.matmuls import Matmul
 
 
 class Meeting(Protocol):
@@ -51,8 +52,12 @@ class Framework(Timeline, Protocol):
         """The last call of a worker that is done."""
 
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
-        """One large square matmul on random numbers, and its FLOPs: what is timed to know the achievable rate. None where
-        another program drives the device."""
+        """One large square matmul on random numbers, and its FLOPs: the rate that no pass may exceed. None where another
+        program drives the device."""
+
+    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
+        """One matmul of this shape on random numbers, and its FLOPs: what is timed to know the rate that a case can reach. None
+        where the device has no memory left for it, or this framework cannot."""
 
     def profiler(self) -> Profiler | None:
         """A new one for this rank's device; None where the framework has none."""

@@ -7,6 +7,7 @@ from math import fsum
 from steelyard.metrics import rates, spans
 from steelyard.metrics.result import Finding
 from steelyard.plan import degrees, flops
+from steelyard.record.facts import RankFacts
 from steelyard.record.record import COUNTED, Check, Record, Value
 
 MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperature and its neighbours move
@@ -76,7 +77,7 @@ def _limits(record: Record, name: str) -> Iterator[tuple[str, float | None, floa
     least_s = min(times, default=0.0)
     peak = rates.datasheet_peak(record).value
     yield "over its time; the datasheet's peak of all devices is", peak and peak * devices, least_s
-    measured = [rank.matmul_flops_per_s for rank in record.ranks]
+    measured = [_fastest(rank) for rank in record.ranks]
     if record.environment.hardware.accelerator != "cpu":
         whole = fsum(rate for rate in measured if rate) if all(measured) else None
         yield f"over its time; {MARGIN} times the matmul rate measured is", whole and MARGIN * whole, least_s
@@ -87,6 +88,12 @@ def _limits(record: Record, name: str) -> Iterator[tuple[str, float | None, floa
     if len(known) == len(of_cpu) and known and None not in used:
         busy_s = fsum(time_s for time_s in used if time_s is not None)
         yield f"of CPU time; {MARGIN} times that of the matmul measured is", MARGIN * max(known), busy_s
+
+
+def _fastest(rank: RankFacts) -> float | None:
+    """The fastest matmul that was seen of a device: the square one, or one of the case's own shapes."""
+    known = [rank.matmul_flops_per_s, *(one.flops_per_s for one in rank.matmuls or [])]
+    return max((rate for rate in known if rate), default=None)
 
 
 def beside(record: Record, values: dict[str, Value]) -> list[Finding]:

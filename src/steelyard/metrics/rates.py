@@ -7,7 +7,7 @@ from steelyard.metrics import formulas_1, readings, stats
 from steelyard.metrics.result import GIB, Result, absent, work_name
 from steelyard.metrics.spans import Span, devices, headline, samples, span, total, wall_s, windows
 from steelyard.plan import flops
-from steelyard.record.facts import Series
+from steelyard.record.facts import RankFacts, Series
 from steelyard.record.record import Record, Sample
 from steelyard.tasks.task import PASSES
 
@@ -84,9 +84,17 @@ def datasheet_peak(record: Record) -> Result:
 
 
 def achievable(record: Record) -> Result:
-    """Matmul rate of one device, measured in this run: the mean over ranks."""
-    rates = [rank.matmul_flops_per_s for rank in record.ranks if rank.matmul_flops_per_s]
+    """Matmul rate of one device, measured in this run: the mean over ranks. Of the case's own shapes, where they were timed;
+    older records have one square product."""
+    rates = [rate for rank in record.ranks if (rate := _own_rate(record, rank))]
     return Result(fsum(rates) / len(rates)) if rates else Result(None, "the matmul rate was not measured")
+
+
+def _own_rate(record: Record, rank: RankFacts) -> float | None:
+    """All FLOPs of a batch's matmuls over all their time."""
+    if record.formulas is None or not rank.matmuls:
+        return rank.matmul_flops_per_s
+    return sum(one.flops for one in rank.matmuls) / fsum(one.flops / one.flops_per_s for one in rank.matmuls)
 
 
 def mfu(convention: str, seconds: Callable[[Span], float | None], ceiling: Formula) -> Formula:

@@ -357,8 +357,8 @@ OTHERS = (
         "FLOP/s",
         "higher",
         rates.achievable,
-        ("Measured matmul rate", "large matmuls in the case's precision on this machine, in the same run"),
-        ("实测矩阵乘法速率", "同次运行中，本机以该用例精度计算大矩阵乘法的速率"),
+        ("Measured matmul rate", "the case's own matmuls on this machine, in its precision and in the same run"),
+        ("实测矩阵乘法速率", "同次运行中，本机以该用例的精度计算其自身各形状矩阵乘法的速率"),
     ),
     Metric(
         "padded_share",

@@ -9,7 +9,7 @@ from typing import Any
 
 from steelyard import plugins
 from steelyard.errors import RequestError
-from steelyard.models.shapes import GlmModel, LlamaModel
+from steelyard.models.shapes import GlmModel, LlamaModel, Matrix
 from steelyard.schema import Frozen
 
 
@@ -20,7 +20,7 @@ class Family:
     name: str
     shape: type[Frozen]  # its dimensions, as a case tells them
     works: tuple[str, ...]  # kinds of work it can do
-    layer_parameters: Callable[[Any], int]  # of a shape: weights of the matrices of one layer
+    layer_matrices: Callable[[Any], tuple[Matrix, ...]]  # of a shape: those of one layer, as they are multiplied
     other_parameters: Callable[[Any], int]  # of a shape: all else that is trained, of the whole model
     build: str  # (shape, device, dtype): a model whose memory is not initialised
     random_init: str  # (model, seed): random weights
@@ -28,11 +28,19 @@ class Family:
     holds: str  # (folder): whether the folder holds weights of this family, by names of files and tensors alone
     checkpoint: str  # (folder): its checkpoint, headers read
 
+    def layer_parameters(self, model: Any) -> int:
+        """Weights of the matrices of one layer."""
+        return sum(one.outputs * one.inputs for one in self.layer_matrices(model))
 
-def _llama_layer(model: LlamaModel) -> int:
+
+def _llama_layer(model: LlamaModel) -> tuple[Matrix, ...]:
     dim = model.hidden // model.heads
-    qkv = model.hidden * (model.heads + 2 * model.kv_heads) * dim
-    return qkv + model.hidden * model.hidden + 3 * model.hidden * model.ffn
+    return (
+        Matrix("qkv", (model.heads + 2 * model.kv_heads) * dim, model.hidden, "outputs"),
+        Matrix("out", model.hidden, model.hidden, "inputs"),
+        Matrix("gate+up", 2 * model.ffn, model.hidden, "outputs"),
+        Matrix("down", model.hidden, model.ffn, "inputs"),
+    )
 
 
 def _llama_others(model: LlamaModel) -> int:
@@ -42,8 +50,13 @@ def _llama_others(model: LlamaModel) -> int:
     return norms + biases + model.vocab * model.hidden * (1 if model.tied else 2)
 
 
-def _glm_layer(model: GlmModel) -> int:
-    return 4 * model.hidden * model.hidden + 2 * model.hidden * model.ffn
+def _glm_layer(model: GlmModel) -> tuple[Matrix, ...]:
+    return (
+        Matrix("qkv", 3 * model.hidden, model.hidden, "outputs"),
+        Matrix("out", model.hidden, model.hidden, "inputs"),
+        Matrix("up", model.ffn, model.hidden, "outputs"),
+        Matrix("down", model.hidden, model.ffn, "inputs"),
+    )
 
 
 def _glm_others(model: GlmModel) -> int:
@@ -56,7 +69,7 @@ LLAMA = Family(
     name="llama",
     shape=LlamaModel,
     works=("score_choices", "score_texts", "train_rows"),
-    layer_parameters=_llama_layer,
+    layer_matrices=_llama_layer,
     other_parameters=_llama_others,
     build="steelyard.models.llama_init:build",
     random_init="steelyard.models.llama_init:fill_random",
@@ -68,7 +81,7 @@ GLM = Family(
     name="glm",
     shape=GlmModel,
     works=("train_cloze",),
-    layer_parameters=_glm_layer,
+    layer_matrices=_glm_layer,
     other_parameters=_glm_others,
     build="steelyard.models.glm:build",
     random_init="steelyard.models.glm:fill_random",

@@ -1,5 +1,6 @@
 """Dimensions of the models of each family, and rows of a divided vocabulary. Known without torch."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -64,6 +65,16 @@ class GlmModel(Frozen):
         if self.hidden % self.heads:
             raise ValueError(f"hidden {self.hidden} must be a multiple of heads {self.heads}")
         return self
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that every token of a layer is multiplied with; `divided` is the side that a tensor-parallel group divides."""
+
+    name: str
+    outputs: int
+    inputs: int
+    divided: Literal["outputs", "inputs"]
 
 
 def vocab_rows(vocab: int, tp: int) -> int:

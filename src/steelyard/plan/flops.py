@@ -30,12 +30,12 @@ def attention(model: LlamaModel | GlmModel, counts: Counts) -> int:
 
 def counted(model: LlamaModel | GlmModel, counts: Counts) -> int:
     """Matmul FLOPs of a forward as a profiler sees them: attention over the whole square, masked or not."""
-    return _matmuls(model, counts) + 4 * model.layers * model.hidden * counts["square"]
+    return weight_flops(model, counts) + 4 * model.layers * model.hidden * counts["square"]
 
 
 def causal(model: LlamaModel | GlmModel, counts: Counts) -> int:
     """Matmul FLOPs that the model's definition needs: only the pairs the mask leaves."""
-    return _matmuls(model, counts) + attention(model, counts)
+    return weight_flops(model, counts) + attention(model, counts)
 
 
 def palm(model: LlamaModel | GlmModel, counts: Counts) -> int:
@@ -50,7 +50,8 @@ def nominal(model: LlamaModel | GlmModel, counts: Counts) -> int | None:
     return None if model.nominal_parameters is None else int(2 * model.nominal_parameters) * counts["tokens"]
 
 
-def _matmuls(model: LlamaModel | GlmModel, counts: Counts) -> int:
+def weight_flops(model: LlamaModel | GlmModel, counts: Counts) -> int:
+    """Of the products with weights in a forward; attention has none."""
     return 2 * layer_parameters(model) * counts["tokens"] + 2 * model.vocab * model.hidden * counts["logits"]
 
 

@@ -7,11 +7,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import OpenTable
+from steelyard.plan.matmuls import Layout
+from steelyard.schema import Frozen, OpenTable
 
 # Bounds that no machine comes near, so that no formula overflows on a stranger's record.
 Bytes = Annotated[int, Field(ge=0, le=10**18)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
+Side = Annotated[int, Field(ge=1, le=10**12)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
@@ -165,6 +167,23 @@ class HostFacts(OpenTable):
         return t_s * (1 - (self.clock_drift or 0.0))
 
 
+class MatmulRate(Frozen):
+    """A shape of the case's own matmuls, how many a batch has, and the rate at which it was timed."""
+
+    name: str
+    layout: Layout
+    m: Side
+    n: Side
+    k: Side
+    count: Side
+    flops_per_s: Rate
+
+    @property
+    def flops(self) -> int:
+        """Of all of them."""
+        return 2 * self.m * self.n * self.k * self.count
+
+
 class RankFacts(OpenTable):
     """What a record keeps of a rank beside its passes and samples."""
 
@@ -176,6 +195,7 @@ class RankFacts(OpenTable):
     threads: int | None = None
     matmul_flops_per_s: Rate | None = None
     matmul_flops_per_cpu_s: Rate | None = None
+    matmuls: list[MatmulRate] | None = None
     all_reduce_bytes_per_s: Rate | None = None
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None

@@ -5,11 +5,7 @@ value, which the hash shows, or a different spelling of the same, which `integri
 """
 
 import hashlib
-import json
-import mmap
-import os
 import re
-import secrets
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -21,18 +17,14 @@ from steelyard.case.case import Tune
 from steelyard.case.question import Question
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
+from steelyard.record import sealed
 from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, Weights
 from steelyard.record.profile import Profile
+from steelyard.record.sealed import SCHEMA, canonical_bytes
 from steelyard.schema import Frozen, OpenTable, first_problem
 from steelyard.tasks.task import DataFacts, Task
 
-SCHEMA = 1
 KEPT = "steelyard-kept-"  # begins the name of a folder that keeps what could not be written where it belongs
-# How large a record may be, by its ranks: 100,000 steps of one take 40 MB. Parsed it takes 25 times its size in memory.
-BASE_BYTES, RANK_BYTES, MAX_RECORD_BYTES = 32 << 20, 16 << 20, 1 << 30
-RANK_MARK = b'"matmul_flops_per_s":'  # stands in a record once for each rank
-MAX_DEPTH = 64  # of nested tables and lists; a record has about ten
-
 Status = Literal["valid", "invalid", "failed"]
 Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes near: a formula never overflows
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
@@ -238,21 +230,12 @@ class Record(Frozen):
         return self.data.fingerprint if isinstance(self.data, DataFacts) else "unknown"
 
 
-def canonical_bytes(table: dict[str, Any]) -> bytes:
-    text = json.dumps(table, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return (text + "\n").encode()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()).hexdigest()
-
-
 def _hashes(table: dict[str, Any]) -> dict[str, str]:
     """`record` is of the values, `bytes` of the order of keys too, which in some tables has a meaning. Older records have
     no `bytes`."""
     body = {key: value for key, value in table.items() if key != "hashes"}
     in_order = hashlib.sha256(canonical_bytes(body)).hexdigest()
-    return {"samples": _digest(table["samples"]), "record": _digest(body), "bytes": in_order}
+    return {"samples": sealed.digest(table["samples"]), "record": sealed.digest(body), "bytes": in_order}
 
 
 def seal(record: Record) -> Record:
@@ -275,25 +258,6 @@ def file_name(record: Record, end: str = "") -> str:
     parts = (stamp, case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
     # Some of these names are free text, from case files of strangers too; none may lead out of the folder.
     return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in parts) + f"{end}.json"
-
-
-def writable(folder: Path) -> None:
-    """Make the folder and prove, before any work, that a record can be written into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{secrets.token_hex(8)}"
-        twin = probe.with_suffix(".link")
-        with probe.open("xb"):
-            pass
-        try:
-            os.link(probe, twin)  # what `write` needs, and some file systems do not have
-            twin.unlink()
-        finally:
-            probe.unlink()
-    except OSError as error:
-        raise RequestError(
-            f"output folder {str(folder)!r} cannot be written: {error.strerror}; choose another with --out"
-        ) from error
 
 
 def write(record: Record, folder: Path, end: str = "") -> Path:
@@ -325,7 +289,7 @@ def keep(record: Record, folder: Path) -> Path:
 
 def read(path: Path) -> Record:
     """A record from a file, or one line on why not: all that a formula reads has its type."""
-    table = _table(path, _bytes(path))
+    table = sealed.table(path, sealed.read_bytes(path))
     try:
         record = Record.model_validate(table)
     except ValidationError as error:
@@ -338,56 +302,10 @@ def read(path: Path) -> Record:
     return record
 
 
-def _table(path: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        table = json.loads(raw)
-        canonical_bytes(table)  # what has no such bytes was never written by us: NaN, infinities, half characters
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: not a record: {error}") from error
-    if _depth(table) > MAX_DEPTH:
-        raise RequestError(f"{path}: not a record: nested more than {MAX_DEPTH} deep")
-    version = table.get("schema") if isinstance(table, dict) else None
-    if type(version) is not int or version != SCHEMA:
-        raise RequestError(f"{path}: schema is {version!r}; this version reads {SCHEMA}")
-    found: dict[str, Any] = table
-    return found
-
-
-def _depth(table: Any) -> int:
-    """How deep tables and lists are nested."""
-    depth, level = 0, [table]
-    while level := [value for value in level if isinstance(value, dict | list)]:
-        depth += 1
-        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
-    return depth
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: not a file; give the path of a record")
-        size = path.stat().st_size
-        if size > BASE_BYTES + RANK_BYTES:
-            ranks = _ranks(path) if size <= MAX_RECORD_BYTES else size
-            most = min(BASE_BYTES + RANK_BYTES * max(1, ranks), MAX_RECORD_BYTES)
-            if size > most:
-                of = f" of {ranks} rank(s)" if most < MAX_RECORD_BYTES else ""
-                raise RequestError(f"{path}: {size} bytes; a record{of} has at most {most}")
-        return path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}; give the path of a record") from error
-
-
-def _ranks(path: Path) -> int:
-    """How many ranks a file tells of, without parsing it."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return sum(1 for _ in re.finditer(RANK_MARK, content))
-
-
 def integrity(path: Path) -> list[str]:
     """What is wrong with the bytes of a record: nothing, where it is as it was written."""
-    raw = _bytes(path)
-    table = _table(path, raw)
+    raw = sealed.read_bytes(path)
+    table = sealed.table(path, raw)
     wrong: list[str] = []
     order = [info.alias or name for name, info in Record.model_fields.items()]
     if canonical_bytes(table) != raw or list(table) != [name for name in order if name in table]:

@@ -1,9 +1,11 @@
 """Records as pages: the seeds' page in three formats and two languages, and the short table after a run."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
+from steelyard.record.spec import SpecRecord
 from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text
@@ -14,9 +16,11 @@ from steelyard.report.engines import page as engines
 from steelyard.report.history import page as history
 from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
+from steelyard.report.spec import page as spec_page
 from steelyard.report.waterfall import page as explain
 from steelyard.report.words import LANGS
 
+Kind = TypeVar("Kind")
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
 __all__ = [
@@ -32,6 +36,7 @@ __all__ = [
     "md",
     "page",
     "render",
+    "render_spec",
     "repeats",
     "scaling",
     "table",
@@ -41,10 +46,28 @@ __all__ = [
 
 def render(records: list[Record], format: str, lang: str, made: Callable[[list[Record], Lang], Page] = page) -> str:
     """A page of these records, the whole one or another, as text in one of FORMATS."""
+    return FORMATS[_known(format)](made(_some(records), _spoken(lang)))
+
+
+def render_spec(records: list[SpecRecord], format: str, lang: str) -> str:
+    """The same of records of what a machine can do."""
+    return FORMATS[_known(format)](spec_page(_some(records), _spoken(lang)))
+
+
+def _known(format: str) -> str:
     if format not in FORMATS:
         raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
-    if lang not in LANGS:
+    return format
+
+
+def _spoken(lang: str) -> Lang:
+    found = next((one for one in LANGS if one == lang), None)
+    if found is None:
         raise RequestError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
+    return found
+
+
+def _some(records: list[Kind]) -> list[Kind]:
     if not records:
         raise RequestError("no record to report; give the path of at least one")
-    return FORMATS[format](made(records, lang))
+    return records

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from steelyard.report import comparing_words
+from steelyard.report import words_comparing, words_explain, words_spec
 from steelyard.report.document import Lang
 
 LANGS: tuple[Lang, ...] = ("en", "zh")
@@ -245,84 +245,6 @@ _TABLE: dict[str, tuple[str, str]] = {
     "ranks.slowest": ("Slowest step", "最慢步时"),
     "ranks.matmul": ("Matmul rate", "矩阵乘速率"),
     "ranks.all_reduce": ("All-reduce of 1 MiB", "1 MiB 全归约"),
-    # why it is not higher
-    "explain": ("Why it is not higher", "为何不能更快"),
-    "explain.part": ("Part of a step", "单步的组成"),
-    "explain.time": ("Time a step", "每步用时"),
-    "explain.share": ("Share", "占比"),
-    "explain.mfu": ("MFU up to here", "至此的 MFU"),
-    "explain.try": ("What to try", "可尝试的办法"),
-    "explain.sum": ("measured", "实测"),
-    "explain.of": (
-        "Rank {0}: {1} steps under the profiler after the measured pass took {2} of what as much work took in the pass.",
-        "进程 {0}：实测之后在性能分析器下运行 {1} 步，其用时为实测同等工作量用时的 {2}。",
-    ),
-    "explain.far": (
-        "That is more than 2 % away: the profiler slows the run down, or these steps are unlike the others. Mind the shares.",
-        "偏差超过 2 %：性能分析器拖慢了运行，或这几步与其余不同；各占比仅供参考。",
-    ),
-    "explain.samples": (
-        "From the samples alone: run with --explain to separate kernels and gaps.",
-        "仅由样本得出；用 --explain 运行可区分内核与空隙。",
-    ),
-    "explain.peak": ("model FLOPs at the datasheet's peak", "按标称峰值计算模型 FLOPs"),
-    "explain.rate": ("matmuls at the measured rate", "矩阵乘按实测速率"),
-    "explain.matmul": ("matmuls below the peak", "矩阵乘未达峰值"),
-    "explain.attention": ("attention below the peak", "注意力未达峰值"),
-    "explain.matmuls": ("matmuls", "矩阵乘"),
-    "explain.attentions": ("attention", "注意力"),
-    "explain.other": ("other kernels", "其他内核"),
-    "explain.copy": ("copies", "拷贝"),
-    "explain.communication": ("exposed communication", "未被掩盖的通信"),
-    "explain.bubble": ("pipeline bubble", "流水线气泡"),
-    "explain.data": ("waiting for data", "等待数据"),
-    "explain.host": ("gaps: the host is late", "空隙：主机来不及下发"),
-    "explain.recompute": ("recomputation", "重计算"),
-    "explain.meet": ("waiting for other ranks' data", "等待其他进程的数据"),
-    "explain.exchange": ("gradients between replicas", "副本间交换梯度"),
-    "explain.evaluate": ("evaluations", "评估"),
-    "explain.checkpoint": ("checkpoints", "写检查点"),
-    "explain.score": ("reading answers", "读取结果"),
-    "explain.rest": ("other kernels, attention below its rate, gaps", "其他内核、注意力与空隙"),
-    "explain.unexplained": ("between the stretch and the measured pass", "分析段与实测之差"),
-    "explain.matmul.try": (
-        "larger micro-batches or batch_tokens; another precision; see the rate of these shapes in steelyard spec",
-        "增大 micro_batch 或 batch_tokens；换精度；用 steelyard spec 查看这些形状的速率",
-    ),
-    "explain.matmuls.try": (
-        "larger micro-batches or batch_tokens; another precision",
-        "增大 micro_batch 或 batch_tokens；换精度",
-    ),
-    "explain.attentions.try": ("another kernel: tune.attention", "换注意力内核：tune.attention"),
-    "explain.attention.try": ("another kernel: tune.attention", "换注意力内核：tune.attention"),
-    "explain.other.try": (
-        "tune.compile=true; fused kernels; the table below names them",
-        "tune.compile=true；融合内核；见下表",
-    ),
-    "explain.copy.try": ("pinned memory; fewer and larger copies", "使用锁页内存；减少拷贝次数"),
-    "explain.communication.try": (
-        "less TP, more DP; larger micro-batches; a faster link",
-        "减小 TP、增大 DP；增大 micro_batch；更快的互联",
-    ),
-    "explain.bubble.try": ("more micro-batches a step; less PP", "每步更多 micro-batch；减小 PP"),
-    "explain.data.try": ("faster disks; more of the data in memory", "更快的磁盘；更多数据常驻内存"),
-    "explain.host.try": (
-        "tune.compile=true; larger micro-batches; a host that is not busy",
-        "tune.compile=true；增大 micro_batch；空闲的主机",
-    ),
-    "explain.recompute.try": ("tune.recompute=none where memory allows", "显存允许时用 tune.recompute=none"),
-    "explain.exchange.try": ("a faster link; more micro-batches a step", "更快的互联；每步更多 micro-batch"),
-    "explain.kernels": ("Kernels beside matmuls and attention", "矩阵乘与注意力之外的内核"),
-    "explain.kernel": ("Kernel", "内核"),
-    "explain.kind": ("Kind", "类别"),
-    "explain.calls": ("Calls a step", "每步调用次数"),
-    "explain.bandwidth": ("Bytes/s", "字节/秒"),
-    "explain.bandwidth_share": ("Of the datasheet's bandwidth", "占标称带宽"),
-    "explain.bytes": (
-        "Bytes are those of the tensors that a call names, each once: what a kernel reads or writes again is not in them.",
-        "字节数为调用所列张量各计一次，重复读写不计。",
-    ),
-    "explain.trace": ("The whole trace: {0}", "完整轨迹：{0}"),
     "stragglers": ("Stragglers", "慢进程"),
     "stragglers.rank": ("rank {0}", "进程 {0}"),
     "stragglers.host": ("rank {0} on host {1}", "主机 {1} 上的进程 {0}"),
@@ -381,7 +303,9 @@ _TABLE: dict[str, tuple[str, str]] = {
     "division": ("division", "赛道"),
     "precision": ("precision", "精度"),
     "status": ("status", "状态"),
-    **comparing_words.TABLE,
+    **words_comparing.TABLE,
+    **words_explain.TABLE,
+    **words_spec.TABLE,
 }
 
 

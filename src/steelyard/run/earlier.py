@@ -5,7 +5,7 @@ from pathlib import Path
 
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
-from steelyard.record import record
+from steelyard.record import record, sealed
 from steelyard.record.record import GateFacts, Nothing, Record
 from steelyard.run.ready import Ready
 
@@ -23,6 +23,8 @@ def find(folder: Path, wanted: list[Ready]) -> tuple[list[list[Earlier]], list[s
     out: list[list[Earlier]] = [[] for _ in wanted]
     warnings = []
     for path in sorted(folder.glob("*.json")):
+        if sealed.kind(path) != "run":
+            continue
         try:
             found = record.read(path)
             place = next((i for i, one in enumerate(wanted) if answers(found, one)), None)

@@ -12,7 +12,7 @@ from steelyard.data.corpus import IDS
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import evidence
 from steelyard.plan.degrees import Plan
-from steelyard.record import record
+from steelyard.record import record, sealed
 from steelyard.record.facts import Environment, HostFacts
 from steelyard.record.record import Record
 from steelyard.run import assemble, conformity, environment, interrupts, launch, messages, outcome, preflight, scheduler
@@ -66,7 +66,7 @@ class Run:
     def to_record(self, watch: Watch | None) -> tuple[Record, Path]:
         """The record lies there from the start, as one that has not ended: a parent that is killed leaves it."""
         out, draft = self.ready.request.out, None
-        record.writable(out)
+        sealed.writable(out)
         with ExitStack() as undisturbed:
             try:
                 self._open()

@@ -59,7 +59,7 @@ def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], p
         if machines.setdefault(hello.machine, name) != name:
             raise RequestError(f"hosts {machines[hello.machine]} and {name} are one machine ({hello.host}); name it once")
         _same_package(name, hello, package)
-        _able(name, hello, plan, asked)
+        able(name, hello, plan, asked)
         _same_software(name, hello, first_name, first)
         _same_devices(name, hello, first_name, first, plan)
         warnings += _memory(name, hello, case, plan)
@@ -82,7 +82,7 @@ def _copy(name: str, hello: Hello) -> str:
     return shlex.join(["rsync", "-a", "--delete", f"{PACKAGE}/", f"{name}:{hello.folder}/"])
 
 
-def _able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
+def able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
     if hello.problem is not None:
         raise RequestError(f"host {name}: {hello.problem}")
     if hello.lacking:

@@ -85,7 +85,7 @@ class Ranks:
         for local_rank in range(start.workers):
             rank = start.first_rank + local_rank
             process = subprocess.Popen(
-                [host.python, "-P", "-m", "steelyard.run.worker", str(path)],
+                [host.python, "-P", "-m", start.worker, str(path)],
                 stdin=subprocess.PIPE,  # closed when this agent is gone, however it went
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -9,9 +9,10 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
-from steelyard.record.facts import RankFacts, Weights
+from steelyard.record.facts import MatmulRate, RankFacts, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.record import Sample, Scope, Window
+from steelyard.record.spec import Bench
 from steelyard.run.folder import Rendezvous
 from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
@@ -73,6 +74,7 @@ class RankFile(Frozen):
     threads: int | None = None
     matmul_flops_per_s: float | None = None
     matmul_flops_per_cpu_s: float | None = Field(None, description="the same over the CPU time of this process")
+    matmuls: list[MatmulRate] = Field(default_factory=list, description="the case's own shapes, each with its rate")
     drawn: dict[str, list[dict[str, int]]] = Field(default_factory=dict, description="what rows drawn count; rank 0 alone")
     all_reduce_bytes_per_s: float | None = None
     clock: ClockName | None = Field(None, description="whose times its samples have")
@@ -80,6 +82,7 @@ class RankFile(Frozen):
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
     profile: Profile | None = Field(None, description="of a rank that profiled a stretch")
     details: dict[str, Any] = Field(default_factory=dict)
+    benches: list[Bench] = Field(default_factory=list, description="of `steelyard spec`: what this rank did of each row")
     weights: SerializeAsAny[Weights] = Weights(source=None)
     data: SerializeAsAny[DataFacts] | None = None
 
@@ -93,4 +96,6 @@ class RankFile(Frozen):
             told["clocks"] = self.clocks
         if self.matmul_flops_per_cpu_s is not None:
             told["matmul_flops_per_cpu_s"] = self.matmul_flops_per_cpu_s
+        if self.matmuls:
+            told["matmuls"] = self.matmuls
         return RankFacts(**told)

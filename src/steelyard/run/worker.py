@@ -4,116 +4,49 @@ Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK,
 It ends when its stdin is closed: then its agent is gone. It imports no framework itself: its engine's row names one.
 """
 
-import faulthandler
 import json
-import os
-import signal
 import sys
-import threading
-import traceback
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from steelyard import accelerators, engines, files
+from steelyard import accelerators, engines
 from steelyard.data.counting import COUNTERS, Counter
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job, Keep
 from steelyard.engines.work import Work
 from steelyard.errors import ExchangeError, RequestError
-from steelyard.plan import degrees
+from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
-from steelyard.run import folder, processes
-from steelyard.run.clock import busy, every, now
+from steelyard.run.calibrate import calibrate
+from steelyard.run.clock import busy, now
 from steelyard.run.explain import explain, steps_of
-from steelyard.run.folder import Progress
-from steelyard.run.measure import Budget, Trace, bare, mean_time_s, measure, time_of
-from steelyard.run.spec import DISK_FULL, RankFile, RankStatus, WorkerSpec
+from steelyard.run.measure import Trace, bare, measure, time_of
+from steelyard.run.rank import RankProcess, serve
+from steelyard.run.spec import WorkerSpec
 from steelyard.schema import Frozen
 from steelyard.tasks.task import PASSES, Prepared, Sources
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
-CALIBRATE_S = 0.4
 EXCHANGES = 3
-PROGRESS_S = 0.1
-CHILDREN_S = 1.0  # for a compiler to take its temporary files away
 
 
 def main() -> None:
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        stacks = (spec.folder / folder.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
-    except OSError as failure:
-        _end_without_result(failure)
-    processes.wake_with_parent()
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    threading.Thread(target=_end_with_agent, daemon=True).start()
-    worker = Worker(spec, rank)
-    signal.signal(signal.SIGTERM, worker.ended)
-    status: RankStatus = "done"
-    error = None
-    try:
-        worker.run()
-    except RequestError as failure:
-        status, error = "request", str(failure)
-    except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
-        status, error = _kind(failure), " ".join("".join(traceback.format_exception_only(failure)).split())
-        traceback.print_exc()
-    try:
-        status = worker.leave(status, error)
-    except OSError as failure:
-        _end_without_result(failure)
-    if status == "done" and worker.framework is not None:
-        worker.framework.leave()
-    # Its work is done and told: what libraries do while they are taken down, and now and then abort in, is no part of a run.
-    os._exit(0 if status == "done" else 1)
+    serve(partial(Worker, spec), spec.folder)
 
 
-def _end_without_result(failure: OSError) -> NoReturn:
-    """Where nothing can be written, the exit code says what there is to say."""
-    traceback.print_exc()
-    os._exit(DISK_FULL if failure.errno in files.FULL else 1)
-
-
-def _kind(failure: BaseException) -> RankStatus:
-    """A CPU's allocator has no type of its own for a lack of memory, only a text."""
-    text = str(failure)
-    starved = type(failure).__name__ == "OutOfMemoryError" or isinstance(failure, MemoryError)
-    if starved or "can't allocate memory" in text:
-        return "out_of_memory"
-    if isinstance(failure, OSError) and failure.errno in files.FULL:
-        return "disk_full"
-    return "network" if isinstance(failure, ExchangeError) else "raised"
-
-
-def _end_with_agent() -> None:
-    """A worker outlives nobody: without its agent there is no one to tell. What it started ends with it."""
-    while os.read(0, 1 << 10):
-        pass
-    processes.end(lambda: processes.children(os.getpid()), CHILDREN_S)
-    os._exit(3)
-
-
-class Worker:
+class Worker(RankProcess):
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
+        super().__init__(rank, spec.accelerator, spec.folder, spec.origin_s)
         self.spec = spec
         self.case = spec.case
         self.task = spec.case.question.row
-        self.rank = rank
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.place = degrees.place(spec.plan, rank)
-        self.budget = Budget()
-        self.framework: Framework | None = None
         self.outputs: Frozen | None = None  # the part that no pass changes
-        device = f"{spec.accelerator}:{self.local_rank}"
-        self.file = RankFile(rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={})
         self._counter: Counter | None = None
-        self._told = 0.0
-        self._clocks = every()
 
     def run(self) -> None:
         self.tell("imports", 0, 0)
@@ -214,24 +147,19 @@ class Worker:
             checkout=self.spec.checkout,
         )
 
-    def _calibrate(self, framework: Framework) -> dict[str, float]:
-        """Rate of one large square matmul on random numbers, at the case's precision; and over CPU time alone, which others on
-        a busy host take nothing of."""
-        found, calls = framework.matmul(self.case.question.precision.matmul), 0
-        if found is None:
-            return {}
-        work, flops = found
+    def _calibrate(self, framework: Framework) -> dict[str, Any]:
+        """Rates of matmuls on random numbers, at the case's precision: of the shapes that its batches really have."""
 
-        def counted() -> None:
-            nonlocal calls
-            calls += 1
-            work()
+        def shapes_of(smaller: int) -> tuple[matmuls.Matmul, ...]:
+            return matmuls.of_case(self.case, self.spec.plan.tp, self._held, smaller)
 
-        work()  # what a library does once is no part of a rate
-        begin = busy()
-        time_s = mean_time_s(counted, framework, CALIBRATE_S)
-        used_s = busy() - begin
-        return {"matmul_flops_per_s": flops / time_s} | ({"matmul_flops_per_cpu_s": flops * calls / used_s} if used_s else {})
+        return calibrate(framework, self.case.question.precision.matmul, shapes_of)
+
+    @cached_property
+    def _held(self) -> dict[str, int] | None:
+        """What the rows of the pass hold, or of the first step."""
+        name = "train" if self.task.kind == "train" else "infer"
+        return None if self._counter is None else self._counter.wanted(name, range(1))[0]
 
     def _pass(self, engine: Engine, name: str, framework: Framework) -> None:
         framework.barrier()
@@ -318,42 +246,6 @@ class Worker:
         samples = [*self.file.samples, *trace.samples]
         clock = self.file.clock if name == "bare" else trace.clock
         self._add(windows=[*self.file.windows, window], in_use_bytes=in_use, samples=samples, clock=clock)
-
-    def _add(self, **facts: Any) -> None:
-        self.file = self.file.model_copy(update=facts)
-
-    def tell(self, phase: str, done: int, total: int) -> None:
-        """How far this is, for whoever watches: rank 0 alone, and not too often."""
-        at = now()
-        if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
-            self._told = at
-            self._replace(folder.PROGRESS, Progress(phase=phase, done=done, total=total))
-
-    def write(self, status: RankStatus, error: str | None) -> None:
-        clocks = {name: at - self._clocks[name] for name, at in every().items() if name in self._clocks}
-        self._add(status=status, error=error, ended_s=now() - self.spec.origin_s, budget=self.budget.parts(), clocks=clocks)
-        self._replace(folder.rank_name(self.rank), self.file)
-
-    def leave(self, status: RankStatus, error: str | None) -> RankStatus:
-        """The last rank file. What an engine or a plug-in said may not fit into one: then it says so, and no more."""
-        try:
-            self.write(status, error)
-        except ValueError as failure:  # PydanticSerializationError is one
-            traceback.print_exc()
-            self.file = RankFile(rank=self.rank, device=self.file.device, status="raised", error=None, ended_s=0.0, budget={})
-            status = "raised"
-            self.write(status, error or f"its result cannot be written as JSON: {failure}")
-        return status
-
-    def _replace(self, name: str, table: Frozen) -> None:
-        """Readers see the old file or the new one, never half of one; none outlives the machine."""
-        files.write(self.spec.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False)
-
-    def ended(self, number: int, frame: Any) -> None:
-        """Told to end: leave what there is, then go the way the signal says."""
-        self.write("ended", None)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
 
 def _plain(what: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from steelyard.accelerators.events import Clock, ReportedEvent
 from steelyard.engines.framework import Meeting
 from steelyard.plan.degrees import Plan
+from steelyard.plan.matmuls import Matmul
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
@@ -47,6 +48,10 @@ class ProgramFramework:
         return
 
     def profiler(self) -> None:
+        return
+
+    def product(self, precision: str, shape: Matmul) -> None:
+        """Neither."""
         return
 
     def event(self) -> ReportedEvent:

@@ -15,6 +15,7 @@ from steelyard.engines.paddle import rendezvous
 from steelyard.engines.paddle.precision import DTYPES
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
+from steelyard.plan.matmuls import Matmul
 
 EXCHANGE_NUMBERS = 1 << 18
 DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deterministic": 1}
@@ -77,6 +78,12 @@ class PaddleFramework:
 
     def profiler(self) -> None:
         return
+
+    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int]:
+        across, down = shape.layout == "tn", shape.layout == "nt"  # which operand is stored transposed
+        sides = ([shape.k, shape.m] if across else [shape.m, shape.k], [shape.n, shape.k] if down else [shape.k, shape.n])
+        a, b = (paddle.randn(side).astype(DTYPES[precision]) for side in sides)
+        return lambda: paddle.matmul(a, b, transpose_x=across, transpose_y=down), shape.flops
 
     def event(self) -> Event:
         return self.device.event()

@@ -16,6 +16,7 @@ from steelyard.engines.torch.profile import TorchProfiler
 from steelyard.errors import RequestError
 from steelyard.models.tensors import compute_dtype
 from steelyard.plan.degrees import Plan
+from steelyard.plan.matmuls import Matmul
 
 EXCHANGE_NUMBERS = 1 << 18
 _dist: Any = dist  # its stores are not in its stubs
@@ -97,6 +98,21 @@ class TorchFramework:
 
     def profiler(self) -> TorchProfiler:
         return TorchProfiler(self.device.torch_device)
+
+    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
+        dtype, place = compute_dtype(precision), self.device.torch_device
+
+        def random(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+            sides = (columns, rows) if transposed else (rows, columns)
+            made = torch.randn(*sides, device=place, dtype=dtype)
+            return made.t() if transposed else made
+
+        try:
+            a, b = random(shape.m, shape.k, shape.layout == "tn"), random(shape.k, shape.n, shape.layout == "nt")
+            out = torch.empty(shape.m, shape.n, device=place, dtype=dtype)
+        except torch.OutOfMemoryError:
+            return None
+        return lambda: torch.mm(a, b, out=out), shape.flops
 
     def event(self) -> Event:
         return self.device.event()

@@ -1,0 +1,84 @@
+"""The verb spec."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from steelyard.cli.options import Json
+from steelyard.cli.out import dump, one_line, say, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from steelyard.run.session import PhaseProgress
+
+
+def spec(
+    accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
+    devices: Annotated[
+        int, typer.Option(help="Devices of this host, all at once; with two or more also what they exchange.")
+    ] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="In less than 30 s: fewer shapes, shorter stretches.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the record.")] = Path("records"),
+    as_json: Json = False,
+) -> int:
+    """What this machine can do: matmul rates by precision and shape, memory, copies, attention kernels, collectives.
+
+    Every number is checked against fp64 first, held until it is steady, and set beside the datasheet. A record is
+    written, of kind spec: verify and report take it too. Exit code 0: measured, 1: it failed (the record says why).
+
+    \b
+    Examples:
+      steelyard spec --quick
+      steelyard spec --accelerator cuda --devices 8 --out ceilings
+    """
+    from rich.console import Console
+
+    from steelyard import report
+    from steelyard.cli.progress import Display
+    from steelyard.record import spec as records
+    from steelyard.run.ceilings_run import SpecRequest, SpecRun
+
+    run = SpecRun(SpecRequest(accelerator, devices, quick, out))
+    console = Console(stderr=True, quiet=as_json)
+    with Display(console, f"spec {run.accelerator.name}") as display:
+        shown = display.show if console.is_terminal else _lines(as_json)
+        made, path = run.to_record(_whole(shown), lambda warning: say(f"warning: {one_line(warning)}"))
+    if as_json:
+        dump({"records": [records.to_table(made)]}, tell)
+    else:
+        tell(report.render_spec([made], "text", "en"))
+        say(f"{made.status}: {path}")
+        for reason in made.reasons:
+            say(f"  {one_line(f'{reason.code}: {reason.text}')}")
+    return 0 if made.status == "valid" else 1
+
+
+def _whole(show: "Callable[[PhaseProgress], None]") -> "Callable[[PhaseProgress], None]":
+    """Every row is a phase of its own: what is left is told by the time since the first."""
+    from dataclasses import replace
+
+    from steelyard.run.clock import now
+
+    begun: list[float] = []
+
+    def watch(progress: "PhaseProgress") -> None:
+        if progress.total > 0 and not begun:
+            begun.append(now())
+        show(replace(progress, elapsed_s=now() - begun[0]) if begun else progress)
+
+    return watch
+
+
+def _lines(silent: bool) -> "Callable[[PhaseProgress], None]":
+    """Without a terminal: a line where a group of rows begins."""
+    said: list[str] = []
+
+    def watch(progress: "PhaseProgress") -> None:
+        group = progress.phase.partition(" ")[0]
+        if not silent and group not in said:
+            said.append(group)
+            say(one_line(f"{group}: {progress.done} of {progress.total} rows done" if progress.total else group))
+
+    return watch

@@ -1,0 +1,129 @@
+"""What follows from the benches of a machine: rates with intervals, clock and power meanwhile, and shares of the datasheet."""
+
+from math import fsum, isclose
+from pathlib import Path
+
+from steelyard.errors import RequestError
+from steelyard.metrics import readings, stats
+from steelyard.record import spec
+from steelyard.record.facts import PeakFacts, Series
+from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord, Stretch
+
+SHORTEST_S = 1e-9  # no clock tells less
+LEAST = 1.0  # of a datasheet's rate: below, a share of it would be no number
+
+
+def derive(record: SpecRecord) -> list[Ceiling]:
+    """One for each bench, in their order."""
+    peak = record.environment.hardware.peak
+    devices = {rank.rank: rank.device for rank in record.ranks}
+    every = {one.device: one for one in record.telemetry}
+    return [_ceiling(one, record.limits, peak, every.get(devices.get(one.rank) or "")) for one in record.benches]
+
+
+def _ceiling(bench: Bench, limits: Limits, peak: PeakFacts | None, series: Series | None) -> Ceiling:
+    if bench.reason is not None:
+        return Ceiling(value=None, note=bench.reason)
+    if bench.checked is not None and not bench.checked.ok:
+        return Ceiling(value=None, note=wrong(bench))
+    if bench.amount is None:
+        return Ceiling(value=None, note="nothing was measured")
+    if bench.unit == "B":
+        return Ceiling(value=bench.amount, note=str(bench.detail["how"]) if "how" in bench.detail else None)
+    steady, kept = settled(bench.stretches, limits)
+    work, times = [bench.amount * one.calls for one in kept], [one.time_s for one in kept]
+    if fsum(times) < SHORTEST_S:
+        return Ceiling(value=None, note="its time was too short for the clock")
+    value = fsum(work) / fsum(times)
+    found = stats.rate_interval(value, work, times)
+    sheet = datasheet(bench, peak)
+    clock, power = _meanwhile(series, kept)
+    return Ceiling(
+        value=value,
+        interval=found,
+        steady=steady,
+        sm_clock_mhz=clock,
+        power_w=power,
+        peak=sheet,
+        share=None if sheet is None else value / sheet,
+        note=None if steady else f"not steady: the last {limits.last} stretches differ by more than {limits.within:.0%}",
+    )
+
+
+def wrong(bench: Bench) -> str:
+    """Why a result that is not right has no rate."""
+    if bench.checked is None or bench.checked.error is None:
+        return "its result is not finite"
+    return f"its result is wrong: {bench.checked.error:.3g} from that in fp64, and {bench.checked.bound:.3g} is allowed"
+
+
+def settled(stretches: list[Stretch], limits: Limits) -> tuple[bool, list[Stretch]]:
+    """Whether the last stretches agree, and those that a rate is taken over: they, or else the later half of all."""
+    last = stretches[-limits.last :]
+    costs = [one.time_s / one.calls for one in last]
+    if len(last) == limits.last and min(costs) > 0 and max(costs) <= (1 + limits.within) * min(costs):
+        return True, last
+    return False, stretches[-max(limits.last, len(stretches) // 2) :]
+
+
+def datasheet(bench: Bench, peak: PeakFacts | None) -> float | None:
+    """The datasheet's rate of the same: dense FLOPs of a precision, or memory bandwidth."""
+    if peak is None:
+        return None
+    if bench.group in ("matmul", "attention"):
+        rate = peak.flops_per_s.get(bench.precision or "")
+        return rate if rate is not None and rate >= LEAST else None
+    found = peak.bandwidth_bytes_per_s if bench.group == "memory" else None
+    return found if found is not None and found >= LEAST else None
+
+
+def _meanwhile(series: Series | None, kept: list[Stretch]) -> tuple[float | None, float | None]:
+    """Mean clock and power while it ran; readings next to it, where it was over between two."""
+    if series is None:
+        return None, None
+    start_s, end_s = kept[0].start_s, kept[-1].start_s + kept[-1].time_s
+    for margin_s in (0.0, series.period_s):
+        seen = readings.window(series, start_s - margin_s, end_s + margin_s).columns
+        if seen.t_s:
+            return _mean(seen.sm_clock_mhz), _mean(seen.power_w)
+    return None, None
+
+
+def _mean(column: list[float | None]) -> float | None:
+    known = [value for value in column if value is not None]
+    return fsum(known) / len(known) if known else None
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a spec record; nothing, where it is sound."""
+    return _wrong(path, spec.read(path))
+
+
+def read(path: Path) -> SpecRecord:
+    """A sound spec record: what a page is made of."""
+    found = spec.read(path)
+    wrong = _wrong(path, found)
+    if wrong:
+        raise RequestError(f"{path}: does not verify: {wrong[0]}; see steelyard verify")
+    return found
+
+
+def _wrong(path: Path, found: SpecRecord) -> list[str]:
+    out = spec.integrity(path)
+    for bench, told, again in zip(found.benches, found.ceilings, derive(found), strict=True):
+        if not _same(told, again):
+            what = " ".join(filter(None, (bench.group, bench.name, bench.precision, f"on rank {bench.rank}")))
+            out.append(f"{what} is {told.value}; recomputed from its stretches: {again.value}")
+    if found.status != ("failed" if found.failure else "valid") or bool(found.failure) != bool(found.reasons):
+        out.append("the status does not follow from what is there")
+    return out
+
+
+def _same(told: Ceiling, again: Ceiling) -> bool:
+    """Equal but for the last bits; the wording of a note may be older."""
+    if (told.interval is None) != (again.interval is None) or told.steady != again.steady:
+        return False
+    names = ("value", "sm_clock_mhz", "power_w", "peak", "share")
+    pairs = [(getattr(told, name), getattr(again, name)) for name in names]
+    pairs += zip(told.interval or (), again.interval or (), strict=True)
+    return all(a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9)) for a, b in pairs)

@@ -1,0 +1,124 @@
+"""How a row of `steelyard spec` is held and timed: short stretches, until the last ones agree or the time is over."""
+
+import math
+from collections.abc import Callable
+
+from steelyard.accelerators.events import Clock, Timeline
+from steelyard.engines.bench import Budgeted, LacksError, Made, Row
+from steelyard.metrics.ceilings import settled
+from steelyard.record.spec import Bench, Checked, Limits, Stretch
+
+# A stretch is short against the seconds in which a device warms up and lowers its clock. Agreement within 1 % of five in a row
+# is what tells that it has.
+FULL = Limits(stretch_s=0.1, limit_s=3.0, total_s=1200.0, within=0.01, last=5)
+QUICK = Limits(stretch_s=0.01, limit_s=0.15, total_s=12.0, within=0.05, last=5)
+CALL_SHARE = 0.2  # of a row's time that one call may take
+FIRST_SHARE = 0.1  # of the matmul rate that other kernels are taken to have until one is timed
+WHY_CHARS = 300
+
+Agree = Callable[[float], float]  # the largest of what all ranks say
+
+
+def alone(value: float) -> float:
+    return value
+
+
+def hold(made: Made, device: Timeline, limits: Limits, clock: Clock, origin_s: float, agree: Agree = alone) -> list[Stretch]:
+    """All stretches. Ranks that work together make as many calls as the slowest finds right, and go on while one must."""
+    made.work()
+    device.synchronize()
+    one_s = agree(_time(made, device, clock, origin_s, 1).time_s)
+    calls = max(1, math.ceil(limits.stretch_s / one_s)) if one_s > 0 else 1
+    begin, out = clock(), []
+    while True:
+        out.append(_time(made, device, clock, origin_s, calls))
+        over = clock() - begin >= limits.limit_s
+        more = len(out) < limits.last or not (over or settled(out, limits)[0])
+        if not agree(float(more)):
+            return out
+
+
+def _time(made: Made, device: Timeline, clock: Clock, origin_s: float, calls: int) -> Stretch:
+    start_s = clock() - origin_s
+    first = device.event()
+    for _ in range(calls):
+        made.work()
+    last = device.event()
+    device.synchronize()
+    return Stretch(start_s=start_s, time_s=max(0.0, first.elapsed_s(last)), calls=calls)
+
+
+class Holder:
+    """Takes rows one after the other, and knows how fast the last ones of each kind were."""
+
+    def __init__(
+        self, device: Timeline, rank: int, limits: Limits, clock: Clock, origin_s: float, agree: Agree = alone
+    ) -> None:
+        self.device, self.rank, self.limits = device, rank, limits
+        self.clock, self.origin_s, self.agree = clock, origin_s, agree
+        self._begin = clock()
+        self._rates: dict[tuple[str, str | None, str], float] = {}
+
+    def take(self, row: Row) -> Bench:
+        """What came of it: whatever goes wrong in it is the reason why there is no rate."""
+        agree = self.agree if row.together else alone
+        if row.lacks is not None:
+            return self._bench(row, reason=row.lacks[:WHY_CHARS])
+        if agree(float(self.clock() - self._begin > self.limits.total_s)):
+            return self._bench(row, reason=f"not tried: {self.limits.total_s:g} s were over")
+        key = (row.group, row.precision, row.like)
+        made, why = self._made(row, self._rates.get(key) or self._guess(row))
+        if agree(float(made is None)) or made is None:
+            return self._bench(row, reason=why or "it cannot be had on another rank")
+        try:
+            bench = self._take(row, made, agree)
+        except Exception as error:  # noqa: BLE001  a kernel that a device has not may raise anything; it is the reason
+            return self._bench(row, reason=_why(error))
+        if bench.stretches and bench.amount is not None and bench.stretches[-1].time_s > 0:
+            last = bench.stretches[-1]
+            self._rates[key] = max(self._rates.get(key, 0.0), bench.amount * last.calls / last.time_s)
+        return bench
+
+    def _made(self, row: Row, rate: float | None) -> tuple[Made | None, str | None]:
+        try:
+            return row.make(Budgeted(rate, CALL_SHARE * self.limits.limit_s)), None
+        except LacksError as error:
+            return None, str(error)[:WHY_CHARS]
+        except Exception as error:  # noqa: BLE001  as above
+            return None, _why(error)
+
+    def _guess(self, row: Row) -> float | None:
+        """Of the first row of its kind: so much of the matmuls in its precision."""
+        known = self._rates.get(("matmul", row.precision, ""))
+        return None if known is None or row.unit != "FLOP/s" else FIRST_SHARE * known
+
+    def _take(self, row: Row, made: Made, agree: Agree) -> Bench:
+        told = self._bench(row).model_copy(update={"amount": float(made.amount), "detail": dict(made.detail)})
+        if made.check is not None:
+            error, bound = made.check()
+            checked = Checked(error=error if math.isfinite(error) else None, bound=bound)
+            told = told.model_copy(update={"checked": checked})
+            if agree(float(not checked.ok)):
+                other = None if not checked.ok else "its result is wrong on another rank"
+                return told.model_copy(update={"reason": other})
+        if row.unit == "B":
+            return told
+        stretches = hold(made, self.device, self.limits, self.clock, self.origin_s, agree)
+        return told.model_copy(update={"stretches": stretches})
+
+    def _bench(self, row: Row, reason: str | None = None) -> Bench:
+        return Bench(
+            group=row.group,
+            name=row.name,
+            precision=row.precision,
+            rank=self.rank,
+            unit=row.unit,
+            detail={},
+            reason=reason,
+        )
+
+
+def _why(error: Exception) -> str:
+    """Its first line: some name every kernel that there is."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0].strip() if said else ''}".rstrip(": ")[:WHY_CHARS]

@@ -1,0 +1,61 @@
+"""What accelerators tell `steelyard spec` of themselves: what they lack, and memory that is not tried."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from steelyard.accelerators import cpu, cpu_torch, cuda_torch
+
+HOST = psutil.virtual_memory().total
+OF_GROUP = "not tried: the limit of its control group"
+OF_HOST = "not tried: the host's memory, which no control group limits further"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "1000\n"}, (1000, OF_GROUP)),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, (2000, OF_GROUP)),
+        ("0::/\n", {"memory.max": "3000\n"}, (3000, OF_GROUP)),
+        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4000\n"}, (4000, OF_GROUP)),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, (HOST, OF_HOST)),
+        ("0::/a\n", {"a/memory.max": "max\n"}, (HOST, OF_HOST)),
+        ("nothing", {}, (HOST, OF_HOST)),
+    ],
+)
+def test_the_memory_of_a_cpu_is_what_is_said_of_it(groups: str, files: dict[str, str], expected, tmp_path: Path):
+    proc, place = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(groups)
+    for name, text in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    assert cpu.capacity(proc, place) == expected
+
+
+def test_a_cpu_is_not_filled():
+    size, how = cpu_torch.Device(0, lambda: 0.0).capacity()
+    assert 0 < size <= HOST
+    assert how.startswith("not tried: ")
+
+
+@pytest.mark.parametrize(
+    ("capability", "lacking"),
+    [
+        ((7, 0), {"int8", "bf16", "tf32", "fp8"}),
+        ((7, 5), {"bf16", "tf32", "fp8"}),
+        ((8, 0), {"fp8"}),
+        ((8, 9), set()),
+        ((9, 0), set()),
+    ],
+)
+def test_a_cuda_device_lacks_by_its_capability(capability, lacking, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    device = cuda_torch.Device.__new__(cuda_torch.Device)
+    device._index = 0
+    assert set(device.lacks) == lacking
+    assert device.capacity() is None
+    if "fp8" in lacking:
+        assert device.lacks["fp8"] == f"compute capability {capability[0]}.{capability[1]}: fp8 needs 8.9"

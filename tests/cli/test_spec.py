@@ -1,0 +1,89 @@
+"""The verb spec on this machine's CPU, with real workers."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import Shell
+from fixtures.specs import record
+from steelyard.plan.ceilings import GROUPS
+from steelyard.record import spec
+
+QUICK = ("spec", "--quick", "--accelerator", "cpu")
+
+
+@pytest.fixture
+def shell(tmp_path: Path):
+    one = Shell(tmp_path)
+    yield one
+    one.clean()
+
+
+@pytest.mark.full
+def test_a_quick_one_on_two_ranks(shell: Shell):
+    """Exchanges too. What a busy machine has no time for says so; what it has is right, and verifies."""
+    done = shell(*QUICK, "--devices", "2", "--out", shell.out, "--json")
+    assert done.code == 0, done.err
+    (told,) = done.json()["records"]
+    (path,) = Path(shell.out).glob("*-spec-cpu-*.json")
+    assert json.loads(path.read_bytes()) == told
+    assert (told["kind"], told["status"], told["devices"]) == ("spec", "valid", 2)
+    assert {bench["group"] for bench in told["benches"]} == set(GROUPS)
+    assert {bench["rank"] for bench in told["benches"]} == {0, 1}
+    for bench, ceiling in zip(told["benches"], told["ceilings"], strict=True):
+        assert (ceiling["value"] is None) <= bool(ceiling["note"]), bench
+        assert bench["checked"] is None or bench["checked"]["error"] <= bench["checked"]["bound"], bench
+    known = {bench["name"] for bench, one in zip(told["benches"], told["ceilings"], strict=True) if one["value"] is not None}
+    assert {"memory of one process", "read", "square 512"} <= known
+    assert shell("verify", shell.out).out.startswith("ok  ")
+    for lang, word in (("en", "Dense matmul"), ("zh", "稠密矩阵乘法")):
+        assert word in shell("report", path, "--lang", lang).out
+
+
+@pytest.mark.full
+def test_an_interrupt_leaves_a_record_and_nobody(shell: Shell):
+    process = shell.start(*QUICK, "--out", shell.out)
+    end = time.monotonic() + 60
+    while not any("ceilings_worker" in " ".join(one.cmdline()) for one in shell.processes()) and time.monotonic() < end:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 1
+    (path,) = Path(shell.out).glob("*-spec-cpu-*.json")
+    found = spec.read(path)
+    assert (found.status, [reason.code for reason in found.reasons]) == ("failed", ["interrupted"])
+    assert not [one for one in shell.processes() if "steelyard" in " ".join(one.cmdline())]
+    assert shell("verify", path).code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--accelerator", "tpu"), "accelerator 'tpu' is unknown; known are cuda, cpu"),
+        (("--accelerator", "cpu", "--devices", "0"), "--devices 0: must be at least 1"),
+    ],
+)
+def test_a_wrong_request_gets_one_line(shell: Shell, options: tuple[str, ...], said: str):
+    done = shell("spec", *options, "--out", shell.out)
+    assert (done.code, done.out, done.lines) == (2, "", [f"error: {said}"])
+
+
+def test_runs_and_specs_make_two_pages(shell: Shell, tmp_path: Path):
+    of_spec = spec.write(record(), tmp_path)
+    run = next((Path(__file__).parents[2] / "results").rglob("*.json"))
+    done = shell("report", of_spec, run)
+    assert (done.code, len(done.lines)) == (2, 1)
+    assert "they make two pages; report them apart" in done.lines[0]
+    assert "square 512" in shell("report", of_spec).out
+    assert shell("schema", "spec").json()["title"] == "Steelyard spec record"
+
+
+def test_a_damaged_one_gets_one_line(shell: Shell, tmp_path: Path):
+    path = spec.write(record(), tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"group":"matmul"', b'"group":"magic"'))
+    for verb in ("verify", "report"):
+        done = shell(verb, path)
+        assert (done.code, len(done.lines)) == (2, 1)
+        assert done.lines[0].startswith(f"error: {path}: not a spec record: benches.0.group: Input should be ")

@@ -1,0 +1,127 @@
+"""What follows from the stretches of a bench: exact rates, and none where a result is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fixtures.specs import LIMITS, bench, record, stretches
+from steelyard.errors import RequestError
+from steelyard.metrics import ceilings
+from steelyard.record import sealed, spec
+from steelyard.record.spec import Checked
+
+
+def one(**over):
+    return ceilings.derive(record(bench(**over)))[0]
+
+
+def test_a_rate_with_all_that_belongs_to_it():
+    """Ten calls of 1e11 FLOPs in each of five stretches of 1 s; readings at 100.5 s and 101.5 s fall between them."""
+    found = one()
+    assert (found.value, found.interval, found.steady, found.note) == (1e12, (1e12, 1e12), True, None)
+    assert (found.peak, found.share) == (4e12, 0.25)
+    assert (found.sm_clock_mhz, found.power_w) == (1600.0, 650.0)
+
+
+def test_a_rate_is_of_the_steady_stretches():
+    """The first ran at another clock; it is kept, and no part of the rate."""
+    assert one(stretches=stretches(0.5, 1.0, 1.0, 1.0, 1.0, 1.0)).value == 1e12
+
+
+def test_what_is_not_steady_says_so():
+    """The later half of twelve, of which three took half the time: six stretches in 4.5 s."""
+    times = [1.0] * 6 + [1.0, 0.5] * 3
+    found = one(stretches=stretches(*times))
+    assert found.value == pytest.approx(6e12 / 4.5, rel=1e-12)
+    assert (found.steady, found.note) == (False, "not steady: the last 5 stretches differ by more than 1%")
+    assert found.interval is not None
+    assert found.interval[0] < 6e12 / 4.5 < found.interval[1]
+
+
+def test_the_border_of_steady():
+    assert ceilings.settled(stretches(1.0, 1.01, 1.0, 1.0, 1.0), LIMITS)[0]
+    assert not ceilings.settled(stretches(1.0, 1.0101, 1.0, 1.0, 1.0), LIMITS)[0]
+    assert not ceilings.settled(stretches(1.0, 1.0, 1.0, 1.0), LIMITS)[0]
+
+
+@pytest.mark.parametrize(
+    ("checked", "note"),
+    [
+        (Checked(error=0.05, bound=0.04), "its result is wrong: 0.05 from that in fp64, and 0.04 is allowed"),
+        (Checked(error=None, bound=0.04), "its result is not finite"),
+        (Checked(error=-1.0, bound=0.04), "its result is wrong: -1 from that in fp64, and 0.04 is allowed"),
+    ],
+)
+def test_a_wrong_result_has_no_rate(checked, note):
+    found = one(checked=checked)
+    assert (found.value, found.interval, found.share, found.note) == (None, None, None, note)
+
+
+def test_what_there_is_not_has_its_reason():
+    assert one(reason="a CPU has no TF32", stretches=[]).note == "a CPU has no TF32"
+    assert one(amount=None).note == "nothing was measured"
+    assert one(stretches=stretches(*[0.0] * 5)).note == "its time was too short for the clock"
+
+
+def test_shares_are_of_the_same_thing():
+    """Memory is set against the datasheet's bandwidth, copies against nothing; a precision without a figure has no share."""
+    assert one(group="memory", unit="B/s", precision=None).share == 0.5
+    assert one(group="copy", unit="B/s", precision=None).share is None
+    assert one(precision="fp8").share is None
+    assert one(group="attention").share == 0.25
+
+
+def test_an_amount_is_no_rate():
+    found = one(group="capacity", unit="B", amount=2e9, stretches=[], detail={"how": "allocated"})
+    assert (found.value, found.interval, found.note) == (2e9, None, "allocated")
+
+
+def test_a_rank_without_readings_has_none():
+    found = one(rank=1)
+    assert (found.value, found.sm_clock_mhz, found.power_w) == (1e12, None, None)
+
+
+def test_a_record_verifies(tmp_path: Path):
+    path = spec.write(record(), tmp_path)
+    assert path.name == "20261116T050000-spec-cuda-abababab.json"
+    assert ceilings.verify(path) == []
+    assert ceilings.read(path) == record()
+
+
+def rewritten(path: Path, change, seal: bool) -> Path:
+    table = json.loads(path.read_bytes())
+    change(table)
+    if seal:
+        table["hashes"] = spec._hashes(table)
+    path.write_bytes(sealed.canonical_bytes(table))
+    return path
+
+
+def test_a_number_that_does_not_follow_is_seen(tmp_path: Path):
+    def faster(table):
+        table["ceilings"][0]["value"] *= 2
+
+    path = rewritten(spec.write(record(), tmp_path), faster, seal=True)
+    assert ceilings.verify(path) == [
+        "matmul square 512 bf16 on rank 0 is 2000000000000.0; recomputed from its stretches: 1000000000000.0"
+    ]
+    with pytest.raises(RequestError, match="does not verify: matmul square 512"):
+        ceilings.read(path)
+
+
+def test_a_changed_byte_is_seen(tmp_path: Path):
+    def faster(table):
+        table["benches"][0]["name"] = "square 513"
+
+    wrong = ceilings.verify(rewritten(spec.write(record(), tmp_path), faster, seal=False))
+    assert wrong == [f"the hash of {name} does not match" for name in ("samples", "record", "bytes")]
+
+
+def test_a_failure_without_its_reason_is_seen(tmp_path: Path):
+    def failed(table):
+        table["status"] = "failed"
+
+    assert ceilings.verify(rewritten(spec.write(record(), tmp_path), failed, seal=True)) == [
+        "the status does not follow from what is there"
+    ]

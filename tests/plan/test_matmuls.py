@@ -1,0 +1,87 @@
+"""The matmuls of a batch: the FLOPs of the model, to the unit, and the shapes that engines really multiply."""
+
+import pytest
+
+from steelyard.case import resolve
+from steelyard.models.shapes import GlmModel, LlamaModel
+from steelyard.plan import flops, matmuls
+from steelyard.plan.matmuls import Matmul
+
+LLAMA = LlamaModel(family="llama", layers=3, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=256, positions=128)
+GLM = GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=70, positions=64)
+
+
+@pytest.mark.parametrize("kind", ["score", "train"])
+@pytest.mark.parametrize(("tokens", "logits"), [(1, 0), (7, 7), (1000, 13), (4096, 4096)])
+@pytest.mark.parametrize("model", [LLAMA, GLM], ids=["llama", "glm"])
+def test_flops_are_those_of_the_model(model, tokens, logits, kind):
+    counts = {"tokens": tokens, "logits": logits, "pairs": 0, "square": 0}
+    every = matmuls.of_model(model, tokens, logits, kind)
+    assert matmuls.total(every) == flops.FORWARDS[kind] * flops.weight_flops(model, counts)
+    assert matmuls.total(every) == flops.work(model, counts, "causal", kind)
+
+
+@pytest.mark.parametrize("name", resolve.names())
+@pytest.mark.parametrize("size", ["full", "smoke"])
+def test_flops_of_every_case_are_those_of_the_model(name, size):
+    case = resolve.resolve(name, size).case
+    tokens, logits = matmuls.batch(case)
+    counts = {"tokens": tokens, "logits": logits, "pairs": 0, "square": 0}
+    assert matmuls.total(matmuls.of_case(case, 1)) == flops.work(case.question.model, counts, "causal", case.question.kind)
+
+
+def test_a_group_divides_them():
+    """Vocabulary 256 is four times 64: nothing is padded, and two devices have half of everything."""
+    whole, half = (matmuls.of_model(LLAMA, 500, 20, "train", tp) for tp in (1, 2))
+    assert matmuls.total(whole) == 2 * matmuls.total(half)
+    assert [(one.name, one.m, one.n, one.k, one.count) for one in half if one.layout == "nt"] == [
+        ("qkv", 500, 48, 64, 3),
+        ("out", 500, 64, 32, 3),
+        ("gate+up", 500, 96, 64, 3),
+        ("down", 500, 64, 48, 3),
+        ("vocabulary", 20, 128, 64, 1),
+    ]
+    padded = matmuls.of_model(LLAMA.model_copy(update={"vocab": 130}), 500, 20, "score", 2)
+    assert (padded[-1].n, matmuls.total(padded[-1:])) == (128, 2 * 20 * 128 * 64)  # 130 rows, padded to twice 128
+
+
+def test_a_backward_has_both_products():
+    every = matmuls.of_model(GLM, 10, 0, "train")
+    assert [(one.layout, one.m, one.n, one.k, one.count) for one in every if one.name == "up"] == [
+        ("nt", 10, 48, 32, 2),
+        ("nn", 10, 32, 48, 2),
+        ("tn", 48, 32, 10, 2),
+    ]
+    assert {one.layout for one in matmuls.of_model(GLM, 10, 4, "score")} == {"nt"}
+
+
+def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
+    monkeypatch.setattr(matmuls, "MOST_NUMBERS", 1000)
+    every = matmuls.of_model(GLM, 26, 0, "score")
+    assert [(one.m, one.count) for one in every if one.name == "up"] == [(12, 4), (2, 2)]  # 12 · (48 + 32) is at most 1000
+    assert matmuls.total(every) == flops.weight_flops(GLM, {"tokens": 26, "logits": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "expected"),
+    [
+        ("llama2-7b-mmlu", None, (32768, 8)),
+        ("llama2-7b-mmlu", {"tokens": 10_000_000, "logits": 20_000}, (32768, 66)),
+        ("llama2-7b-mmlu", {"tokens": 500, "logits": 2}, (500, 2)),
+        ("aquila2-34b-lambada", None, (16384, 16384)),
+        ("aquila2-34b-lambada", {"tokens": 100_000, "logits": 99_000}, (16384, 16220)),
+        ("llama1-7b-openwebtext", None, (4096, 4096)),
+        ("aquila2-7b-alpaca", {"tokens": 4000, "logits": 1000, "samples": 9}, (2048, 512)),
+        ("glm-large-record", None, (4096, 0)),
+        ("glm-large-record", {"tokens": 64_000, "logits": 640, "samples": 64}, (8000, 80)),
+        ("llama2-7b-mmlu", {"tokens": 0, "logits": 0}, (32768, 8)),
+    ],
+)
+def test_what_a_batch_has(name, counts, expected):
+    assert matmuls.batch(resolve.resolve(name, "full").case, counts) == expected
+
+
+def test_a_smaller_batch():
+    case = resolve.resolve("llama2-7b-mmlu", "full").case
+    assert matmuls.of_case(case, 1, None, 4)[0] == Matmul(name="qkv", m=8192, n=12288, k=4096, count=32)
+    assert matmuls.of_case(case, 1, None, 1 << 40)[-1] == Matmul(name="vocabulary", m=1, n=32000, k=4096)

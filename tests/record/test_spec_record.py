@@ -1,0 +1,102 @@
+"""Spec records of strangers: one line each, and no traceback."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fixtures.specs import bench, record, stretches
+from steelyard.errors import RequestError
+from steelyard.metrics import ceilings
+from steelyard.record import record as runs
+from steelyard.record import sealed, spec
+
+HUGE = 10**400
+
+
+def changed(path: tuple, value):
+    def change(table):
+        at = table
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+
+    return change
+
+
+HOSTILE = {
+    "benches are text": changed(("benches",), "many"),
+    "no benches": changed(("benches",), []),
+    "an unknown group": changed(("benches", 0, "group"), "magic"),
+    "an unknown key": changed(("benches", 0, "run"), "rm"),
+    "a negative time": changed(("benches", 0, "stretches", 0, "time_s"), -1.0),
+    "no calls": changed(("benches", 0, "stretches", 0, "calls"), 0),
+    "a number without end": changed(("benches", 0, "stretches", 0, "calls"), HUGE),
+    "amounts of nothing": changed(("benches", 0, "amount"), 0.0),
+    "amounts beyond all": changed(("benches", 0, "amount"), 1e40),
+    "a long reason": changed(("benches", 0, "reason"), "x" * 2000),
+    "a name that leads away": changed(("id",), "../../etc"),
+    "another kind": changed(("kind",), "run"),
+    "another schema": changed(("schema",), 2),
+    "ranks of text": changed(("ranks",), "x"),
+    "hashes of numbers": changed(("hashes",), {"record": 1}),
+    "columns of two lengths": changed(("telemetry", 0, "columns", "power_w"), [1.0]),
+    "a peak of nothing": changed(("environment", "hardware", "peak", "flops_per_s", "bf16"), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_record_gets_one_line(name: str, tmp_path: Path):
+    table = json.loads(spec.write(record(), tmp_path).read_bytes())
+    HOSTILE[name](table)
+    path = tmp_path / "hostile.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(RequestError) as refused:
+        ceilings.verify(path)
+    assert "\n" not in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema":1,"kind":"spec"}', "[" * 100_000])
+def test_what_is_no_record_gets_one_line(text: str, tmp_path: Path):
+    path = tmp_path / "none.json"
+    path.write_text(text)
+    with pytest.raises(RequestError):
+        spec.read(path)
+
+
+@pytest.mark.parametrize("time_s", [1e-300, 5e-324, 1e9])
+@pytest.mark.parametrize("peak", [1e-300, 1e30])
+def test_no_number_overflows(time_s: float, peak: float):
+    """A stranger may claim anything that the schema lets through."""
+    made = record(bench(amount=1e30, stretches=stretches(*[time_s] * 5, calls=10**12)))
+    hardware = made.environment.hardware
+    hardware = hardware.model_copy(update={"peak": hardware.peak.model_copy(update={"flops_per_s": {"bf16": peak}})})
+    odd = made.model_copy(update={"environment": made.environment.model_copy(update={"hardware": hardware})})
+    assert len(ceilings.derive(odd)) == 1
+
+
+def test_kinds_are_told_apart_by_their_first_bytes(tmp_path: Path):
+    path = spec.write(record(), tmp_path)
+    assert sealed.kind(path) == "spec"
+    with pytest.raises(RequestError, match="not a record: kind: Input should be 'run'"):
+        runs.read(path)
+    path.write_text("{}")
+    assert sealed.kind(path) == "run"
+    assert sealed.kind(tmp_path / "absent.json") == "run"
+    os.mkfifo(tmp_path / "pipe.json")
+    assert sealed.kind(tmp_path / "pipe.json") == "run"  # and nobody waits for it
+
+
+def test_every_field_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "spec.md").read_text()
+    for model in (spec.SpecRecord, spec.Bench, spec.Stretch, spec.Ceiling, spec.Limits, spec.Checked):
+        for name, field in model.model_fields.items():
+            assert f"`{field.alias or name}`" in text, (model, name)
+
+
+def test_schema_is_of_this_kind():
+    found = spec.schema()
+    assert found["title"] == "Steelyard spec record"
+    assert found["properties"]["kind"]["const"] == "spec"

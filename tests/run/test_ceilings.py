@@ -1,0 +1,172 @@
+"""Holding a row under an injected clock: how often it is called, when it ends, and what has no rate."""
+
+from collections.abc import Callable
+
+import pytest
+
+from fixtures.specs import record
+from steelyard.accelerators.events import HostEvent
+from steelyard.engines.bench import Budgeted, LacksError, Made, Row
+from steelyard.metrics import ceilings
+from steelyard.record.spec import Bench, Limits, Stretch
+from steelyard.run.ceilings import CALL_SHARE, FULL, QUICK, Holder, hold
+
+LIMITS = Limits(stretch_s=2.0, limit_s=64.0, total_s=1000.0, within=0.01, last=3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1024.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Device:
+    """Works when it is told to; each call takes the next of these times, then the last for ever."""
+
+    def __init__(self, *times_s: float) -> None:
+        self.clock, self.times, self.calls = Clock(), list(times_s), 0
+
+    def event(self) -> HostEvent:
+        return HostEvent(self.clock)
+
+    def synchronize(self) -> None: ...
+
+    def work(self) -> None:
+        self.clock.now += self.times[min(self.calls, len(self.times) - 1)]
+        self.calls += 1
+
+
+def held(device: Device, limits: Limits = LIMITS) -> list[Stretch]:
+    return hold(Made(device.work, 1.0), device, limits, device.clock, 1000.0)
+
+
+def test_stretches_are_as_long_as_asked():
+    """One call to warm up, one to know its time: 0.5 s, so that four fill a stretch of 2 s. Three agree at once."""
+    device = Device(5.0, 0.5)
+    assert held(device) == [Stretch(start_s=29.5 + 2 * i, time_s=2.0, calls=4) for i in range(3)]
+    assert device.calls == 2 + 12
+
+
+def test_it_is_held_until_the_last_agree():
+    device = Device(1.0, 2.0, 4.0, 3.0, 2.5, 2.0, 2.0, 2.0)
+    assert [one.time_s for one in held(device)] == [4.0, 3.0, 2.5, 2.0, 2.0, 2.0]
+
+
+def test_it_ends_when_its_time_is_over():
+    """Calls that never agree: every other takes twice as long. 64 s are over after 22 stretches of 2 and 4 s."""
+    device = Device(2.0, 2.0, *[2.0, 4.0] * 50)
+    times = [one.time_s for one in held(device)]
+    assert times == [2.0, 4.0] * 11
+    assert not ceilings.settled([Stretch(start_s=0, time_s=t, calls=1) for t in times], LIMITS)[0]
+
+
+def test_a_call_too_short_for_the_clock_is_called_once():
+    assert [(one.time_s, one.calls) for one in held(Device(0.0), LIMITS.model_copy(update={"limit_s": 0.0}))] == [(0.0, 1)] * 3
+
+
+def row(make: Callable[[Budgeted], Made], **over) -> Row:
+    told = {"group": "matmul", "name": "square", "precision": "bf16", "unit": "FLOP/s", "make": make}
+    return Row(**{**told, **over})
+
+
+def holder(device: Device, limits: Limits = LIMITS, **over) -> Holder:
+    return Holder(device, 0, limits, device.clock, 1000.0, **over)
+
+
+def value(bench: Bench) -> tuple[float | None, str | None]:
+    """Its rate, as a record has it."""
+    found = ceilings.derive(record(bench, limits=LIMITS))[0]
+    return found.value, found.note
+
+
+def test_a_right_kernel_has_its_rate():
+    device = Device(2.0)
+    bench = holder(device).take(row(lambda budget: Made(device.work, 64.0, lambda: (0.001, 0.04), {"m": 4})))
+    assert (bench.amount, bench.detail, bench.checked.error, bench.reason) == (64.0, {"m": 4}, 0.001, None)
+    assert value(bench) == (32.0, None)
+
+
+@pytest.mark.parametrize("error", [0.05, float("nan"), float("inf")])
+def test_a_wrong_kernel_has_none_and_is_not_timed(error: float):
+    device = Device(2.0)
+    bench = holder(device).take(row(lambda budget: Made(device.work, 64.0, lambda: (error, 0.04))))
+    assert (device.calls, bench.stretches, value(bench)[0]) == (0, [], None)
+    assert value(bench)[1].startswith("its result is")
+
+
+def test_what_a_device_lacks_says_why():
+    device = Device(2.0)
+
+    def lacking(budget: Budgeted) -> Made:
+        raise LacksError("no such unit")
+
+    def broken(budget: Budgeted) -> Made:
+        raise NotImplementedError("no kernel for it\nand a list of all there are")
+
+    take = holder(device).take
+    assert take(row(lacking)).reason == "no such unit"
+    assert take(row(broken)).reason == "NotImplementedError: no kernel for it"
+    assert take(row(lambda budget: Made(lambda: 1 / 0, 1.0))).reason == "ZeroDivisionError: division by zero"
+    assert take(row(lacking, lacks="known before")).reason == "known before"
+
+
+def test_a_row_knows_how_fast_others_like_it_were():
+    """32 FLOP/s: a call of a fifth of 64 s may have 409.6 FLOPs. Of the first attention a tenth of the matmuls is expected."""
+    device, seen = Device(2.0), []
+
+    def make(budget: Budgeted) -> Made:
+        seen.append(budget)
+        return Made(device.work, 64.0)
+
+    one = holder(device)
+    for over in ({}, {}, {"precision": "fp32"}, {"group": "attention", "like": "flash"}, {"group": "memory", "unit": "B/s"}):
+        one.take(row(make, **over))
+    assert [budget.rate for budget in seen] == [None, 32.0, None, 3.2, None]
+    assert (seen[1].call_s, seen[1].most, seen[0].most) == (CALL_SHARE * 64.0, CALL_SHARE * 64.0 * 32.0, None)
+
+
+def test_rows_that_begin_too_late_are_not_tried():
+    device = Device(600.0)
+    one = holder(device)
+    one.take(row(lambda budget: Made(device.work, 64.0)))
+    calls = device.calls
+    assert one.take(row(lambda budget: Made(device.work, 64.0))).reason == "not tried: 1000 s were over"
+    assert device.calls == calls
+
+
+def test_ranks_that_work_together_agree():
+    """Another rank finds a call slower, must go on once more than this one, and so both do the same."""
+    device, said = Device(0.5), []
+    others = iter((0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0))  # late, failed, wrong, a call's time, go on three times, enough
+
+    def agree(mine: float) -> float:
+        said.append(mine)
+        return max(mine, next(others))
+
+    made = Made(device.work, 64.0, lambda: (0.0, 0.0))
+    bench = holder(device, agree=agree).take(row(lambda budget: made, together=True))
+    assert [one.calls for one in bench.stretches] == [2, 2, 2, 2]
+    assert said == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_what_is_wrong_on_another_rank_is_wrong():
+    device = Device(0.5)
+    others = iter((0.0, 0.0, 1.0))
+    made = Made(device.work, 64.0, lambda: (0.0, 0.0))
+    bench = holder(device, agree=lambda mine: max(mine, next(others))).take(row(lambda budget: made, together=True))
+    assert (bench.reason, bench.stretches) == ("its result is wrong on another rank", [])
+
+
+def test_what_cannot_be_had_on_another_rank_is_not_called():
+    device = Device(0.5)
+    others = iter((0.0, 1.0))
+    bench = holder(device, agree=lambda mine: max(mine, next(others))).take(
+        row(lambda budget: Made(device.work, 1.0), together=True)
+    )
+    assert (bench.reason, device.calls) == ("it cannot be had on another rank", 0)
+
+
+def test_the_limits_that_are_shipped():
+    assert (QUICK.total_s, QUICK.last, FULL.last, FULL.within) == (12.0, 5, 5, 0.01)
