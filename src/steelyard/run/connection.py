@@ -68,7 +68,7 @@ class Connection:
 
     def said(self) -> str:
         """What came beside messages: from ssh, srun, a login shell, or an agent that broke."""
-        self._threads[1].join(0.2)
+        self._threads[1].join(2.0 if self.process.poll() is not None else 0.2)  # what has ended has said all, once it is read
         return b"".join(tuple(self._said)).decode("utf-8", "replace").strip()
 
     def send(self, message: Frozen) -> None:
