@@ -25,7 +25,10 @@ from steelyard.cli.progress import clock, line
 from steelyard.errors import RequestError
 from steelyard.run.session import PhaseProgress
 
-VERBS = ("list", "show", "check", "run", "spec", "report", "verify", "sign", "schema", "conform")
+VERBS = (
+    *("list", "show", "check", "run", "spec", "report", "compare", "history", "reproduce", "verify", "sign"),
+    *("schema", "conform"),
+)
 
 
 @pytest.mark.parametrize("verb", VERBS)

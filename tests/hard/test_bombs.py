@@ -14,7 +14,7 @@ import pytest
 from fixtures.attacks import Attacks
 from fixtures.records import published
 from steelyard.errors import RequestError
-from steelyard.record import record
+from steelyard.record import record, sealed
 from steelyard.tasks.mmlu import archive, data
 from steelyard.weights import huggingface, torch_files
 
@@ -74,13 +74,13 @@ def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytes
     path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     assert len(json.loads(path.read_bytes())["ranks"]) == 2
-    monkeypatch.setattr(record, "BASE_BYTES", 1000)
-    monkeypatch.setattr(record, "RANK_BYTES", (size - 1000 + 1) // 2)
+    monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
+    monkeypatch.setattr(sealed, "RANK_BYTES", (size - 1000 + 1) // 2)
     assert record.read(path).plan.world == 2
-    monkeypatch.setattr(record, "RANK_BYTES", (size - 1000) // 2 - 1)
+    monkeypatch.setattr(sealed, "RANK_BYTES", (size - 1000) // 2 - 1)
     most = 1000 + 2 * ((size - 1000) // 2 - 1)
     assert refusal(record.read, path) == f"{path}: {size} bytes; a record of 2 rank(s) has at most {most}"
-    monkeypatch.setattr(record, "MAX_RECORD_BYTES", size - 1)
+    monkeypatch.setattr(sealed, "MAX_RECORD_BYTES", size - 1)
     assert refusal(record.integrity, path) == f"{path}: {size} bytes; a record has at most {size - 1}"
 
 
