@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import secrets
+import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # no space is left, or none of one's share
 GZIP = b"\x1f\x8b"
 PART = ".part"  # ends the name of a file that is not complete
 CHUNK_BYTES = 1 << 20
+GIT_TIMEOUT_S = 10.0
 
 Content = bytes | Callable[[BinaryIO], None]
 
@@ -143,3 +145,22 @@ def sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    """What git says about the folder; None without git, without a repository or without a timely answer."""
+    # Variables such as GIT_DIR, set inside a hook, would point at another repository; no lock is taken to only look.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -4,7 +4,6 @@ import hashlib
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from steelyard import __version__
+from steelyard import __version__, files
 from steelyard.accelerators import peak, table
 from steelyard.accelerators import variables as names
 from steelyard.accelerators.cpu import model_name
@@ -51,7 +50,6 @@ CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "pod
 
 PRELOADS = ("LD_AUDIT", "LD_PRELOAD")
 
-GIT_TIMEOUT_S = 10.0
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = (".", ":(exclude,glob)**/__pycache__/**")  # what runs: results and notes elsewhere in the tree change nothing
 
@@ -100,12 +98,12 @@ def container(root: Path = Path("/")) -> str | None:
 def source(package: Path = PACKAGE) -> dict[str, Any]:
     """The version, and the git revision where the package lies in its own work tree, in src/ at its top. An installed
     copy has none, even inside somebody's repository."""
-    top = _git(package, "rev-parse", "--show-toplevel")
+    top = files.git(package, "rev-parse", "--show-toplevel")
     revision = None
     dirty = None
     if top is not None and Path(top) == package.resolve().parents[1]:
-        revision = _git(package, "rev-parse", "--verify", "HEAD")
-        changes = _git(package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES)
+        revision = files.git(package, "rev-parse", "--verify", "HEAD")
+        changes = files.git(package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES)
         dirty = None if revision is None or changes is None else changes != ""
     revision = revision or os.environ.get("STEELYARD_REVISION")  # for copies without a repository, container images say
     return {"version": __version__, "revision": revision, "dirty": dirty}
@@ -167,22 +165,3 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says about the folder; None without git, without a repository or without a timely answer."""
-    # Variables such as GIT_DIR, set inside a hook, would point at another repository; no lock is taken to only look.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_S,
-            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

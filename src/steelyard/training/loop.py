@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from steelyard.case.question import Train
 from steelyard.data.rows import Key
@@ -68,6 +68,13 @@ class Learner(Protocol):
     def fetch(self, loss: Tensor) -> "float | Late":
         """A loss as a number: at once where nothing is asynchronous, else what waits for its copy, which is under way."""
 
+    def details(self) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class Keeps(Protocol):
+    """A learner that keeps checkpoints."""
+
     def numbers(self) -> Numbers:
         """What is kept beside tensors, the same on all ranks."""
 
@@ -76,8 +83,6 @@ class Learner(Protocol):
 
     def load(self, path: Path, numbers: Numbers) -> None:
         """Go on from a checkpoint."""
-
-    def details(self) -> dict[str, Any]: ...
 
 
 class Batches(Protocol):
@@ -230,7 +235,7 @@ class Loop:
         if self.job.weights is not None and model.weights != state.weights:
             raise RequestError("--resume: the checkpoint began with other weights; give the same, or leave --weights out")
         model.weights = state.weights
-        self.trainer.load(path, state.numbers)
+        self._keeper().load(path, state.numbers)
         self.begin, self.curve = state.step, [*state.losses]
 
     def _save(self, step: int, folder: Path) -> None:
@@ -240,12 +245,18 @@ class Loop:
         state = State(
             step=step,
             losses=losses,
-            numbers=self.trainer.numbers(),
+            numbers=self._keeper().numbers(),
             plan=self.job.plan,
             weights=self.trainer.model.weights,
             reached=self.evaluation.reached,
         )
-        self.trainer.save(folder, state)
+        self._keeper().save(folder, state)
+
+    def _keeper(self) -> Keeps:
+        """Runs that ask for checkpoints of an engine that has none are refused before they start."""
+        if not isinstance(self.trainer, Keeps):
+            raise TypeError(f"{type(self.trainer).__name__} keeps no checkpoints")
+        return self.trainer
 
     def _sizes(self) -> list[list[Key]]:
         """A micro-batch of every size that comes soon: a compiler meets them here, not in a pass."""

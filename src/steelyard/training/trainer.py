@@ -1,5 +1,6 @@
 """The trainer of every engine: a model, its placement on devices, and an optimizer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,18 @@ from steelyard.training.optimizer import Adam
 from steelyard.training.placement import Model, Placement
 
 
-class Kept:
+class Kept(ABC):
     """What a learner whose tensors are torch's does with a loss and with a checkpoint."""
 
     job: Job
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self, numbers: Numbers) -> None:
         """Go on from what `state` was filled with, and these numbers."""
-        raise NotImplementedError
 
     def fetch(self, loss: Tensor) -> float | Callable[[], float]:
         """A loss as a number: at once on a CPU, else what waits for its copy, which is under way."""

@@ -37,7 +37,7 @@ class ProgramFramework:
         """The program joins its own ranks."""
 
     def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
-        raise NotImplementedError("one process has nobody to exchange with")
+        raise RuntimeError("one process has nobody to exchange with")
 
     def barrier(self) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -12,7 +11,6 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_
 from steelyard.engines.job import Job, Part
 from steelyard.engines.paddle import kernels, modes, optimizer, placement, precision
 from steelyard.engines.paddle.batches import MicroBatch
-from steelyard.training.checkpoints import Numbers, State
 
 Tensor = Any
 
@@ -165,15 +163,6 @@ class PaddleTrainer:
             return float(host.numpy())
 
         return read
-
-    def numbers(self) -> Numbers:
-        raise NotImplementedError("engine paddle keeps no checkpoints")
-
-    def save(self, folder: Path, state: State) -> None:
-        raise NotImplementedError("engine paddle keeps no checkpoints")
-
-    def load(self, path: Path, numbers: Numbers) -> None:
-        raise NotImplementedError("engine paddle keeps no checkpoints")
 
     def details(self) -> dict[str, Any]:
         """What is on this rank; counts show whether what should be divided is."""
