@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,7 +80,7 @@ def _end_with_agent() -> None:
     os._exit(3)
 
 
-class RankProcess:
+class RankProcess(ABC):
     """What every kind of worker has: its rank file, which grows, and how far it is. Each brings `run`."""
 
     def __init__(self, rank: int, accelerator: str, place: Path, origin_s: float) -> None:
@@ -93,8 +94,8 @@ class RankProcess:
         self._told = 0.0
         self._clocks = every()
 
-    def run(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self) -> None: ...
 
     def _add(self, **facts: Any) -> None:
         self.file = self.file.model_copy(update=facts)

@@ -1,0 +1,69 @@
+"""A kernel that spins for as long as it is told, by the device's own timer: what the loop and the profiler say it took."""
+
+from collections.abc import Iterator
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="the spinning kernel is Triton's")
+
+import torch  # noqa: E402
+from triton.language.extra.cuda import globaltimer  # noqa: E402
+
+from steelyard.accelerators import CUDA  # noqa: E402
+from steelyard.engines.profile import divide  # noqa: E402
+from steelyard.engines.torch.framework import TorchFramework  # noqa: E402
+from steelyard.engines.work import Phase, Work  # noqa: E402
+from steelyard.run.clock import now  # noqa: E402
+from steelyard.run.measure import measure  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+SPUN_S = (0.005, 0.020, 0.010)
+
+
+@triton.jit
+def spin(out, nanoseconds):
+    began = globaltimer()
+    at = began
+    while at - began < nanoseconds:
+        at = globaltimer()
+    triton.language.store(out, at - began)
+
+
+@pytest.fixture(scope="module")
+def framework() -> TorchFramework:
+    made = TorchFramework(CUDA.devices["torch"], 0, now)
+    spin[(1,)](torch.empty(1, dtype=torch.int64, device="cuda"), 1000)  # compiled
+    made.synchronize()
+    return made
+
+
+def steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
+    for number, seconds in enumerate(SPUN_S):
+        yield Phase("compute")
+        spin[(1,)](spun[number:], int(seconds * 1e9))
+        yield Work({"tokens": 1})
+
+
+def test_steps_take_as_long_as_their_kernel(framework: TorchFramework) -> None:
+    spun = torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")
+    trace = measure(steps(spun), framework).trace("infer")
+    truth = [value * 1e-9 for value in spun.tolist()]
+    assert truth == pytest.approx(SPUN_S, rel=0.001)
+    assert [one.end_s - one.start_s for one in trace.samples] == pytest.approx(truth, rel=0.01)
+    assert [one.phases["compute"] for one in trace.samples] == pytest.approx(truth, rel=0.01)
+    assert trace.wall_s == pytest.approx(sum(truth), rel=0.01)
+
+
+def test_the_profiler_sees_the_kernel_as_long_as_it_ran(framework: TorchFramework) -> None:
+    spun = torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")
+    profiler = framework.profiler()
+    framework.synchronize()
+    profiler.start()
+    list(steps(spun))
+    framework.synchronize()
+    seen = profiler.stop(None)
+    truth = [value * 1e-9 for value in spun.tolist()]
+    assert [one.end_s - one.begin_s for one in seen if "spin" in one.name] == pytest.approx(truth, rel=0.01)
+    [kernel] = [one for one in divide(seen) if "spin" in one.name]
+    assert (kernel.calls, kernel.kind) == (3, "other")
+    assert kernel.time_s == pytest.approx(sum(truth), rel=0.01)
