@@ -18,6 +18,7 @@ from steelyard.run.measure import measure  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SPUN_S = (0.005, 0.020, 0.010)
+COUNTS = {"tokens": 1, "samples": 1, "logits": 1, "pairs": 1, "square": 1}
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
     for number, seconds in enumerate(SPUN_S):
         yield Phase("compute")
         spin[(1,)](spun[number:], int(seconds * 1e9))
-        yield Work({"tokens": 1})
+        yield Work(COUNTS)
 
 
 def test_steps_take_as_long_as_their_kernel(framework: TorchFramework) -> None:

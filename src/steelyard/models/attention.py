@@ -116,6 +116,17 @@ KERNELS: dict[str, Kernel] = {
     "cudnn": _cudnn,
     "packed": _packed,
 }
+# Its gradients of rows of several lengths are wrong or NaN (torch 2.11, cuDNN 9, one H200); its forward is right.
+FORWARD_ONLY = ("cudnn",)
+
+
+def known(kernel: str, trains: bool, *others: str) -> str:
+    """The kernel, where it is one of these, or one of the engine's own."""
+    allowed = ("auto", *others, *sorted(name for name in KERNELS if not (trains and name in FORWARD_ONLY)))
+    if kernel in allowed:
+        return kernel
+    why = "has wrong gradients of rows of several lengths" if kernel in KERNELS else "is not known"
+    raise RequestError(f"tune.attention={kernel!r} {why}; allowed: {', '.join(allowed)}")
 
 
 @torch.library.custom_op("steelyard::packed_attention", mutates_args=())

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from steelyard.engines.job import Job
 from steelyard.errors import RequestError
-from steelyard.models.attention import KERNELS
+from steelyard.models.attention import known
 from steelyard.models.llama import LlamaShape
 from steelyard.models.tensors import COMPUTED_IN, DTYPES, compute_dtype
 from steelyard.plan.degrees import shard_degree
@@ -53,9 +53,7 @@ def choose_kernel(job: Job) -> str:
     precision, kernel = job.case.question.precision, job.case.tune.attention
     if kernel == "auto":
         kernel = job.device.attention(COMPUTED_IN[precision.matmul], False)
-    if kernel not in KERNELS:
-        raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
-    return str(kernel)
+    return known(kernel, job.case.question.kind == "train")
 
 
 def make(job: Job, shape: LlamaShape) -> Any:

@@ -5,9 +5,8 @@ import torch
 from steelyard.engines.job import Job
 from steelyard.engines.torch.parallel import parallel_trainer
 from steelyard.engines.torch.single import SingleLlama
-from steelyard.errors import RequestError
 from steelyard.kernels import jit, packed_attention
-from steelyard.models.attention import KERNELS
+from steelyard.models.attention import known
 from steelyard.models.tensors import COMPUTED_IN, DTYPES
 from steelyard.training.loop import HeldOutLoss, Loop
 from steelyard.training.micro_batches import RowBatches
@@ -47,9 +46,7 @@ def choose_kernel(job: Job) -> str:
         dim = question.model.hidden // question.model.heads
         if kernel == "flash" and _alone(job) and packed_attention.serves(where, DTYPES[dtype], dim):
             kernel = "packed"
-    if kernel not in KERNELS:
-        raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
-    return str(kernel)
+    return known(kernel, True)
 
 
 def _alone(job: Job) -> bool:

@@ -24,7 +24,7 @@ from steelyard.engines.job import Job
 from steelyard.engines.transformers.score import config
 from steelyard.engines.transformers.sharded import ShardedLayers
 from steelyard.errors import RequestError
-from steelyard.models.attention import KERNELS, Layout, attend
+from steelyard.models.attention import Layout, attend, known
 from steelyard.models.llama_fused import Gradient
 from steelyard.models.tensors import DTYPES, compute_dtype
 from steelyard.training.loop import HeldOutLoss, Loop
@@ -66,11 +66,9 @@ class TransformersTrain(Loop):
 def choose_kernel(job: Job) -> str:
     tune = job.case.tune
     kernel = "sdpa" if tune.attention == "auto" else tune.attention
-    if kernel not in ("sdpa", *KERNELS):
-        raise RequestError(f"tune.attention={kernel!r} is not known; allowed: auto, sdpa, {', '.join(sorted(KERNELS))}")
     if tune.recompute == "selective":
         raise RequestError("engine transformers recomputes whole layers; allowed: tune.recompute=none or full")
-    return kernel
+    return known(kernel, True, "sdpa")
 
 
 class TransformersLlama:
