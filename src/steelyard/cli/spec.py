@@ -20,6 +20,10 @@ def spec(
         int, typer.Option(help="Devices of this host, all at once; with two or more also what they exchange.")
     ] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="In less than 30 s: fewer shapes, shorter stretches.")] = False,
+    limit: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Begin no row after so long; what says most comes first. Default: 1200."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the record.")] = Path("records"),
     as_json: Json = False,
 ) -> int:
@@ -40,7 +44,7 @@ def spec(
     from steelyard.record import spec as records
     from steelyard.run.ceilings_run import SpecRequest, SpecRun
 
-    run = SpecRun(SpecRequest(accelerator, devices, quick, out))
+    run = SpecRun(SpecRequest(accelerator, devices, quick, out, limit))
     console = Console(stderr=True, quiet=as_json)
     with Display(console, f"spec {run.accelerator.name}") as display:
         shown = display.show if console.is_terminal else _lines(as_json)

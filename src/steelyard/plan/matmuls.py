@@ -20,6 +20,9 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 # Numbers of a product's rows, operand and result together: more are taken in blocks of rows, so that knowing a rate does not
 # take the memory of the run that it is for. 256 MiB in 16 bit; each block is still far larger than a device's caches.
 MOST_NUMBERS = 1 << 27
+# Rows of a block are a multiple of this: where they are what lies side by side in memory, an odd number of them takes a fast
+# kernel away from a product that has it as a whole.
+ALIGNED = 256
 
 
 class Matmul(Frozen):
@@ -63,7 +66,8 @@ def _products(name: str, rows: int, outputs: int, inputs: int, count: int, kind:
 
 
 def _blocks(name: str, layout: Layout, m: int, n: int, k: int, count: int) -> list[Matmul]:
-    size = min(m, max(1, MOST_NUMBERS // (n + k)))
+    most = max(1, MOST_NUMBERS // (n + k))
+    size = min(m, most // ALIGNED * ALIGNED or most)
     whole, rest = divmod(m, size)
     out = [Matmul(name=name, layout=layout, m=size, n=n, k=k, count=count * whole)]
     return [*out, Matmul(name=name, layout=layout, m=rest, n=n, k=k, count=count)] if rest else out

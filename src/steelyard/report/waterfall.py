@@ -1,5 +1,7 @@
 """Why a rate is not higher: a step's time from the datasheet's peak to what was measured, each part with what to try."""
 
+import re
+
 from steelyard.metrics import rates
 from steelyard.metrics.waterfall import Row, Waterfall, waterfalls
 from steelyard.record.profile import KernelFacts
@@ -12,6 +14,8 @@ from steelyard.report.words import Words
 MOST = 12  # kernels that are shown
 WORTH = 0.005  # a part that is smaller is not worth trying anything
 MILLI = 1000.0
+NAME_CHARS = 80
+WHERE = re.compile(r"\b(at|native|c10|std|cuda|binary_internal)::|\(anonymous namespace\)::")
 
 
 def section(record: Record, say: Words, whole: bool = True) -> list[Block]:
@@ -103,12 +107,22 @@ def _kernels(found: Waterfall, say: Words) -> Table:
     return Table(heads, rows, (say("explain.bytes"),))
 
 
+def plain_name(name: str) -> str:
+    """A kernel's name without what C++ puts around it: its result, namespaces, arguments."""
+    if name.startswith("void "):
+        name = WHERE.sub("", name.removeprefix("void "))
+        name = name.partition(">(")[0] + ">" if ">(" in name else name.partition("(")[0]
+    return name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
+
+
 def _kernel(one: KernelFacts, found: Waterfall, say: Words) -> TableRow:
     steps = max(1, found.steps)
     moved = one.size_bytes / one.time_s if one.size_bytes is not None and one.time_s > 0 else None
     limit = found.bandwidth_bytes_per_s
+    if moved is not None and limit and moved > limit:
+        moved = None  # it names a table that it reads little of
     texts = (
-        one.name,
+        plain_name(one.name),
         say.known(f"explain.{one.kind}", one.kind),
         formed("number", one.calls / steps),
         formed("number", MILLI * one.time_s / steps),

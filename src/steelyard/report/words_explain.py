@@ -74,8 +74,9 @@ TABLE: dict[str, tuple[str, str]] = {
     "explain.bandwidth": ("Bytes/s", "字节/秒"),
     "explain.bandwidth_share": ("Of the datasheet's bandwidth", "占标称带宽"),
     "explain.bytes": (
-        "Bytes are those of the tensors that a call names, each once: what a kernel reads or writes again is not in them.",
-        "字节数为调用所列张量各计一次，重复读写不计。",
+        "Bytes are those of the tensors that a call names, each once: what a kernel reads or writes again is not in them. "
+        "A look-up names a table that it reads little of: it has no rate.",
+        "字节数为调用所列张量各计一次，重复读写不计；查表只读取所列表格的一小部分，故无速率。",
     ),
     "explain.trace": ("The whole trace: {0}", "完整轨迹：{0}"),
 }

@@ -27,6 +27,7 @@ from steelyard.run.site import Site
 from steelyard.run.spec import RankFile
 
 HANG_S = 300.0  # without a sign of life; one row takes seconds
+MOST_S = 24 * 3600.0  # for all rows
 SPARE_S = 600.0  # beyond the time of all rows, for what is made and checked before each
 
 
@@ -36,6 +37,7 @@ class SpecRequest:
     devices: int
     quick: bool
     out: Path
+    limit_s: float | None = None
 
 
 class SpecRun:
@@ -43,6 +45,10 @@ class SpecRun:
         processes.check()
         self.request = request
         self.limits = QUICK if request.quick else FULL
+        if request.limit_s is not None:
+            if not 1 <= request.limit_s <= MOST_S:
+                raise RequestError(f"--limit {request.limit_s:g}: must be from 1 to {MOST_S:g} seconds")
+            self.limits = self.limits.model_copy(update={"total_s": request.limit_s})
         if request.devices < 1:
             raise RequestError(f"--devices {request.devices}: must be at least 1")
         self.accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
