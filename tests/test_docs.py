@@ -10,10 +10,11 @@ from typing import get_args
 
 import pytest
 
+from fixtures.records import RUNS, SPECS
 from steelyard import accelerators, engines, tasks
 from steelyard.case import resolve
+from steelyard.metrics import ceilings, table, validity
 from steelyard.metrics import engines as side
-from steelyard.metrics import table, validity
 from steelyard.metrics.verify import verify
 from steelyard.record import record
 from steelyard.run import launch
@@ -24,7 +25,6 @@ from steelyard.run.spec import RankStatus
 
 ROOT = Path(__file__).parent.parent
 DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
-RESULTS = sorted((ROOT / "results").rglob("*.json"))
 VERBS = (
     *(
         "list",
@@ -154,9 +154,14 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
     assert done.returncode == 0 or refused, done.stderr
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_published_records_are_sound(path):
     assert verify(path) == []
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
+def test_published_ceilings_are_sound(path):
+    assert ceilings.verify(path) == []
 
 
 def test_links_lead_somewhere():
@@ -176,7 +181,7 @@ NUMBERS = (
 def test_numbers_in_performance_are_in_records():
     """Every number that docs/performance.md attributes to a record is in that record, or in what the program says of several
     that are named together."""
-    by_id = {path.stem[-8:]: record.read(path) for path in RESULTS}
+    by_id = {path.stem[-8:]: record.read(path) for path in RUNS}
     seen = set()
     for block in re.findall(r"(?:^\|.*\n)+", DOCS["performance.md"], re.MULTILINE):
         together = side.groups(by_id[one] for one in re.findall(r"`([0-9a-f]{8})`", block))

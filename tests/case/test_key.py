@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fixtures.cases import FINGERPRINT, NAME, OWN, leaf, own
+from fixtures.records import RUNS
 from steelyard import schema, tasks
 from steelyard.case import case
 from steelyard.case.case import Case
@@ -185,7 +186,6 @@ EARLIER = {
     ("smoke", "fp32", "addd00c60bc7572e83ece5a0d418cdda1f3818d5472159bca72e444aefb574bb"): "ecd3e70bcb8fdf75",
     ("full", "bf16-pure", "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17"): "4c8d255b4e04c557",
 }
-RESULTS = sorted((Path(__file__).parents[2] / "results").rglob("*.json"))
 
 
 def test_every_shipped_case_is_pinned() -> None:
@@ -216,7 +216,7 @@ def test_keys_of_alpaca_before_its_later_fields(size: str, precision: str, finge
     assert len({key, *others, resolve(name, size, precision).case.key(fingerprint)}) == 4
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
     found = record.read(path)
     asked = found.case

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fixtures.attacks import Attacks
-from fixtures.records import RESULTS, changed, published
+from fixtures.records import RUNS, changed, published
 from steelyard.metrics import verify
 from steelyard.record import record
 
 
-@pytest.mark.parametrize("path", list(RESULTS.rglob("*.json")), ids=lambda path: path.stem[-8:])
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem[-8:])
 def test_published_records_verify(path: Path) -> None:
     assert verify.verify(path) == []
 

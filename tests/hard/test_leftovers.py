@@ -11,7 +11,7 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell, wait_for
-from steelyard.run import leftovers, messages
+from steelyard.run import leftovers, messages, processes
 from steelyard.run.leftovers import RunFolder
 
 DEAD, ALIVE = "d" * 16 + "-0", "a" * 16 + "-0"
@@ -39,6 +39,7 @@ def test_the_dead_are_swept_and_nobody_else(shell: Shell, tmp_path: Path, monkey
     dead = killed_holder(shell, DEAD)
     (dead / "store").write_text("left")
     stopped = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: DEAD}, start_new_session=True)
+    assert wait_for(lambda: processes.marked(psutil.Process(stopped.pid), DEAD))  # its environment comes a moment after it
     stopped.send_signal(signal.SIGSTOP)
     alive = RunFolder(ALIVE)
     (shell.tmp / "steelyard-notes").mkdir()

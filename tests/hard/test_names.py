@@ -9,7 +9,7 @@ import pytest
 
 from fixtures.cases import OWN, own
 from fixtures.commands import SMOKE, Shell
-from fixtures.records import RESULTS, changed, published
+from fixtures.records import RESULTS, RUNS, changed, published
 from steelyard import report
 from steelyard.case.precision import PRESETS, name_of
 from steelyard.case.resolve import names, resolve
@@ -108,7 +108,7 @@ def test_a_case_that_is_not_the_shipped_one_says_so(change: Callable, parts: str
     assert [run.label for runs in by_case([whole, found]).values() for run in runs] == ["#1", "#1"]
 
 
-@pytest.mark.parametrize("path", list(RESULTS.rglob("*.json")), ids=lambda path: path.stem[-8:])
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem[-8:])
 def test_published_records_are_of_the_shipped_cases(path: Path) -> None:
     """Or of the shipped cases of before, which is said."""
     found = record.read(path)

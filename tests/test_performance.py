@@ -1,0 +1,70 @@
+"""Numbers of docs/performance.md that come from more than the metrics of a record: waterfalls, ceilings, comparisons."""
+
+import re
+from pathlib import Path
+from statistics import fmean
+
+from fixtures.records import RUNS, SPECS
+from steelyard.metrics import compare, runs
+from steelyard.metrics.waterfall import waterfalls
+from steelyard.record import record, spec
+from steelyard.report.numbers import formed
+from steelyard.report.words import Words
+
+TEXT = (Path(__file__).parent.parent / "docs/performance.md").read_text()
+BY_ID = {path.stem[-8:]: path for path in RUNS}
+
+
+def rows_of(head: str, text: str) -> list[list[str]]:
+    """The cells of the table under this head."""
+    block = text.partition(f"| {head} |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines()[2:]]
+
+
+def test_waterfalls_are_those_of_their_records() -> None:
+    say = Words("en")
+    told = re.findall(r"`--explain` \(`([0-9a-f]{8})`.*?(\| part of a step .*?)\n\n", TEXT, re.DOTALL)
+    assert len(told) == 2
+    for name, block in told:
+        [found] = waterfalls(record.read(BY_ID[name]))
+        assert found.agrees
+        parts = [(row.name, row.time_s, row.share) for row in found.rows] + [("sum", found.measured_s, 1.0)]
+        assert rows_of("part of a step", block + "\n\n") == [
+            [say(f"explain.{part}"), formed("number", 1000 * time_s / found.steps), formed("percent", share)]
+            for part, time_s, share in parts
+        ]
+
+
+def test_ceilings_are_those_of_the_record() -> None:
+    [path] = SPECS
+    made = spec.read(path)
+    at = {(bench.group, bench.name, bench.precision or ""): number for number, bench in enumerate(made.benches)}
+    rows = rows_of("what", TEXT.partition("## What one H200 can do")[2])
+    assert len(rows) == 12
+    for what, precision, rate, share, clock, power in rows:
+        group, _, name = what.partition(", ")
+        one = made.ceilings[at[group, name, precision]]
+        value, unit = rate.split(" ")
+        assert one.value is not None
+        assert formed("number", one.value / {"TFLOP/s": 1e12, "GB/s": 1e9}[unit]) == value, what
+        assert share == ("" if one.share is None else formed("percent", one.share)), what
+        assert (clock, power) == (f"{one.sm_clock_mhz:,.0f} MHz", f"{one.power_w:.0f} W"), what
+    assert f"has all {len(made.benches)} rows" in TEXT
+
+
+def test_repeats_and_the_comparison() -> None:
+    rows = {row[0]: row for row in rows_of("engine", TEXT.partition("**Repeats and a comparison.**")[2])}
+    records = {name: [record.read(BY_ID[one]) for one in re.findall(r"`(\w{8})`", row[-1])] for name, row in rows.items()}
+    for name, row in rows.items():
+        rates = of("p_infer_whole", records[name])
+        assert row[3] == f"{100 * runs.deviation(rates) / fmean(rates):.2f} %"
+        assert row[4] == formed("number", fmean(of("energy_per_token", records[name])))
+    sides = [compare.side(name, made) for name, made in records.items()]
+    found = compare.compare(*sides, across=(), threshold=0.01)
+    assert found.ratio is not None
+    assert found.ratio.verdict == "significant"
+    assert f"{1 / found.ratio.value:.3f} times as fast" in TEXT
+
+
+def of(metric: str, records: list[record.Record]) -> list[float]:
+    return [value for one in records if (value := one.metrics[metric].value) is not None]
