@@ -1,3 +1,3 @@
-"""Steelyard weighs AI accelerators on real LLM work."""
+"""Steelyard benchmarks AI accelerators on real LLM training and inference."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What rows are worth: the counts of a step, from the data alone. An engine says which rows it computed, and no more.
+"""The counts of a step, from the data alone. An engine only says which rows it computed.
 
 `of` counts rows of a pass, `wanted` what a pass must come to: one table for all of it, or in training one for each step.
 """

@@ -1,4 +1,4 @@
-"""JSON lines of a stranger: one value a line, read within limits. Whatever is wrong is told in one line, with its place.
+"""Untrusted JSON lines: one value per line, read within limits. Any error is one line, with its location.
 
 A reader says what a line of its file looks like (`form`, such as 'a line is {"text": "…"}') and how large a file of its kind
 is (`usual`, such as "; the test set has 2 MB"); both end the refusals.

@@ -1,4 +1,4 @@
-"""Tokenised texts, as far as an engine that scores them looks. Every task's own class has more."""
+"""Tokenised texts: the part that scoring engines read. Each task's own class has more."""
 
 from typing import Protocol
 

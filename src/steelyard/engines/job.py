@@ -1,4 +1,4 @@
-"""What an engine is given, and what it must answer to."""
+"""What an engine is given, and the interface that it implements."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""What a profiler saw of a stretch of work: activities of a device, and how its time divides among them."""
+"""A profiled stretch of work: activities of a device, and how its time divides among them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

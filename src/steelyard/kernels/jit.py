@@ -1,4 +1,4 @@
-"""Triton, where it is at hand. Kernels are written against these names; elsewhere they are there to be read, not to be run."""
+"""Triton, if it is installed. Kernels are written against these names; without Triton they can be read but not run."""
 
 from collections.abc import Callable
 from importlib import import_module

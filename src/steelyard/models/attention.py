@@ -1,4 +1,4 @@
-"""Attention over packed rows: tokens of many sequences laid end to end, no padding between them.
+"""Attention over packed rows: tokens of many sequences end to end, no padding between them.
 
 A kernel is a row of KERNELS. Every kernel takes q [Tq, H, D], k and v [Tk, G, D] and a `Layout`, and computes causal
 attention inside each row, aligned at the row's end: the last query of a row sees all of that row's keys.

@@ -1,4 +1,4 @@
-"""What a device multiplies at, measured in the run that it is for: one large square matmul, and the case's own shapes."""
+"""The matmul rate of a device, measured in the run that uses it: one large square matmul, and the case's own shapes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is known of an engine's version: whether it conforms, as `steelyard conform` found on this machine."""
+"""Whether this version of an engine conforms, as `steelyard conform` found on this machine."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Records of earlier runs: those that answer a request already."""
+"""Records of earlier runs that already answer a request."""
 
 from dataclasses import dataclass
 from pathlib import Path

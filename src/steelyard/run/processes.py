@@ -1,4 +1,4 @@
-"""Processes of a run on one host: found by the run's mark, and ended, kindly first."""
+"""Processes of a run on one host: found by the run's mark, and ended, with SIGTERM first."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""A host before a run: what can make the same machine another one. Read from /proc, /sys and the driver; nothing is set."""
+"""A host before a run: settings that can change its results. Read from /proc, /sys and the driver; nothing is set."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Rows as a share of a global batch: which rows a replica computes, and their arrays laid end to end. Without a framework."""
+"""Rows as a share of a global batch: which rows a replica computes, and their arrays end to end. Without a framework."""
 
 from dataclasses import dataclass, replace
 from typing import Any

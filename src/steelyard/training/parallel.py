@@ -1,4 +1,4 @@
-"""A model laid over many devices by PyTorch's own means: tensor parallelism by DTensor, pipelines, replicas by FSDP2.
+"""A model split over many devices with PyTorch's own tools: tensor parallelism by DTensor, pipelines, replicas by FSDP2.
 
 The loss of a step is the same function of the same numbers as on one device, and so are its gradients: they are summed over
 replicas, never averaged, because each replica's part of the loss is divided by the targets of all.

@@ -1,4 +1,4 @@
-"""Settings of a stranger's file beside those of a case: refused where they differ. Without torch."""
+"""Settings of an untrusted file against those of a case: refused if they differ. Without torch."""
 
 import math
 from pathlib import Path

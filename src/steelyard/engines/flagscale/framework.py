@@ -1,4 +1,4 @@
-"""A framework for programs of others: this process drives no device, and the only time there is, is what the program says."""
+"""A framework for external programs: this process drives no device, and all times are those that the program prints."""
 
 import os
 from collections.abc import Callable

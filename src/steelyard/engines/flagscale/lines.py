@@ -1,4 +1,4 @@
-"""What FlagScale says while it trains: Megatron's line of an iteration, which the last rank prints, and a few others."""
+"""What FlagScale prints while it trains: Megatron's line of an iteration, which the last rank prints, and a few others."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""A program as a child of this process: its lines as it says them, and its end, in order where that can be."""
+"""A program as a child process: its output line by line, and an orderly end where that is possible."""
 
 import os
 import re

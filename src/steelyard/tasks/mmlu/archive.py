@@ -1,4 +1,4 @@
-"""A stranger's tar, read within limits: how large it is packed and unpacked, and how much one read may take.
+"""An untrusted tar, read within limits: how large it is packed and unpacked, and how much one read may take.
 
 `tarfile` reads the name and the attributes of a member into memory, however long its header says they are, so the limits stand
 below it, around what it reads from.
