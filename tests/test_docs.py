@@ -171,6 +171,36 @@ def test_links_lead_somewhere():
             assert (base / target).exists(), (name, target)
 
 
+def anchor(heading: str) -> str:
+    """What GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_anchors_lead_somewhere():
+    heads = {name: {anchor(one) for one in re.findall(r"^#+ (.*)$", text, re.MULTILINE)} for name, text in DOCS.items()}
+    for name, text in DOCS.items():
+        for target, found in re.findall(r"\]\(([^)#]*)#([^)]+)\)", text):
+            assert found in heads[Path(target).name or name], (name, target, found)
+
+
+def prose(text: str) -> list[str]:
+    """Lines outside of code blocks and tables."""
+    return [line for line in re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines() if line[:1] != "|"]
+
+
+@pytest.mark.parametrize("name", [*sorted(DOCS), "CHANGELOG.md"])
+def test_prose_is_wrapped(name):
+    text = DOCS.get(name) or (ROOT / name).read_text()
+    assert [line for line in prose(text) if len(line) > 120] == []
+    assert "the seeds" not in text.lower()
+
+
+def test_the_glossary_is_linked():
+    assert "](docs/glossary.md)" in DOCS["README.md"]
+    for name in ("tutorial.md", "metrics.md", "cases.md", "records.md", "engines.md"):
+        assert "](glossary.md)" in DOCS[name], name
+
+
 NUMBERS = (
     (r"(?<![\w.])(\d+\.\d) %", lambda value: f"{100 * value:.1f}"),
     (r"(?<![\w.])(\d{2,3},\d{3})(?![\w,])", lambda value: f"{value:,.0f}"),
