@@ -87,8 +87,8 @@ def _layout(record: Record) -> PageLayout:
 def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
     """Names come from strangers; none may lead out of a folder, and no two pages share one."""
     name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts)
-    again = sum(page.name == name or page.name.startswith(f"{name}-") for page in earlier)
-    return f"{name}-{again + 1}" if again else name
+    taken = {page.name for page in earlier}
+    return next(one for one in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if one not in taken)
 
 
 def _page(source: Source) -> str:

@@ -102,11 +102,9 @@ def _techniques(record: Record, say: Words) -> list[str]:
 
 def _optimization(record: Record, say: Words) -> list[str]:
     """Settings that are not the default, and the attention kernel that the engine chose."""
-    chosen = {"attention": record.engine.details.get("attention"), **identity.tuned(record)}
-    chosen.pop("parallel", None)
-    return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items() if value is not None] or [
-        say("flagperf.none")
-    ]
+    told = {"attention": record.engine.details.get("attention"), **identity.tuned(record)}
+    chosen = {name: value for name, value in told.items() if name != "parallel" and value is not None}
+    return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items()] or [say("flagperf.none")]
 
 
 def _batch(record: Record) -> int | None:
