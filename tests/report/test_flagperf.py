@@ -162,7 +162,8 @@ def test_the_form_is_that_of_the_published_page(number: str) -> None:
 
 HEADS = {
     "llama2-7b-mmlu": "推理工具 precision e2e_time p_val_whole p_val_core p_infer_whole \\*p_infer_core \\*MFU acc mem",
-    "aquila2-34b-lambada": "推理工具 precision e2e_time p_val_whole \\*p_val_core p_infer_whole \\*p_infer_core \\*MFU loss mem",
+    "aquila2-34b-lambada": "推理工具 precision e2e_time p_val_whole \\*p_val_core p_infer_whole \\*p_infer_core "
+    "\\*MFU loss mem",
     "aquila2-7b-alpaca": "配置 parallel fix_hp token/p/s loss mem MFU",
     "llama1-7b-openwebtext": "配置 config precision fix_hp parallel_strategy throughput memory",
     "llama1-13b-openwebtext": "配置 config precision fix_hp parallel_strategy throughput memory",
@@ -171,12 +172,14 @@ HEADS = {
 DEVICE = "NVIDIA A100-SXM4-80GB"
 CELLS = {
     "llama2-7b-mmlu": "torch|bf16|2480|/|/|8711|8724|23.8%|45.8%/45.8%|12.3/40.0",
-    "aquila2-34b-lambada": "torch|bf16|2480|/|/|8711|8724|23.8%|3.007|12.3/40.0",
+    "aquila2-34b-lambada": "torch|bf16|2480|/|/|8711|8724|23.8%|3.0075|12.3/40.0",
     "aquila2-7b-alpaca": f"{DEVICE}单机8卡（1x8）|TP2PP1DP4|micro_batch=1|4319|2.900|75.0/80.0|58.1%",
-    "llama1-7b-openwebtext": f"{DEVICE}单机8卡（1x8\\*80G）|llama1-7b-openwebtext|bf16|per_device_bs=2, accumulate=16, (global bs = "
-    "4194304 tokens)|attention=flash, compile=true, recompute=none, tensor_parallel_degree=2, data_parallel_degree=4"
+    "llama1-7b-openwebtext": f"{DEVICE}单机8卡（1x8\\*80G）|llama1-7b-openwebtext|bf16|"
+    "per_device_bs=2, accumulate=16, (global bs = 4194304 tokens)|"
+    "attention=flash, compile=true, recompute=none, tensor_parallel_degree=2, data_parallel_degree=4"
     "|4319 tokens/s|75.0 \\* 8 GiB",
-    "glm-large-record": f"{DEVICE}单机8卡（1x8）|bf16|batch_tokens=65536, micro_batch=8|2763|36.50|42.40|42.45|0.8080|75.0/80.0|0.5814",
+    "glm-large-record": f"{DEVICE}单机8卡（1x8）|bf16|batch_tokens=65536, micro_batch=8|"
+    "2763|36.50|42.40|42.45|0.8080|75.0/80.0|0.5814",
 }
 
 

@@ -75,7 +75,7 @@ def show(wanted: Export, specs: "list[SpecRecord]", records: "list[Record]") -> 
         dump(found.model_dump(mode="json", by_alias=True))
     elif wanted.to is not None:
         for one in written:
-            say(f"page: {one.path}")
+            say(f"{'table' if wanted.format == CSV else 'page'}: {one.path}")
     else:
         out = verbatim if wanted.format == CSV else answer
         out(_whole(wanted, specs, records))

@@ -46,7 +46,18 @@ def seconds(value: float) -> str:
     return number(value) if decimals is None else f"{value:,.{decimals}f}"
 
 
-_FORMS: dict[str, Callable[[float], str]] = {"number": number, "percent": percent, "gib": gib, "seconds": seconds}
+def decimals(value: float) -> str:
+    """Four decimals, as losses are published."""
+    return f"{value:,.4f}"
+
+
+_FORMS: dict[str, Callable[[float], str]] = {
+    "number": number,
+    "percent": percent,
+    "gib": gib,
+    "seconds": seconds,
+    "decimals": decimals,
+}
 
 
 def formed(form: str, value: Any) -> str:

@@ -194,7 +194,7 @@ LAMBADA = PageLayout(
                 _tokens("p_infer_whole"),
                 _tokens("*p_infer_core"),
                 metric("*MFU", "mfu_nominal"),
-                metric("loss"),
+                metric("loss", form="decimals"),
                 MEM,
             )
         ),
