@@ -244,8 +244,10 @@ def test_values_of_the_page() -> None:
 
 def test_nodes_and_devices_are_told_as_there() -> None:
     two = run("glm-large-record", plan={"nodes": 2, "devices": 8, "tp": 1, "pp": 1, "dp": 16, "launcher": "ssh"})
-    assert table(page(two))[-1].startswith(f"| {DEVICE}2机16卡（2x8） |")
+    assert table(page(two))[-1].startswith(f"| {DEVICE}两机16卡（2x8） |")
     assert table(page(two, lang="en"))[-1].startswith(f"| {DEVICE}, 2 nodes, 16 devices (2x8) |")
+    four = run("glm-large-record", plan={"nodes": 4, "devices": 8, "tp": 1, "pp": 1, "dp": 32, "launcher": "ssh"})
+    assert table(page(four))[-1].startswith(f"| {DEVICE}4机32卡（4x8） |")
     one = run("glm-large-record", plan={"nodes": 1, "devices": 1, "tp": 1, "pp": 1, "dp": 1, "launcher": "local"})
     assert table(page(one))[-1].startswith(f"| {DEVICE}单机单卡（1x1） |")
 

@@ -12,6 +12,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "flagperf.techniques": ("{0} parallelism", "{0}并行"),
     "flagperf.and": (", ", "、"),
     "flagperf.node": ("1 node", "单机"),
+    "flagperf.nodes.2": ("2 nodes", "两机"),
     "flagperf.nodes": ("{0} nodes", "{0}机"),
     "flagperf.card": ("1 device", "单卡"),
     "flagperf.cards": ("{0} devices", "{0}卡"),

@@ -168,7 +168,8 @@ def page_values(records: list[Record], name: str, say: Words) -> list[str]:
 
 def _config(record: Record, say: Words, memory: str = "") -> str:
     plan = record.plan
-    nodes = say("flagperf.node") if plan.nodes == 1 else say("flagperf.nodes", str(plan.nodes))
+    many = say.known(f"flagperf.nodes.{plan.nodes}", say("flagperf.nodes", str(plan.nodes)))
+    nodes = say("flagperf.node") if plan.nodes == 1 else many
     cards = say("flagperf.card") if plan.world == 1 else say("flagperf.cards", str(plan.world))
     return say("flagperf.config", device(record), nodes, cards, f"{plan.config}{memory}")
 
