@@ -284,6 +284,15 @@ def test_another_unit_is_told() -> None:
     assert "> 1. row 1: division open, in which shared text is computed once" in found
 
 
+def test_lambada_says_what_it_is_with_padding_counted() -> None:
+    values = {"p_infer_core": (8700.4, "tokens/s"), "p_infer_core_padded": (427901.5, "tokens/s")}
+    metrics = {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()}
+    found = page(run("aquila2-34b-lambada", metrics=metrics), lang="en")
+    assert " | 8700 | " in table(found)[-1]
+    assert "> 2. row 1: p_infer_core_padded = 427902 tokens/s (" in found
+    assert "p_infer_whole_padded" not in found, "unknown"
+
+
 def test_made_data_are_not_the_published_set() -> None:
     smoke = resolve.resolve("llama1-7b-openwebtext", size="smoke").case.question.model_dump(mode="json")
     found = page(run("llama1-7b-openwebtext", case__size="smoke", case__question=smoke), lang="en")

@@ -32,5 +32,6 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "flagperf.changed": ("another question than the case's: {0}", "题目有改动：{0}"),
     "flagperf.left_out": ("Not in the table, because not valid: {0}", "以下运行无效，未列入表中：{0}"),
+    "flagperf.beside": ("{0} = {1} {2} ({3})", "{0} = {1} {2}（{3}）"),
     "flagperf.explained": ("{0}: {1}", "{0}：{1}"),
 }

@@ -68,7 +68,8 @@ Block = Lines | Each | MetricList | ValueTable
 @dataclass(frozen=True)
 class PageLayout:
     """`addresses` say where that page has the data set from; `explained` are columns that its lists leave out, with the metric
-    of each; `data_noted`: its lines have no place for the data that were read, which stand in a note."""
+    of each; `data_noted`: its lines have no place for the data that were read, which stand in a note;
+    `beside` are metrics that count as that page does, and stand in a note for each row."""
 
     blocks: tuple[Block, ...]
     addresses: tuple[Text, ...]
@@ -76,6 +77,7 @@ class PageLayout:
     category: Text
     explained: tuple[tuple[str, str], ...] = ()
     data_noted: bool = False
+    beside: tuple[str, ...] = ()
 
 
 def same(text: str) -> Text:

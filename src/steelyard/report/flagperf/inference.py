@@ -203,4 +203,5 @@ LAMBADA = PageLayout(
     dataset=same("LAMBADA"),
     category=same(""),
     explained=(("MFU", "mfu_nominal"),),
+    beside=("p_infer_whole_padded", "p_infer_core_padded"),
 )

@@ -227,7 +227,17 @@ def _of_rows(source: Source) -> list[str]:
     say = source.say
     rows: dict[str, list[str]] = {}
     for number, record in enumerate(source.valid, 1):
-        for text in (remark(record, say) for remark in REMARKS):
+        for text in (*(remark(record, say) for remark in REMARKS), *_beside(record, source)):
             if text:
                 rows.setdefault(text, []).append(str(number))
     return [say("flagperf.explained", say("flagperf.rows", say("flagperf.and").join(of)), text) for text, of in rows.items()]
+
+
+def _beside(record: Record, source: Source) -> list[str]:
+    out = []
+    for name in source.layout.beside:
+        found = record.metrics.get(name)
+        text = UNKNOWN if found is None else bare(metric_row(name).form, found.value)
+        if found is not None and text != UNKNOWN:
+            out.append(source.say("flagperf.beside", name, text, found.unit, _meaning(name, source)))
+    return out
