@@ -295,10 +295,14 @@ def test_lambada_says_what_it_is_with_padding_counted() -> None:
 
 def test_made_data_are_not_the_published_set() -> None:
     smoke = resolve.resolve("llama1-7b-openwebtext", size="smoke").case.question.model_dump(mode="json")
-    found = page(run("llama1-7b-openwebtext", case__size="smoke", case__question=smoke), lang="en")
+    change = {"case__size": "smoke", "case__question": smoke}
+    found = page(run("llama1-7b-openwebtext", **change, data__source="made"), lang="en")
     assert "wget" not in found
     assert "| Dataset | made data, not the published set |  |" in found
     assert "size smoke: a tiny model, which cannot be compared with published rows" in found
+    given = page(run("llama1-7b-openwebtext", **change, data__source="owt"), lang="en")
+    assert "wget https://" in given
+    assert "| Dataset | openwebtext |  |" in given
 
 
 def test_one_page_for_each_case_and_accelerator() -> None:

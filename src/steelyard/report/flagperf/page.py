@@ -16,7 +16,7 @@ from steelyard.report.document import Lang
 from steelyard.report.flagperf.form import Block, Column, Each, Entry, Lines, MetricList, PageLayout, Text, ValueTable
 from steelyard.report.flagperf.inference import LAMBADA, MMLU
 from steelyard.report.flagperf.training import ALPACA, OPENWEBTEXT, RECORD
-from steelyard.report.flagperf.values import ROW, device, page_values
+from steelyard.report.flagperf.values import ROW, device, is_made, page_values
 from steelyard.report.numbers import UNKNOWN, bare
 from steelyard.report.runs import by_case, distinct, scope
 from steelyard.report.settings import SETTINGS
@@ -123,7 +123,7 @@ class _Places(dict[str, str]):
 def _values(name: str, source: Source) -> list[str]:
     """Of a page: Markdown. What a record says is escaped."""
     layout, say = source.layout, source.say
-    made = all(record.case.question["data"].get("made") for record in source.told)
+    made = all(is_made(record) for record in source.told)
     own: dict[str, list[str]] = {
         "address": [] if made else [source.spoken(one) for one in layout.addresses],
         "dataset": [say("flagperf.made") if made else source.spoken(layout.dataset)],

@@ -76,6 +76,11 @@ def _data(record: Record, say: Words) -> list[str]:
     return [f"{say(f'data.{name}')}{say('flagperf.colon')}{spelled(table[name])}" for name in DATA if table.get(name)]
 
 
+def is_made(record: Record) -> bool:
+    """Whether the package made the data; a case that would have them made may still be given a file."""
+    return bool(record.case.question["data"].get("made")) and record.data.model_dump().get("source") == "made"
+
+
 def _data_line(record: Record, say: Words) -> list[str]:
     return [say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN)]
 
