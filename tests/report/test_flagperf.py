@@ -277,6 +277,19 @@ def test_a_run_that_is_not_valid_has_no_row_and_is_named() -> None:
     assert "other" in alone
 
 
+def test_remarks_name_their_rows() -> None:
+    window = {"kind": "window", "sample": 7}
+    scopes = [window, {"kind": "full"}, window, window, window, {"kind": "full"}]
+    records = [run("llama2-7b-mmlu", id=f"{n}" * 12, scope=scope) for n, scope in enumerate(scopes)]
+    assert "> 1. rows 1, 3-5: window: 7 samples" in page(*records, lang="en").splitlines()
+    assert "> 1. 第1、3-5行：窗口：7 个样本" in page(*records).splitlines()
+
+
+def test_memory_of_a_pipeline_stands_by_stage() -> None:
+    staged = made.training(times=[(2.0, 1.0, 1.0, 1.0)] * 4, plan=(2, 2, 1))
+    assert table(page(staged))[-1].endswith(" | 25.00 tokens/s | 40.00\\*2 + 38.00\\*2 GiB |")
+
+
 def test_another_unit_is_told() -> None:
     values = {"p_infer_core": {"value": 371.94, "unit": "questions/s"}}
     found = page(run("llama2-7b-mmlu", case__division="open", metrics=values), lang="en")

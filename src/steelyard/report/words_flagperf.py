@@ -19,7 +19,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "flagperf.config": ("{0}, {1}, {2} ({3})", "{0}{1}{2}（{3}）"),
     "flagperf.data": ("Data read in these runs: {0}", "本次运行所读数据：{0}"),
     "flagperf.made": ("made data, not the published set", "自制数据，非公开数据集"),
-    "flagperf.rows": ("row {0}", "第{0}行"),
+    "flagperf.row": ("row {0}", "第{0}行"),
+    "flagperf.rows": ("rows {0}", "第{0}行"),
     "flagperf.note": ("Notes", "注"),
     "flagperf.unevaluated": ("{0} was not evaluated", "{0} 未评估"),
     "flagperf.open": (

@@ -225,12 +225,24 @@ REMARKS: tuple[Callable[[Record, Words], str], ...] = (
 def _of_rows(source: Source) -> list[str]:
     """Each remark once, with the numbers of its rows."""
     say = source.say
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, list[int]] = {}
     for number, record in enumerate(source.valid, 1):
         for text in (*(remark(record, say) for remark in REMARKS), *_beside(record, source)):
             if text:
-                rows.setdefault(text, []).append(str(number))
-    return [say("flagperf.explained", say("flagperf.rows", say("flagperf.and").join(of)), text) for text, of in rows.items()]
+                rows.setdefault(text, []).append(number)
+    return [say("flagperf.explained", _rows(of, say), text) for text, of in rows.items()]
+
+
+def _rows(numbers: list[int], say: Words) -> str:
+    """Rows by their numbers, neighbours together: 1, 4-7."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    named = say("flagperf.and").join("-".join(map(str, span)) for span in spans)
+    return say("flagperf.row" if len(numbers) == 1 else "flagperf.rows", named)
 
 
 def _beside(record: Record, source: Source) -> list[str]:
