@@ -52,7 +52,7 @@ class Export:
         return not self.as_json and not self.layout and self.format != CSV
 
 
-def text(wanted: Export, specs: "list[SpecRecord]", records: "list[Record]") -> str:
+def _text(wanted: Export, specs: "list[SpecRecord]", records: "list[Record]") -> str:
     """A page, or the table of records."""
     from steelyard import report
     from steelyard.report import as_csv
@@ -106,7 +106,7 @@ def _whole(wanted: Export, specs: "list[SpecRecord]", records: "list[Record]") -
     """In one text: pages of several cases one after the other."""
     if wanted.layout:
         return RULE.join(page.text for page in _flagperf(wanted, specs, records))
-    return text(wanted, specs, records)
+    return _text(wanted, specs, records)
 
 
 def _flagperf(wanted: Export, specs: "list[SpecRecord]", records: "list[Record]") -> "list[CasePage]":

@@ -32,16 +32,7 @@ EngineOptions = Annotated[
 ]
 Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]
 Format = Annotated[str, typer.Option("--format", help="text, md or html.")]
-ReportFormat = Annotated[str | None, typer.Option("--format", help="text (the default), md, html or csv.")]
-Layout = Annotated[
-    str | None,
-    typer.Option(help="flagperf: order, tables and columns of FlagPerf's published pages, in Markdown."),
-]
 Lang = Annotated[str, typer.Option(help="en or zh.")]
 To = Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")]
-ReportTo = Annotated[
-    Path | None,
-    typer.Option(help="Write to this file instead of stdout; of --layout flagperf also a folder: one file a case."),
-]
 Threshold = Annotated[float, typer.Option(help="The share of the rate beyond which a change matters.")]
 THRESHOLD = 0.01  # what is below it is of no use, however sure it is

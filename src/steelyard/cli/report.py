@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard import files
-from steelyard.cli.options import Json, Lang, Layout, Records, ReportFormat, ReportTo
+from steelyard.cli.options import Json, Lang, Records
 from steelyard.cli.out import answer, dump, one_line, say
+from steelyard.cli.report_options import Layout, ReportFormat, ReportTo
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,15 +49,19 @@ def report_(
     The form of FlagPerf's published pages, to submit there; one file a case:
       steelyard report records/ --layout flagperf --lang zh --to pages/
     """
+    from steelyard import report
     from steelyard.cli import export
 
     wanted = export.Export(format_, layout, lang, to, explain, as_json)
     specs = _specs(paths(records))
-    if wanted.is_page:
-        page = export.text(wanted, specs, [] if specs else read(records))
-        show(page, to, False, wanted.format, lang)
-    else:
+    if not wanted.is_page:
         export.show(wanted, specs, [] if specs else read(records))
+        return
+    if specs:
+        show(report.render_spec(specs, wanted.format, lang), to, False, wanted.format, lang)
+        return
+    page = report.render(read(records), wanted.format, lang, report.explain if explain else report.page)
+    show(page, to, False, wanted.format, lang)
 
 
 def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
