@@ -17,6 +17,8 @@ from steelyard.metrics import ceilings, table, validity
 from steelyard.metrics import engines as side
 from steelyard.metrics.verify import verify
 from steelyard.record import record
+from steelyard.report import as_csv
+from steelyard.report.data import Report
 from steelyard.run import launch
 from steelyard.run.messages import SILENCE_S
 from steelyard.run.session import OPEN_S
@@ -85,6 +87,11 @@ def test_every_engine_and_accelerator_is_documented():
 def test_every_field_of_a_record_is_documented():
     for name, field in record.Record.model_fields.items():
         assert f"`{field.alias or name}`" in DOCS["records.md"], name
+
+
+def test_every_field_of_a_report_is_documented():
+    for name in (*as_csv.IDENTITY, *(field.alias or name for name, field in Report.model_fields.items())):
+        assert f"`{name}`" in DOCS["report.md"], name
 
 
 def test_every_key_of_a_case_is_documented():

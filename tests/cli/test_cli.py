@@ -55,8 +55,8 @@ def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) ->
     for verb, keys in {
         ("list",): {"cases", "engines", "accelerators", "launchers"},
         ("show", CASE): {"name", "size", "values", "reference"},
-        ("report", smoke["closed"], smoke["open"]): {"format", "lang", "page", "path", "repeats"},
-        ("report", smoke["closed"], "--format", "html", "--to", page): {"format", "lang", "page", "path", "repeats"},
+        ("report", smoke["closed"], smoke["open"]): {"schema", "kind", "summary", "cases", "repeats", "engines", "pages"},
+        ("report", smoke["closed"], "--format", "html", "--to", page): {"schema", "kind", "summary", "cases", "pages"},
         ("verify", smoke["closed"], smoke["open"]): {"records"},
         ("schema",): {"$schema", "$defs", "title", "type", "properties", "required", "additionalProperties"},
     }.items():

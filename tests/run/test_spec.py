@@ -111,4 +111,4 @@ def test_schemas_accept_what_is_real(spec: WorkerSpec, left: dict[str, Any], she
 
 def test_a_schema_that_is_none(shell: Shell) -> None:
     done = shell("schema", "page")
-    assert (done.code, done.lines) == (2, ["error: schema 'page': allowed: record, spec, worker, rank"])
+    assert (done.code, done.lines) == (2, ["error: schema 'page': allowed: record, spec, report, worker, rank"])

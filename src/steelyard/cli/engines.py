@@ -1,7 +1,7 @@
 """Runs of all engines: those that can do the case, one after the other with everything else equal, then side by side."""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from steelyard.cli import repeats
 from steelyard.cli.out import dump, one_line, say, tell
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from steelyard.case.request import EngineSettings, Request
-    from steelyard.metrics.engines import Answers, Engines
     from steelyard.record.record import Record
     from steelyard.run.ready import Ready
 
@@ -131,27 +130,11 @@ def _print(done: "list[Record]") -> None:
 
 
 def _dump(done: "list[Record]", left_out: list[LeftOut]) -> None:
-    from steelyard.metrics import engines
     from steelyard.record import record
+    from steelyard.report import groups
 
-    told = [_group(group) for group in engines.groups(done)]
+    told = [group.model_dump(mode="json") for group in groups.engines(done)]
     lost = [asdict(one) for one in left_out]
     tables = [record.to_table(made) for made in done]
     engines_told = {"left_out": lost, "groups": told}
     dump({"records": tables, "repeats": repeats.as_json(done), "engines": engines_told}, tell)
-
-
-def _group(group: "Engines") -> dict[str, Any]:
-    case, rows = group.records[0].case, []
-    for row in group.rows:
-        named: dict[str, Any] = {"engine": row.name, "base": row.base, "answers": _answers(row.answers)}
-        for name, one in (("rate", row.rate), ("ratio", row.ratio)):
-            named |= {name: None if one is None else one.value, f"{name}_interval": None if one is None else one.interval}
-        numbers = {"interval_from": row.source, "mfu": row.mfu, "mem": row.mem, "quality": row.quality, "valid": row.valid}
-        rows.append(named | numbers | {"records": [one.id for one in row.records]})
-    asked = {"case": case.name, "key": case.key, "division": case.division, "precision": case.precision}
-    return asked | {"unit": group.unit, "quality": group.metric, "without": list(group.without), "rows": rows}
-
-
-def _answers(answers: "Answers | None") -> dict[str, Any] | None:
-    return None if answers is None else asdict(answers)

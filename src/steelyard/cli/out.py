@@ -24,7 +24,15 @@ def escaped(text: str) -> str:
 
 
 def answer(text: str) -> None:
-    text = escaped(text)
+    _to_stdout(escaped(text))
+
+
+def verbatim(text: str) -> None:
+    """An answer whose bytes matter, such as CSV with its line ends. Whoever made it has taken out what steers a terminal."""
+    _to_stdout(text)
+
+
+def _to_stdout(text: str) -> None:
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         sys.stdout.flush()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard import files
-from steelyard.cli.options import Format, Json, Lang, Records, To
+from steelyard.cli.options import Json, Lang, Records
 from steelyard.cli.out import answer, dump, one_line, say
+from steelyard.cli.report_options import Layout, ReportFormat, ReportTo
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,50 +21,65 @@ if TYPE_CHECKING:
 
 def report_(
     records: Records,
-    format_: Format = "text",
+    format_: ReportFormat = None,
+    layout: Layout = None,
     lang: Lang = "en",
-    to: To = None,
+    to: ReportTo = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Only why the rate is not higher: where the time of a step goes.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """The result page of records: environment, strategy, what each metric means, values, published rows.
+    """The result page of records, or the same as a table or as data.
 
     \b
     Examples:
       steelyard report records/*.json --format html --to page.html
       steelyard report records/*.json --explain
+
+    \b
+    One row a record, for a spreadsheet:
+      steelyard report records/ --format csv --to runs.csv
+
+    \b
+    Numbers for a program (steelyard schema report says what is in it):
+      steelyard report records/ --json
+
+    \b
+    The form of FlagPerf's published pages, to submit there; one file a case:
+      steelyard report records/ --layout flagperf --lang zh --to pages/
     """
     from steelyard import report
-    from steelyard.cli import repeats
+    from steelyard.cli import export
 
-    check_format(format_, lang)
+    wanted = export.Export(format_, layout, lang, to, explain, as_json)
     specs = _specs(paths(records))
-    if specs:
-        show(report.render_spec(specs, format_, lang), to, as_json, format_, lang)
+    if not wanted.is_page:
+        export.show(wanted, specs, [] if specs else read(records))
         return
-    found = read(records)
-    page = report.render(found, format_, lang, report.explain if explain else report.page)
-    show(page, to, as_json, format_, lang, {"repeats": repeats.as_json(found)} if as_json else {})
+    if specs:
+        show(report.render_spec(specs, wanted.format, lang), to, False, wanted.format, lang)
+        return
+    page = report.render(read(records), wanted.format, lang, report.explain if explain else report.page)
+    show(page, to, False, wanted.format, lang)
 
 
-def check_format(format_: str, lang: str) -> None:
+def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
+    """`others` are formats that are no pages."""
     from steelyard import report
 
-    if format_ not in report.FORMATS:
-        raise RequestError(f"--format {format_!r}: allowed: {', '.join(report.FORMATS)}")
+    if format_ not in (*report.FORMATS, *others):
+        raise RequestError(f"--format {format_!r}: allowed: {', '.join((*report.FORMATS, *others))}")
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
 
 
-def show(page: str, to: Path | None, as_json: bool, format_: str, lang: str, beside: dict[str, Any] | None = None) -> None:
-    """A page on stdout, or in a file and its place on stderr; as JSON with what else is known `beside` it."""
+def show(page: str, to: Path | None, as_json: bool, format_: str, lang: str) -> None:
+    """A page on stdout, or in a file and its place on stderr; as JSON where it is."""
     if to is not None:
-        _write(to, page)
+        write(to, page)
     if as_json:
-        table = {"format": format_, "lang": lang, "page": None if to else page, "path": str(to) if to else None}
-        dump(table | (beside or {}))
+        dump({"format": format_, "lang": lang, "page": None if to else page, "path": str(to) if to else None})
     elif to is None:
         answer(page)
     else:
@@ -82,7 +98,7 @@ def _specs(every: list[Path]) -> "list[SpecRecord]":
     return [ceilings.read(path) for path in of_spec]
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     try:
         files.write(path, text.encode("utf-8"))
     except OSError as error:
@@ -169,10 +185,13 @@ def _verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
 
 
 def schema(
-    of: Annotated[str, typer.Argument(metavar="[record|spec|worker|rank]", help="What to print the schema of.")] = "record",
+    of: Annotated[
+        str, typer.Argument(metavar="[record|spec|report|worker|rank]", help="What to print the schema of.")
+    ] = "record",
     as_json: Json = False,
 ) -> None:
-    """The JSON Schema of a record, of one of kind spec, of what a worker is told (worker), or of what it leaves (rank).
+    """The JSON Schema of a record, of one of kind spec, of `report --json` (report), of what a worker is told (worker), or of
+    what it leaves (rank).
 
     \b
     Examples:
@@ -181,11 +200,13 @@ def schema(
     """
     from steelyard.record import record
     from steelyard.record import spec as of_spec
+    from steelyard.report import data as of_report
     from steelyard.run import spec
 
     schemas: dict[str, Callable[[], dict[str, Any]]] = {
         "record": record.schema,
         "spec": of_spec.schema,
+        "report": of_report.schema,
         "worker": spec.WorkerSpec.model_json_schema,
         "rank": spec.RankFile.model_json_schema,
     }

@@ -1,7 +1,7 @@
 """Runs of a sweep: every point that has no valid record yet, then the table of all points."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,14 +13,12 @@ from steelyard.cli import repeats
 from steelyard.cli.out import dump, one_line, say, tell
 from steelyard.cli.run import carry_out, hosts, interrupted
 from steelyard.errors import RequestError
-from steelyard.metrics import scaling
 from steelyard.record import record
+from steelyard.report import groups
 from steelyard.run import earlier
 from steelyard.run.ready import Ready, ready
 
 if TYPE_CHECKING:
-    from steelyard.metrics.runs import Estimate
-    from steelyard.metrics.scaling import Scaling
     from steelyard.record.record import Record
     from steelyard.run.earlier import Earlier
     from steelyard.run.launch import Allocation
@@ -134,23 +132,7 @@ def _dump(done: list[Done], axes: tuple[Axis, ...], over_devices: bool) -> None:
         for point in done
     ]
     keys = {axis.key: [resolve.typed(value) for value in axis.values] for axis in axes}
-    scaled = [_scaling(group) for group in scaling.groups(records)] if over_devices else []
+    scaled = [group.model_dump(mode="json") for group in groups.scaling(records)] if over_devices else []
     told = {"keys": keys, "points": points, "scaling": scaled}
     tables = [record.to_table(one) for one in records]
     dump({"records": tables, "repeats": repeats.as_json(_repeated(done)), "sweep": told}, tell)
-
-
-def _scaling(group: "Scaling") -> dict[str, Any]:
-    case, rows = group.records[0].case, []
-    for row in group.rows:
-        plan = row.plan
-        place = {"config": plan.config, "nodes": plan.nodes, "devices": plan.devices, "plan": str(plan), "base": row.base}
-        numbers = {"rate": row.rate, "speedup": row.speedup, "efficiency": row.efficiency}
-        told = {name: part for name, one in numbers.items() for name, part in _estimate(name, one).items()}
-        rows.append(place | told | {"interval_from": row.source, "records": [one.id for one in row.records]})
-    named = {"case": case.name, "key": case.key, "division": case.division, "precision": case.precision}
-    return named | {"engine": group.records[0].engine.name, "unit": group.unit, "rows": rows}
-
-
-def _estimate(name: str, one: "Estimate") -> dict[str, Any]:
-    return {name: one.value, f"{name}_interval": one.interval}

@@ -1,4 +1,4 @@
-"""Records as pages: the seeds' page in three formats and two languages, and the short table after a run."""
+"""Records as pages in three formats and two languages, as CSV, as data, and the short table after a run."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,6 +6,7 @@ from typing import TypeVar
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
 from steelyard.record.spec import SpecRecord
+from steelyard.report import flagperf
 from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text
@@ -13,6 +14,7 @@ from steelyard.report.build import page, table
 from steelyard.report.compare import page as comparison
 from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
+from steelyard.report.flagperf import CasePage
 from steelyard.report.history import page as history
 from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
@@ -26,11 +28,13 @@ FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": htm
 __all__ = [
     "FORMATS",
     "LANGS",
+    "CasePage",
     "Lang",
     "Page",
     "comparison",
     "engines",
     "explain",
+    "flagperf_pages",
     "history",
     "html",
     "md",
@@ -52,6 +56,11 @@ def render(records: list[Record], format: str, lang: str, made: Callable[[list[R
 def render_spec(records: list[SpecRecord], format: str, lang: str) -> str:
     """The same of records of what a machine can do."""
     return FORMATS[_known(format)](spec_page(_some(records), _spoken(lang)))
+
+
+def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
+    """The same records in the form of FlagPerf's published pages, one a case and kind of accelerator."""
+    return flagperf.pages(_some(records), _spoken(lang))
 
 
 def _known(format: str) -> str:

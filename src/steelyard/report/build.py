@@ -1,4 +1,4 @@
-"""Records to pages: the whole page in the seeds' order, and the short table after a run."""
+"""Records to pages: the whole page, and the short table after a run."""
 
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.shipped import later, modified
@@ -26,7 +26,7 @@ from steelyard.report.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """The seeds' page. One case makes the page itself; of several, each is a part of it."""
+    """The whole page. One case makes the page itself; of several, each is a part of it."""
     say = Words(lang)
     cases = by_case(records)
     known = places(cases, say)

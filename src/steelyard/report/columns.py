@@ -1,4 +1,4 @@
-"""Which columns the tables of each kind of case have, in the seeds' order. A new kind of case is a new row."""
+"""Which columns the tables of each kind of case have, in the order of FlagPerf's published pages. A new kind is a new row."""
 
 from dataclasses import dataclass
 

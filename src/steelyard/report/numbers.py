@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-UNKNOWN = "/"  # as in the seeds' tables
+UNKNOWN = "/"  # as in FlagPerf's published tables
 
 _SIGNIFICANT = 4
 _LARGEST_PLAIN = 1e9
@@ -46,13 +46,29 @@ def seconds(value: float) -> str:
     return number(value) if decimals is None else f"{value:,.{decimals}f}"
 
 
-_FORMS: dict[str, Callable[[float], str]] = {"number": number, "percent": percent, "gib": gib, "seconds": seconds}
+def decimals(value: float) -> str:
+    """Four decimals, as losses are published."""
+    return f"{value:,.4f}"
+
+
+_FORMS: dict[str, Callable[[float], str]] = {
+    "number": number,
+    "percent": percent,
+    "gib": gib,
+    "seconds": seconds,
+    "decimals": decimals,
+}
 
 
 def formed(form: str, value: Any) -> str:
     """A number in one of the forms; what is no finite number is unknown."""
     known = real(value)
     return UNKNOWN if known is None else _FORMS[form](known)
+
+
+def bare(form: str, value: Any) -> str:
+    """The same without marks for thousands, as FlagPerf's pages have it."""
+    return formed(form, value).replace(",", "")
 
 
 def real(value: Any) -> float | None:

@@ -36,7 +36,7 @@ class Run:
 
 
 def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
-    """Runs of one case and size together: its precisions and divisions are rows of one table, as in the seeds."""
+    """Runs of one case and size together: its precisions and divisions are rows of one table."""
     out: dict[CaseName, list[Run]] = {}
     for record in records:
         runs = out.setdefault(_name(record), [])

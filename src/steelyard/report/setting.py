@@ -8,6 +8,7 @@ from typing import Any
 from steelyard.record.facts import Hardware, PeakFacts, SourceFacts
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Fact, Facts, Heading, Paragraph
+from steelyard.report.identity import FRAMEWORKS
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
 from steelyard.report.runs import CaseName, Run, distinct, labels
 from steelyard.report.words import Words
@@ -17,8 +18,6 @@ _DATA = {
     "train": ("source", "rows", "tokens", "tokenizer", "fingerprint"),
 }
 _WEIGHTS = ("source", "header_sha256")
-# Packages that are the framework of an engine, best known name first; the others are dependent software.
-_FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", "mindspore")
 
 
 def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words) -> list[Fact]:
@@ -93,7 +92,7 @@ def _peak(peak: PeakFacts | None) -> str:
 def _software(record: Record, say: Words) -> Facts:
     software = record.environment.software
     packages = software.packages
-    framework = next((name for name in _FRAMEWORKS if name in packages), None)
+    framework = next((name for name in FRAMEWORKS if name in packages), None)
     versions = {"cuda": software.cuda, "cudnn": software.cudnn, "python": software.python}
     dependent = {name: version for name, version in versions.items() if version}
     dependent |= {name: version for name, version in sorted(packages.items()) if name != framework}

@@ -1,4 +1,4 @@
-"""Memory by pipeline stage, as the seeds write it."""
+"""Memory by pipeline stage, as FlagPerf's published pages write it."""
 
 from steelyard.metrics.rates import rank_mem
 from steelyard.metrics.spans import headline, windows

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from steelyard.report import words_comparing, words_explain, words_spec
+from steelyard.report import words_comparing, words_explain, words_flagperf, words_spec
 from steelyard.report.document import Lang
 
 LANGS: tuple[Lang, ...] = ("en", "zh")
@@ -305,6 +305,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "status": ("status", "状态"),
     **words_comparing.TABLE,
     **words_explain.TABLE,
+    **words_flagperf.TABLE,
     **words_spec.TABLE,
 }
 

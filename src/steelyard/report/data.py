@@ -1,0 +1,248 @@
+"""A report as data: what `report --json` prints. Numbers are numbers, and what is unknown is null.
+
+The shape has a version, `schema`. Fields may be added to a version; one that goes or changes its meaning makes a new one.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializeAsAny
+
+from steelyard.metrics import runs as same
+from steelyard.metrics.table import in_order
+from steelyard.metrics.waterfall import Row, waterfalls
+from steelyard.plan.ceilings import Group, Unit
+from steelyard.plan.degrees import Plan
+from steelyard.record.facts import Environment, Weights
+from steelyard.record.record import Check, EngineFacts, Failure, Nothing, Published, Quality, Reason, Record, Scope, Value
+from steelyard.record.spec import Bench, Ceiling, SpecRecord
+from steelyard.report import groups, identity
+from steelyard.report.columns import layout
+from steelyard.report.groups import EnginesData, RepeatsData, ScalingData
+from steelyard.report.results import published
+from steelyard.report.runs import Run, by_case
+from steelyard.schema import Frozen
+from steelyard.tasks.task import DataFacts
+
+VERSION: Literal[1] = 1
+
+
+class SummaryRow(Frozen):
+    """A run in one line. `changed` says what makes its question or its case another than the shipped one."""
+
+    id: str
+    case: str
+    size: str
+    changed: list[str]
+    division: str
+    precision: str
+    scope: Scope
+    engine: str
+    engine_version: str | None = Field(description="of the engine's own package")
+    framework: str | None
+    framework_version: str | None
+    accelerator: list[str] = Field(description="the kinds of device")
+    accelerators: int
+    nodes: int
+    plan: str
+    tuned: dict[str, Any] = Field(description="settings whose value is not the default")
+    status: str
+    reasons: list[str] = Field(description="codes")
+    evaluated: bool = Field(description="whether its quality was checked")
+    metrics: dict[str, Value] = Field(description="the headline ones")
+
+
+class Explained(Frozen):
+    """Where the time of one rank's steps goes. `profiled`: whether a profile says so, or the samples alone."""
+
+    rank: int
+    steps: int
+    measured_s: float
+    profiled: bool
+    rows: tuple[Row, ...]
+
+
+class RunData(Frozen):
+    """All that a page says of a run. Raw samples, readings and answers are in its record."""
+
+    number: int = Field(description="within its case, as on a page")
+    id: str
+    created: str
+    sha256: str | None = Field(description="of the record")
+    status: str
+    reasons: list[Reason]
+    notes: list[str]
+    key: str
+    division: str
+    precision: str
+    scope: Scope
+    engine: EngineFacts
+    plan: Plan
+    tune: dict[str, Any]
+    tuned: dict[str, Any] = Field(description="settings whose value is not the default")
+    environment: Environment
+    site: dict[str, str]
+    weights: Weights
+    data: SerializeAsAny[DataFacts | Nothing]
+    budget: dict[str, float]
+    checks: list[Check]
+    quality: Quality
+    metrics: dict[str, Value] = Field(description="all, in the order of the metric table")
+    explain: list[Explained] | None = Field(description="null where nobody asked (--explain)")
+    failure: Failure | None
+
+
+class CaseData(Frozen):
+    """The runs of one case and size, and the published rows that may stand beside them."""
+
+    case: str
+    size: str
+    changed: list[str]
+    task: str
+    kind: str
+    runs: list[RunData]
+    published: list[Published]
+
+
+class CeilingData(Frozen):
+    group: Group
+    name: str
+    precision: str | None
+    rank: int
+    unit: Unit
+    detail: dict[str, int | str]
+    ceiling: Ceiling
+
+
+class SpecData(Frozen):
+    """What a machine can do."""
+
+    id: str
+    created: str
+    status: str
+    reasons: list[Reason]
+    quick: bool
+    devices: int
+    environment: Environment
+    budget: dict[str, float]
+    ceilings: list[CeilingData]
+
+
+class PageFile(Frozen):
+    """A page that was written."""
+
+    format: str
+    lang: str
+    path: str
+
+
+class Report(Frozen):
+    schema_version: Literal[1] = Field(VERSION, alias="schema")
+    kind: Literal["report"] = "report"
+    summary: list[SummaryRow] = Field(description="a row a run, in the order given")
+    cases: list[CaseData]
+    repeats: list[RepeatsData]
+    engines: list[EnginesData]
+    scaling: list[ScalingData]
+    specs: list[SpecData] = Field(description="of records of kind spec")
+    pages: list[PageFile] = Field(description="that were written (--to)")
+
+
+def report(records: list[Record], explain: bool = False, pages: list[PageFile] | None = None) -> Report:
+    return Report(
+        summary=[_summary(record) for record in records],
+        cases=[_case(name, runs, explain) for name, runs in by_case(records).items()],
+        repeats=groups.repeats(records),
+        engines=groups.engines(records),
+        scaling=groups.scaling(records),
+        specs=[],
+        pages=pages or [],
+    )
+
+
+def report_spec(records: list[SpecRecord], pages: list[PageFile] | None = None) -> Report:
+    specs = [_spec(record) for record in records]
+    return Report(summary=[], cases=[], repeats=[], engines=[], scaling=[], specs=specs, pages=pages or [])
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a report."""
+    out = Report.model_json_schema(by_alias=True, mode="serialization")
+    return out | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Steelyard report"}
+
+
+def _summary(record: Record) -> SummaryRow:
+    case, plan, framework = record.case, layout(record.task.kind), identity.framework(record)
+    engine = identity.engine(record)
+    names = (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "mem_total", "e2e_time")
+    return SummaryRow(
+        id=record.id,
+        case=case.name,
+        size=case.size,
+        changed=identity.changes(record),
+        division=case.division,
+        precision=case.precision,
+        scope=record.scope,
+        engine=record.engine.name,
+        engine_version=None if engine is None else engine.version,
+        framework=None if framework is None else framework.name,
+        framework_version=None if framework is None else framework.version,
+        accelerator=same.kinds(record),
+        accelerators=record.plan.world,
+        nodes=record.plan.nodes,
+        plan=str(record.plan),
+        tuned=identity.tuned(record),
+        status=record.status,
+        reasons=list(dict.fromkeys(reason.code for reason in record.reasons)),
+        evaluated=record.quality.evaluated,
+        metrics={name: record.metrics[name] for name in names if name in record.metrics},
+    )
+
+
+def _case(name: tuple[str, ...], runs: list[Run], explain: bool) -> CaseData:
+    task = runs[0].record.task
+    return CaseData(
+        case=name[0],
+        size=name[1],
+        changed=list(name[2:]),
+        task=task.name,
+        kind=task.kind,
+        runs=[_run(run, explain) for run in runs],
+        published=[row.row for row in published(runs)],
+    )
+
+
+def _run(run: Run, explain: bool) -> RunData:
+    record = run.record
+    told = {name: getattr(record, name) for name in RunData.model_fields if name in type(record).model_fields}
+    return RunData(
+        **told
+        | {
+            "number": run.number,
+            "sha256": record.hashes.get("record"),
+            "key": record.case.key,
+            "division": record.case.division,
+            "precision": record.case.precision,
+            "tune": record.tune.model_dump(mode="json", exclude_unset=True),
+            "tuned": identity.tuned(record),
+            "metrics": {name: record.metrics[name] for name in in_order(set(record.metrics))},
+            "explain": _explained(record) if explain else None,
+        }
+    )
+
+
+def _explained(record: Record) -> list[Explained]:
+    return [
+        Explained(rank=one.rank, steps=one.steps, measured_s=one.measured_s, profiled=one.profile is not None, rows=one.rows)
+        for one in waterfalls(record)
+    ]
+
+
+def _spec(record: SpecRecord) -> SpecData:
+    told = {name: getattr(record, name) for name in SpecData.model_fields if name != "ceilings"}
+    rows = [_ceiling(bench, ceiling) for bench, ceiling in zip(record.benches, record.ceilings, strict=True)]
+    return SpecData(**told, ceilings=rows)
+
+
+def _ceiling(bench: Bench, ceiling: Ceiling) -> CeilingData:
+    named = {name: getattr(bench, name) for name in CeilingData.model_fields if name != "ceiling"}
+    return CeilingData(**named, ceiling=ceiling)

@@ -1,0 +1,255 @@
+"""Pages in the form of FlagPerf's published ones, ready to be submitted there: one a case and kind of accelerator.
+
+Rows are of valid runs; what is not valid is named below the table. Rates count real tokens, never padding, and MFU is that of
+those pages: FLOPs from the nominal parameter count.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from steelyard.errors import RequestError
+from steelyard.metrics.table import row as metric_row
+from steelyard.record.record import Record
+from steelyard.report.as_md import escape
+from steelyard.report.document import Lang
+from steelyard.report.flagperf.form import Block, Column, Each, Entry, Lines, MetricList, PageLayout, Text, ValueTable
+from steelyard.report.flagperf.inference import LAMBADA, MMLU
+from steelyard.report.flagperf.training import ALPACA, OPENWEBTEXT, RECORD
+from steelyard.report.flagperf.values import ROW, device, is_made, page_values
+from steelyard.report.numbers import UNKNOWN, bare
+from steelyard.report.runs import by_case, distinct, scope
+from steelyard.report.settings import SETTINGS
+from steelyard.report.words import LANGS, Words
+
+# By the name of the task.
+LAYOUTS: dict[str, PageLayout] = {
+    "mmlu": MMLU,
+    "lambada": LAMBADA,
+    "alpaca": ALPACA,
+    "openwebtext": OPENWEBTEXT,
+    "superglue_record": RECORD,
+}
+DASHES = "-------"  # in a row that stands above others
+
+
+@dataclass(frozen=True)
+class CasePage:
+    """`name` is fit for a file's."""
+
+    name: str
+    case: str
+    size: str
+    accelerator: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a page is made of."""
+
+    layout: PageLayout
+    records: list[Record]
+    changed: list[str]
+    say: Words
+
+    @property
+    def valid(self) -> list[Record]:
+        return [record for record in self.records if record.status == "valid"]
+
+    @property
+    def told(self) -> list[Record]:
+        """The runs that the page describes: those of its rows, where there are any."""
+        return self.valid or self.records
+
+    def spoken(self, text: Text) -> str:
+        return text[LANGS.index(self.say.lang)]
+
+
+def pages(records: list[Record], lang: Lang) -> list[CasePage]:
+    """One a case, size and kind of accelerator, in the order given."""
+    out: list[CasePage] = []
+    for case, members in by_case(records).items():
+        for kind, same in distinct(members, lambda run: device(run.record)).items():
+            found = [run.record for run in same]
+            source = Source(_layout(found[0]), found, list(case[2:]), Words(lang))
+            out.append(CasePage(_name((*case[:2], kind), out), case[0], case[1], kind, _page(source)))
+    return out
+
+
+def _layout(record: Record) -> PageLayout:
+    if record.task.name not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        raise RequestError(f"--layout flagperf: case {record.case.name} asks {record.task.name}; FlagPerf has pages of {known}")
+    return LAYOUTS[record.task.name]
+
+
+def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
+    """Names come from strangers; none may lead out of a folder, and no two pages share one."""
+    name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts)
+    taken = {page.name for page in earlier}
+    return next(one for one in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if one not in taken)
+
+
+def _page(source: Source) -> str:
+    lines = [line for block in source.layout.blocks for line in _block(block, source)]
+    return "\n".join([*lines, *_notes(source)]).rstrip("\n") + "\n"
+
+
+def _block(block: Block, source: Source) -> list[str]:
+    match block:
+        case Lines(en, zh):
+            return source.spoken((en, zh)).format_map(_Places(source)).split("\n")
+        case Each(prefix, value):
+            found = _values(value, source) or [UNKNOWN]
+            return [prefix.format(n=number) + text for number, text in enumerate(found, 1)]
+        case MetricList(heads, entries):
+            return [*_heads([source.spoken(head) for head in heads]), *(_entry(entry, source) for entry in entries)]
+        case ValueTable():
+            return _table(block, source)
+
+
+class _Places(dict[str, str]):
+    """The values of a page by name, as a line takes them: several on one line, none as a slash."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.source = source
+
+    def __missing__(self, name: str) -> str:
+        return "; ".join(_values(name, self.source)) or UNKNOWN
+
+
+def _values(name: str, source: Source) -> list[str]:
+    """Of a page: Markdown. What a record says is escaped."""
+    layout, say = source.layout, source.say
+    made = all(is_made(record) for record in source.told)
+    own: dict[str, list[str]] = {
+        "address": [] if made else [source.spoken(one) for one in layout.addresses],
+        "dataset": [say("flagperf.made") if made else source.spoken(layout.dataset)],
+        "category": [source.spoken(layout.category)],
+    }
+    return own[name] if name in own else [_escaped(text) for text in page_values(source.told, name, say)]
+
+
+def _escaped(text: str) -> str:
+    """Harmless at the start of a line too."""
+    return re.sub(r"^([#+\-=])", r"\\\1", escape(text))
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _heads(titles: list[str]) -> list[str]:
+    return [_line([escape(title) for title in titles]), _line(["---"] * len(titles))]
+
+
+def _entry(entry: Entry, source: Source) -> str:
+    index = source.spoken(entry.index)
+    place = re.fullmatch(r"\{(\w+)\}", index)
+    told = _Places(source)[place[1]] if place else escape(index)
+    cells = [source.spoken(entry.name), told]
+    about = escape(_meaning(entry.about, source)) if entry.about else ""
+    return _line([*(f"**{cell}**" if entry.strong else cell for cell in cells), about])
+
+
+def _meaning(name: str, source: Source) -> str:
+    """What a setting or a metric is, in Steelyard's words."""
+    setting = next((one for one in SETTINGS if one.name == name), None)
+    row = setting or metric_row(name, task=source.records[0].task)
+    return row.words(source.say.lang)[1]
+
+
+def _table(table: ValueTable, source: Source) -> list[str]:
+    out = _heads([source.spoken(column.title) for column in table.columns])
+    if table.over:
+        above = "; ".join(_values(table.over, source))
+        out.append(_line([above, *[DASHES] * (len(table.columns) - 1)]))
+    return out + [_line([escape(_cell(column, record, source)) for column in table.columns]) for record in source.valid]
+
+
+def _cell(column: Column, record: Record, source: Source) -> str:
+    if column.setting:
+        return ROW[column.setting](record, source.say)
+    texts = [_number(name, column, record) for name in column.metrics]
+    if set(texts) == {UNKNOWN}:
+        return UNKNOWN
+    found = record.metrics[column.metrics[0]]
+    unit = f" {found.unit}" if column.unit and found.unit != column.unit else column.after
+    return "/".join("-" if text == UNKNOWN else text for text in texts) + unit
+
+
+def _number(name: str, column: Column, record: Record) -> str:
+    """A quality that was not evaluated says nothing, and is no result to submit."""
+    found = record.metrics.get(name)
+    judged = record.quality.evaluated or record.quality.metric not in column.metrics
+    return bare(column.form or metric_row(name).form, found.value) if found is not None and judged else UNKNOWN
+
+
+def _notes(source: Source) -> list[str]:
+    """What a reader must know of the rows, as a quote below them."""
+    say, found = source.say, [*_of_page(source), *_of_rows(source)]
+    lost = [record for record in source.records if record.status != "valid"]
+    if lost:
+        found.append(say("flagperf.left_out", say("comma").join(map(_lost, lost))))
+    found.append(say("footer", ", ".join(record.id for record in source.records)))
+    return [
+        "",
+        f"> {say('flagperf.note')}{say('flagperf.colon').rstrip()}",
+        *(f"> {n}. {escape(one)}" for n, one in enumerate(found, 1)),
+    ]
+
+
+def _lost(record: Record) -> str:
+    codes = ", ".join(dict.fromkeys(reason.code for reason in record.reasons)) or record.status
+    return f"{record.id} ({codes})"
+
+
+def _of_page(source: Source) -> list[str]:
+    say, size = source.say, source.records[0].case.size
+    out = [say("flagperf.explained", title, _meaning(name, source)) for title, name in source.layout.explained]
+    out += page_values(source.told, "data_line", say) if source.layout.data_noted else []
+    out += [say("flagperf.smoke", size)] if size != "full" else []
+    return out + ([say("flagperf.changed", say("comma").join(source.changed))] if source.changed else [])
+
+
+# What is said of a row, where there is something to say.
+REMARKS: tuple[Callable[[Record, Words], str], ...] = (
+    lambda record, say: scope(record, say) if record.scope.kind != "full" or record.restarts else "",
+    lambda record, say: "" if record.quality.evaluated else say("flagperf.unevaluated", record.quality.metric),
+    lambda record, say: "" if record.case.division == "closed" else say("flagperf.open"),
+)
+
+
+def _of_rows(source: Source) -> list[str]:
+    """Each remark once, with the numbers of its rows."""
+    say = source.say
+    rows: dict[str, list[int]] = {}
+    for number, record in enumerate(source.valid, 1):
+        for text in (*(remark(record, say) for remark in REMARKS), *_beside(record, source)):
+            if text:
+                rows.setdefault(text, []).append(number)
+    return [say("flagperf.explained", _rows(of, say), text) for text, of in rows.items()]
+
+
+def _rows(numbers: list[int], say: Words) -> str:
+    """Rows by their numbers, neighbours together: 1, 4-7."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    named = say("flagperf.and").join("-".join(map(str, span)) for span in spans)
+    return say("flagperf.row" if len(numbers) == 1 else "flagperf.rows", named)
+
+
+def _beside(record: Record, source: Source) -> list[str]:
+    out = []
+    for name in source.layout.beside:
+        found = record.metrics.get(name)
+        text = UNKNOWN if found is None else bare(metric_row(name).form, found.value)
+        if found is not None and text != UNKNOWN:
+            out.append(source.say("flagperf.beside", name, text, found.unit, _meaning(name, source)))
+    return out

@@ -1,0 +1,38 @@
+"""Words of pages in the form of FlagPerf's: values and notes. Labels and headings are in flagperf/, beside their places."""
+
+TABLE: dict[str, tuple[str, str]] = {
+    "flagperf.colon": (": ", "："),
+    "flagperf.none": ("None", "None"),
+    "flagperf.tp": ("tensor parallelism, degree {0}", "张量并行，尺度为{0}"),
+    "flagperf.pp": ("pipeline parallelism, degree {0}", "流水并行，尺度为{0}"),
+    "flagperf.dp": ("data parallelism, degree {0}", "数据并行，尺度为{0}"),
+    "flagperf.technique.tp": ("tensor", "张量"),
+    "flagperf.technique.pp": ("pipeline", "流水"),
+    "flagperf.technique.dp": ("data", "数据"),
+    "flagperf.techniques": ("{0} parallelism", "{0}并行"),
+    "flagperf.and": (", ", "、"),
+    "flagperf.node": ("1 node", "单机"),
+    "flagperf.nodes.2": ("2 nodes", "两机"),
+    "flagperf.nodes": ("{0} nodes", "{0}机"),
+    "flagperf.card": ("1 device", "单卡"),
+    "flagperf.cards": ("{0} devices", "{0}卡"),
+    "flagperf.config": ("{0}, {1}, {2} ({3})", "{0}{1}{2}（{3}）"),
+    "flagperf.data": ("Data read in these runs: {0}", "本次运行所读数据：{0}"),
+    "flagperf.made": ("made data, not the published set", "自制数据，非公开数据集"),
+    "flagperf.row": ("row {0}", "第{0}行"),
+    "flagperf.rows": ("rows {0}", "第{0}行"),
+    "flagperf.note": ("Notes", "注"),
+    "flagperf.unevaluated": ("{0} was not evaluated", "{0} 未评估"),
+    "flagperf.open": (
+        "division open, in which shared text is computed once",
+        "赛道 open，相同的文本只计算一次",
+    ),
+    "flagperf.smoke": (
+        "size {0}: a tiny model, which cannot be compared with published rows",
+        "规模 {0}：微型模型，不可与公开值比较",
+    ),
+    "flagperf.changed": ("another question than the case's: {0}", "题目有改动：{0}"),
+    "flagperf.left_out": ("Not in the table, because not valid: {0}", "以下运行无效，未列入表中：{0}"),
+    "flagperf.beside": ("{0} = {1} {2} ({3})", "{0} = {1} {2}（{3}）"),
+    "flagperf.explained": ("{0}: {1}", "{0}：{1}"),
+}

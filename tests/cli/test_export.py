@@ -1,0 +1,118 @@
+"""What `report` gives beside a page: CSV, JSON and pages of FlagPerf's form, on stdout and in files."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from fixtures.commands import Shell
+from fixtures.records import RESULTS, SPECS, published
+
+LAMBADA = "aquila2-34b-lambada-smoke"
+ALPACA = "aquila2-7b-alpaca-smoke"
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> list[Path]:
+    return [published(name, tmp_path / "records") for name in (LAMBADA, ALPACA)]
+
+
+def test_csv(shell: Shell, records: list[Path]) -> None:
+    done = shell("report", *records, "--format", "csv")
+    assert (done.code, done.err) == (0, "")
+    heads, *rows = csv.reader(io.StringIO(done.out, newline=""))
+    assert [row[heads.index("case")] for row in rows] == [LAMBADA.removesuffix("-smoke"), ALPACA.removesuffix("-smoke")]
+    assert [row[heads.index("id")] for row in rows] == [json.loads(path.read_bytes())["id"] for path in records]
+    file = shell.folder / "runs.csv"
+    assert shell("report", *records, "--format", "csv", "--to", file).lines == [f"table: {file}"]
+    command = [sys.executable, "-m", "steelyard", "report", *map(str, records), "--format", "csv"]
+    raw = subprocess.run(command, capture_output=True, check=True).stdout
+    assert raw == file.read_bytes()
+    assert (raw.count(b"\r\n"), raw.count(b"\n")) == (3, 3)
+
+
+def test_json_is_data_of_its_schema(shell: Shell, records: list[Path]) -> None:
+    done = shell("report", *records, "--json")
+    schema = shell("schema", "report").json()
+    jsonschema.Draft202012Validator(schema).validate(done.json())
+    assert schema["title"] == "Steelyard report"
+    assert [one["case"] for one in done.json()["cases"]] == [LAMBADA.removesuffix("-smoke"), ALPACA.removesuffix("-smoke")]
+    assert done.json()["pages"] == []
+    page = shell.folder / "page.md"
+    both = shell("report", *records, "--json", "--format", "md", "--to", page).json()
+    assert both["pages"] == [{"format": "md", "lang": "en", "path": str(page)}]
+    assert page.read_text().startswith("# ")
+    assert both | {"pages": []} == done.json()
+
+
+def test_json_of_spec_records(shell: Shell) -> None:
+    found = shell("report", SPECS[0], "--json").json()
+    assert [one["id"] for one in found["specs"]] == [json.loads(SPECS[0].read_bytes())["id"]]
+
+
+def test_flagperf_pages_follow_one_another(shell: Shell, records: list[Path]) -> None:
+    done = shell("report", *records, "--layout", "flagperf", "--lang", "zh")
+    assert (done.code, done.err) == (0, "")
+    first, second = done.out.split("\n---\n\n")
+    assert first.startswith("### 1. 推理数据集\n> Download website：/\n")
+    assert "* 性能指标" in second
+    file = shell.folder / "both.md"
+    assert shell("report", *records, "--layout", "flagperf", "--lang", "zh", "--to", file).lines == [f"page: {file}"]
+    assert file.read_text() == done.out
+
+
+def test_flagperf_pages_in_a_folder(shell: Shell, records: list[Path]) -> None:
+    folder = shell.folder / "new" / "pages"
+    done = shell("report", *records, "--layout", "flagperf", "--to", folder)
+    written = sorted(folder.iterdir())
+    device = json.loads(records[0].read_bytes())["environment"]["hardware"]["devices"][0]["name"].replace(" ", "_")
+    assert [path.name for path in written] == [f"{LAMBADA}-{device}.md", f"{ALPACA}-{device}.md"]
+    assert sorted(done.lines) == [f"page: {path}" for path in written]
+    told = shell("report", *records, "--layout", "flagperf", "--to", folder, "--json").json()["pages"]
+    assert sorted(one["path"] for one in told) == [str(path) for path in written]
+    assert written[0].read_text().startswith("### 1. Inference dataset\n")
+
+
+@pytest.mark.parametrize(
+    "arguments,said",
+    [
+        (("--layout", "other"), "--layout 'other': allowed: flagperf"),
+        (("--format", "xls"), "--format 'xls': allowed: text, md, html, csv"),
+        (("--layout", "flagperf", "--format", "html"), "--layout flagperf is Markdown; leave out --format html"),
+        (("--layout", "flagperf", "--lang", "fr"), "--lang 'fr': allowed: en, zh"),
+        (("--explain", "--format", "csv"), "--explain and --format csv do not go together; ask for them one after the other"),
+        (
+            ("--json", "--format", "html"),
+            "--json prints data, not a page; add --to FILE to write the page too, or leave out --json",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
+    done = shell("report", RESULTS / "cpu", *arguments)
+    assert (done.code, done.out, done.lines) == (2, "", [f"error: {said}"])
+
+
+def test_spec_records_have_no_rows(shell: Shell) -> None:
+    for arguments in (("--format", "csv"), ("--layout", "flagperf")):
+        done = shell("report", SPECS[0], *arguments)
+        assert (done.code, len(done.lines)) == (2, 1)
+        assert "kind spec" in done.lines[0]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(shell: Shell, records: list[Path]) -> None:
+    done = shell("report", records[0], "--layout", "flagperf", "--to", records[1])
+    assert (done.code, len(done.lines)) == (2, 1)
+    assert "is no folder that can be made" in done.lines[0]
+
+
+def test_help_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = shell("report", "--help").out
+    assert max(map(len, out.splitlines())) <= 80
+    for option in ("--format csv", "--layout flagperf", "--json"):
+        assert option in out.split("Examples:")[1].split("Options:")[0]

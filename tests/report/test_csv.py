@@ -1,0 +1,148 @@
+"""Records as CSV: one row each, exact numbers, units in the heads, and nothing that a spreadsheet runs."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from fixtures import report as made
+from steelyard import tasks
+from steelyard.metrics.table import of_task
+from steelyard.record.record import Record
+from steelyard.report import as_csv
+
+IDENTITY = (
+    *("id", "created", "case", "size", "changed", "key", "division", "precision", "scope", "sample", "steps", "engine"),
+    *("engine_version", "framework", "framework_version", "accelerator", "accelerators", "nodes", "plan", "tune", "weights"),
+    *("status", "reasons", "quality", "quality_evaluated"),
+)
+
+
+def rows(*records: Record) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(as_csv.table(list(records)), newline="")))
+
+
+def test_a_row_is_a_record() -> None:
+    [row] = rows(made.make())
+    assert list(row)[: len(IDENTITY)] == list(IDENTITY)
+    assert {name: row[name] for name in IDENTITY} == {
+        "id": "0f3c9a7e5b21",
+        "created": "2026-01-02T03:04:05.678+00:00",
+        "case": "llama2-7b-mmlu",
+        "size": "full",
+        "changed": "",
+        "key": "4be1c0ffee123456",
+        "division": "closed",
+        "precision": "bf16",
+        "scope": "full",
+        "sample": "",
+        "steps": "",
+        "engine": "torch",
+        "engine_version": "2.11.0",
+        "framework": "torch",
+        "framework_version": "2.11.0",
+        "accelerator": "NVIDIA H200",
+        "accelerators": "1",
+        "nodes": "1",
+        "plan": "TP1PP1DP1",
+        "tune": "{}",
+        "weights": "Llama-2-7b-hf",
+        "status": "valid",
+        "reasons": "",
+        "quality": "acc",
+        "quality_evaluated": "true",
+    }
+    metrics = {
+        "p_infer_core (tokens/s)": "46387.2",
+        "p_infer_core_low (tokens/s)": "46301.8",
+        "p_infer_core_high (tokens/s)": "46472.6",
+        "e2e_time (s)": "412.6",
+        "e2e_time_low (s)": "",
+        "mem (GiB)": "31.26",
+        "harness_overhead (fraction)": "",  # unknown
+        "p_core": "",  # of training
+        "novel_metric (widgets)": "12.5",  # of a later version
+    }
+    assert {name: row[name] for name in metrics} == metrics
+
+
+def test_lines_are_those_of_the_rfc() -> None:
+    text = as_csv.table([made.make(), made.failed()])
+    lines = text.split("\r\n")
+    assert (len(lines), lines[-1]) == (4, "")
+    assert "\n" not in text.replace("\r\n", "")
+    assert '"{""batch_tokens"": 1}"' in as_csv.table([made.make(tune__batch_tokens=1)])
+
+
+def test_every_metric_has_a_column_and_the_ends_of_its_interval() -> None:
+    heads = [name.partition(" (")[0] for name in rows(made.make())[0]]
+    for task in tasks.table().values():
+        for metric in of_task(task):
+            wanted = [metric.name, f"{metric.name}_low", f"{metric.name}_high"] if metric.formula else []
+            assert [name for name in wanted if name not in heads] == [], task.name
+    assert len(heads) == len(set(heads))
+
+
+def test_another_unit_has_its_own_column() -> None:
+    closed, shared = rows(made.make(), made.open_window())
+    assert (closed["p_infer_core (tokens/s)"], closed["p_infer_core (questions/s)"]) == ("46387.2", "")
+    assert (shared["p_infer_core (tokens/s)"], shared["p_infer_core (questions/s)"]) == ("", "371.94")
+    assert (shared["sample"], shared["scope"], shared["quality_evaluated"]) == ("1404", "window", "false")
+
+
+def test_settings_reasons_and_changes() -> None:
+    origins = made.make().case.origins | {"question.seed": "command line"}
+    plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "ssh"}
+    engine = {"name": "megatron", "details": {}}
+    packages = {"torch": "2.11.0", "megatron-core": "0.16.1"}
+    one = made.make(
+        case__origins=origins,
+        tune__pad_to=8,
+        tune__env={"NCCL_ALGO": "Ring"},
+        plan=plan,
+        engine=engine,
+        environment__software__packages=packages,
+    )
+    [row] = rows(one)
+    assert json.loads(row["tune"]) == {"pad_to": 8, "env": {"NCCL_ALGO": "Ring"}}
+    assert (row["accelerators"], row["nodes"], row["plan"]) == ("16", "2", "TP2PP1DP8")
+    assert (row["engine"], row["engine_version"], row["framework"]) == ("megatron", "0.16.1", "torch")
+    assert row["changed"] == "question.seed"
+    assert rows(made.failed())[0]["reasons"] == "oom"
+
+
+@pytest.mark.parametrize(
+    "name,cell",
+    [
+        ("=HYPERLINK(1)", "'=HYPERLINK(1)"),
+        ("+1+1", "'+1+1"),
+        ("-2+3", "'-2+3"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "'=1"),
+        ("\r=1", "'=1"),
+        ("\n-1", "'-1"),
+        (" =1", "'=1"),
+        ("\u200b=1", "'=1"),
+        ("＝1", "'＝1"),
+        ('a"b,c\r\nd', 'a"b,c d'),
+        ("x\x1b[31m\u202ey", "xy"),
+        ("plain-name", "plain-name"),
+    ],
+)
+def test_no_cell_is_a_formula(name: str, cell: str) -> None:
+    unit = {"hostile": {"value": -1.5, "unit": name}, name: {"value": None, "unit": ""}}
+    hostile = made.make(engine={"name": name, "details": {}}, weights={"source": name}, metrics=unit)
+    text = as_csv.table([hostile])
+    heads, row = csv.reader(io.StringIO(text, newline=""))
+    told = dict(zip(heads, row, strict=True))
+    assert (told["engine"], told["weights"]) == (cell, cell)
+    assert cell in heads
+    assert not [one for one in heads if one.startswith(("=", "+", "-", "@", "\t", "\r"))]
+    assert "-1.5" in row, "a negative number is a number"
+
+
+def test_numbers_keep_their_digits() -> None:
+    value = 0.1 + 0.2
+    [row] = rows(made.make(metrics={"mfu": {"value": value, "unit": ""}, "energy": {"value": 1e22, "unit": "J"}}))
+    assert (float(row["mfu"]), row["energy (J)"]) == (value, "1e+22")

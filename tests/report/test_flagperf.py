@@ -1,0 +1,378 @@
+"""Pages in the form of FlagPerf's published ones: the same headings, labels, lists and columns, and cells from records."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures import report as made
+from steelyard.case import resolve
+from steelyard.errors import RequestError
+from steelyard.record.record import Record
+from steelyard.report import flagperf, flagperf_pages
+from steelyard.report.flagperf.form import Each, Lines, MetricList, ValueTable
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the five published pages are of, by the beginning of their files' names.
+PUBLISHED = {
+    "000": "aquila2-34b-lambada",
+    "001": "llama2-7b-mmlu",
+    "002": "aquila2-7b-alpaca",
+    "003": "llama1-7b-openwebtext",
+    "004": "glm-large-record",
+}
+SCORE = {
+    "e2e_time": (2479.9, "s"),
+    "p_val_whole": (None, "tokens/s"),
+    "p_val_core": (None, "tokens/s"),
+    "p_infer_whole": (8711.0, "tokens/s"),
+    "p_infer_core": (8724.4, "tokens/s"),
+    "mfu_nominal": (0.2381, ""),
+    "loss": (3.0075, "nats"),
+    "loss_val": (3.01, "nats"),
+    "acc": (0.458, ""),
+    "acc_val": (0.4581, ""),
+    "mem": (12.3, "GiB"),
+    "mem_total": (40.0, "GiB"),
+}
+TRAIN = {
+    "e2e_time": (2763.2, "s"),
+    "p_whole": (36.5, "samples/s"),
+    "p_train": (42.4, "samples/s"),
+    "p_core": (42.45, "samples/s"),
+    "tokens_per_device_s": (4318.9, "tokens/s/device"),
+    "mfu_nominal": (0.5814, ""),
+    "loss": (2.9, "nats"),
+    "acc": (0.808, ""),
+    "mem": (75.04, "GiB"),
+    "mem_total": (80.0, "GiB"),
+}
+DEVICES = [{"name": "NVIDIA A100-SXM4-80GB", "uuid": f"GPU-{n}", "memory_bytes": 80 << 30} for n in range(8)]
+
+
+def run(name: str, **changes: Any) -> Record:
+    """A valid full run of a case on eight devices."""
+    resolved = resolve.resolve(name)
+    case = resolved.case
+    kind = case.question.kind
+    plan = {"nodes": 1, "devices": 8, "tp": 8, "pp": 1, "dp": 1} if kind == "score" else {"nodes": 1, "devices": 8, "tp": 2}
+    values = SCORE if kind == "score" else TRAIN
+    metric = case.gate.metric if case.gate else "acc"
+    base = {
+        "case__name": name,
+        "case__question": case.question.model_dump(mode="json"),
+        "case__gate": None if case.gate is None else case.gate.model_dump(mode="json"),
+        "case__reference": [],
+        "case__origins": resolved.origins,
+        "case__precision": case.question.precision.name,
+        "tune": case.tune.model_dump(mode="json"),
+        "plan": {"pp": 1, "dp": 4, "launcher": "local"} | plan,
+        "engine": {"name": "torch", "details": {"attention": "flash", "micro_batches": 16}},
+        "environment__hardware__devices": DEVICES,
+        "environment__hardware__machine": "DGX",
+        "environment__software__cudnn": None,
+        "samples": [],
+        "telemetry": [],
+        "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()},
+        "quality": {"metric": metric, "value": 1.0, "gate": None, "evaluated": True, "note": None},
+    }
+    return made.make(**(base | changes))
+
+
+def page(*records: Record, lang: str = "zh") -> str:
+    [found] = flagperf_pages(list(records), lang)
+    return found.text
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What two pages of one form have in common, whatever their values are."""
+
+    headings: list[str]
+    labels: list[str]
+    heads: list[list[str]]
+    names: list[str]  # of the rows in lists of metrics
+    indices: list[str]  # beside them, where they stand for a column
+
+
+def skeleton(text: str, device: str, case: str) -> Skeleton:
+    plain = text.replace(device, "DEVICE").replace(case, "CASE").replace("\\*", "*")
+    lines = [line.rstrip() for line in plain.partition("\n> 注")[0].splitlines()]
+    rows = [[cell.strip().strip("*").strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+    is_row = [line.lstrip().startswith("|") for line in lines]
+    heads = [n for n in range(len(lines) - 1) if is_row[n] and re.fullmatch(r"[|\s:-]+", lines[n + 1])]
+    lists = [n for n in heads if len(rows[n]) == 3]
+    entries = []
+    for start in lists:
+        end = next(n for n in range(start, len(lines) + 1) if n == len(lines) or not is_row[n])
+        entries += [rows[n] for n in range(start + 2, end)]
+    return Skeleton(
+        [re.sub(r"^- ", "", line) for line in lines if re.match(r"(- )?#+ ", line)],
+        [label for line in lines if (label := _label(line))],
+        [[cell.strip("*") for cell in rows[n]] for n in heads],
+        [row[0] for row in entries],
+        [row[1] for row in entries if "见" in row[1] or row[1].isascii()],
+    )
+
+
+def _label(line: str) -> str:
+    """A bullet's own words: what is before its colon, or all of it at the top level. A sentence is no label."""
+    if found := re.match(r"\s*\d\. ((?:[a-z]+_[a-z_]+|seqlength)(?:\([a-z_]+\))?)", line):
+        return found[1]
+    found = re.match(r"(\s*)(?:[-*>]|\d\.) (?!#)(.*)", line)
+    if found is None or re.match(r"\s*\d\. ", line):
+        return ""
+    label, colon, _ = re.sub(r":(?=//)", "", found[2]).replace("：", ":").partition(":")
+    if "为" in label or (not colon and found[1]):
+        return ""
+    return "FRAMEWORK" if label in ("pytorch", "torch") else label.strip()
+
+
+def published(number: str) -> str:
+    """One of FlagPerf's pages, from a folder `shared` beside the checkout."""
+    found = [path for parent in ROOT.parents for path in parent.glob(f"shared/*/{number}_*.txt")]
+    if not found:
+        pytest.skip("FlagPerf's published pages are not in a folder `shared` beside the checkout")
+    return found[0].read_text()
+
+
+NAMES = {"000": "Nvidia A100", "001": "Nvidia A100", "002": "Nvidia GPU", "003": "Nvidia GPU", "004": "Nvidia GPU"}
+# Labels that stand for values of that page alone: what it reads, and what it had to say.
+OTHERS = {"data", "tokenizer", "ckpts", "Llama-2-7b-hf"}
+# Second cells of lists that are values: names of models and data sets.
+VALUES = {"aquila2_7b", "llama1", "openwebtext", "amp", "nvidia A800", "GLM", "superglue", "nvidia A100"}
+
+
+@pytest.mark.parametrize("number", PUBLISHED)
+def test_the_form_is_that_of_the_published_page(number: str) -> None:
+    theirs = skeleton(published(number), NAMES[number], "Llama2_7b_MMLU")
+    name = PUBLISHED[number]
+    ours = skeleton(page(run(name)), "NVIDIA A100-SXM4-80GB", name)
+    assert ours.headings == theirs.headings
+    assert [label for label in ours.labels if label not in OTHERS] == [one for one in theirs.labels if "运行自动" not in one]
+    assert ours.heads == theirs.heads
+    assert ours.names == theirs.names
+    own = {"aquila2-7b", "llama1-7b", "glm-large", "bf16", "DEVICE", "None", *VALUES}
+    assert [one for one in ours.indices if one not in own] == [
+        one for one in theirs.indices if one not in VALUES and not one.startswith("nvidia ")
+    ]
+
+
+HEADS = {
+    "llama2-7b-mmlu": "推理工具 precision e2e_time p_val_whole p_val_core p_infer_whole \\*p_infer_core \\*MFU acc mem",
+    "aquila2-34b-lambada": "推理工具 precision e2e_time p_val_whole \\*p_val_core p_infer_whole \\*p_infer_core "
+    "\\*MFU loss mem",
+    "aquila2-7b-alpaca": "配置 parallel fix_hp token/p/s loss mem MFU",
+    "llama1-7b-openwebtext": "配置 config precision fix_hp parallel_strategy throughput memory",
+    "llama1-13b-openwebtext": "配置 config precision fix_hp parallel_strategy throughput memory",
+    "glm-large-record": "配置 precision fix_hp e2e_time p_whole p_train p_core acc mem MFU",
+}
+DEVICE = "NVIDIA A100-SXM4-80GB"
+CELLS = {
+    "llama2-7b-mmlu": "torch|bf16|2480|/|/|8711|8724|23.8%|45.8%/45.8%|12.3/40.0",
+    "aquila2-34b-lambada": "torch|bf16|2480|/|/|8711|8724|23.8%|3.0075|12.3/40.0",
+    "aquila2-7b-alpaca": f"{DEVICE}单机8卡（1x8）|TP2PP1DP4|micro_batch=1|4319|2.900|75.0/80.0|58.1%",
+    "llama1-7b-openwebtext": f"{DEVICE}单机8卡（1x8\\*80G）|llama1-7b-openwebtext|bf16|"
+    "per_device_bs=2, accumulate=16, (global bs = 4194304 tokens)|"
+    "attention=flash, compile=true, recompute=none, tensor_parallel_degree=2, data_parallel_degree=4"
+    "|4319 tokens/s|75.0 \\* 8 GiB",
+    "glm-large-record": f"{DEVICE}单机8卡（1x8）|bf16|batch_tokens=65536, micro_batch=8|"
+    "2763|36.50|42.40|42.45|0.8080|75.0/80.0|0.5814",
+}
+
+
+def table(text: str) -> list[str]:
+    """The lines of its last table."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return rows[max(n for n, line in enumerate(rows) if set(line) <= set("| -") and "---" in line and line[2] == "-") - 1 :]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_columns(name: str) -> None:
+    assert table(page(run(name)))[0] == f"| {' | '.join(HEADS[name].split())} |"
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells(name: str) -> None:
+    assert table(page(run(name)))[-1] == f"| {' | '.join(CELLS[name].split('|'))} |"
+
+
+def test_rows_of_training_stand_below_their_model() -> None:
+    assert table(page(run("llama1-13b-openwebtext")))[2] == f"| llama1-13b |{' ------- |' * 6}"
+
+
+def test_what_a_record_does_not_know_is_a_slash() -> None:
+    empty = {"os": None, "kernel": None, "driver": None, "cuda": None, "packages": {}}
+    found = page(run("llama2-7b-mmlu", environment__software=empty, site={}, metrics={})).splitlines()
+    assert found[found.index("- ##### 软件环境") + 1 :][:8] == [
+        *("   - OS版本：/", "   - OS kernel版本: /", "   - 加速卡驱动版本：/", "   - Docker 版本：/", "   - 训练框架版本：/"),
+        *("   - 依赖软件版本：", "     - /", ""),
+    ]
+    assert "    - 多机网络类型、带宽: /" in found
+    assert table("\n".join(found))[-1] == "| torch | bf16 | / | / | / | / | / | / | / | / |"
+
+
+def test_values_of_the_page() -> None:
+    found = page(run("aquila2-34b-lambada")).splitlines()
+    for line in (
+        "> Download website：https://github.com/cybertronai/bflm/blob/master/lambada_test.jsonl",
+        "   - 张量并行，尺度为8",
+        f"    - 机器、加速卡型号: DGX，{DEVICE}",
+        "    - 多机网络类型、带宽: InfiniBand, 200Gb/s",
+        "   - 加速卡驱动版本：570.86",
+        "   - 训练框架版本：torch-2.11.0",
+        "     - cuda: 12.8",
+        "   - torch (torch-2.11.0)",
+        "  * ckpts：source：Llama-2-7b-hf; sha256：" + "9f" * 32,
+    ):
+        assert line in found, line
+    trained = page(run("aquila2-7b-alpaca")).splitlines()
+    for line in (
+        "   - 并行技术：张量、数据并行",
+        "   - 实施者：torch",
+        "   - 实施细节：TP2PP1DP4",
+        "   - attention=flash",
+        "  1. local_batchsize(micro_batchsize)，简写为LBS：1",
+        "  2. seqlength(max_position_embedding)，简写为MPE：2048",
+        "  3. gradient_accumulate_steps，简写为GAS：16",
+        "  4. global_batchsize，简写为GBS：128 samples",
+    ):
+        assert line in trained, line
+
+
+def test_nodes_and_devices_are_told_as_there() -> None:
+    two = run("glm-large-record", plan={"nodes": 2, "devices": 8, "tp": 1, "pp": 1, "dp": 16, "launcher": "ssh"})
+    assert table(page(two))[-1].startswith(f"| {DEVICE}两机16卡（2x8） |")
+    assert table(page(two, lang="en"))[-1].startswith(f"| {DEVICE}, 2 nodes, 16 devices (2x8) |")
+    four = run("glm-large-record", plan={"nodes": 4, "devices": 8, "tp": 1, "pp": 1, "dp": 32, "launcher": "ssh"})
+    assert table(page(four))[-1].startswith(f"| {DEVICE}4机32卡（4x8） |")
+    one = run("glm-large-record", plan={"nodes": 1, "devices": 1, "tp": 1, "pp": 1, "dp": 1, "launcher": "local"})
+    assert table(page(one))[-1].startswith(f"| {DEVICE}单机单卡（1x1） |")
+
+
+def test_a_window_with_random_weights_gives_no_quality() -> None:
+    quality = {"metric": "acc", "value": 0.25, "gate": None, "evaluated": False, "note": "the weights are random"}
+    window = run("llama2-7b-mmlu", id="ab" * 6, scope={"kind": "window", "sample": 1404}, quality=quality)
+    found = page(run("llama2-7b-mmlu"), window).splitlines()
+    assert [line.split(" | ")[-2] for line in found if line.startswith("| torch")] == ["45.8%/45.8%", "/"]
+    assert found[-4:] == [
+        "> 注：",
+        "> 1. 第2行：窗口：1404 个样本",
+        "> 2. 第2行：acc 未评估",
+        "> 3. 本页所有数字均来自记录：0f3c9a7e5b21, abababababab",
+    ]
+
+
+def test_a_run_that_is_not_valid_has_no_row_and_is_named() -> None:
+    reasons = [{"code": "quality", "text": "too low"}, {"code": "interval", "text": "too wide"}]
+    bad = run("llama2-7b-mmlu", id="cd" * 6, status="invalid", reasons=reasons, engine={"name": "other", "details": {}})
+    found = page(run("llama2-7b-mmlu"), bad, lang="en")
+    assert len(table(found)) == 3
+    assert "Not in the table, because not valid: cdcdcdcdcdcd (quality, interval)" in found
+    assert "other" not in found.split("* Metric list")[0], "the page describes the runs of its rows"
+    alone = page(bad)
+    assert len(table(alone)) == 2
+    assert "other" in alone
+
+
+def test_remarks_name_their_rows() -> None:
+    window = {"kind": "window", "sample": 7}
+    scopes = [window, {"kind": "full"}, window, window, window, {"kind": "full"}]
+    records = [run("llama2-7b-mmlu", id=f"{n}" * 12, scope=scope) for n, scope in enumerate(scopes)]
+    assert "> 1. rows 1, 3-5: window: 7 samples" in page(*records, lang="en").splitlines()
+    assert "> 1. 第1、3-5行：窗口：7 个样本" in page(*records).splitlines()
+
+
+def test_memory_of_a_pipeline_stands_by_stage() -> None:
+    staged = made.training(times=[(2.0, 1.0, 1.0, 1.0)] * 4, plan=(2, 2, 1))
+    assert table(page(staged))[-1].endswith(" | 25.00 tokens/s | 40.00\\*2 + 38.00\\*2 GiB |")
+
+
+def test_another_unit_is_told() -> None:
+    values = {"p_infer_core": {"value": 371.94, "unit": "questions/s"}}
+    found = page(run("llama2-7b-mmlu", case__division="open", metrics=values), lang="en")
+    assert "371.9 questions/s" in table(found)[-1]
+    assert "> 1. row 1: division open, in which shared text is computed once" in found
+
+
+def test_lambada_says_what_it_is_with_padding_counted() -> None:
+    values = {"p_infer_core": (8700.4, "tokens/s"), "p_infer_core_padded": (427901.5, "tokens/s")}
+    metrics = {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()}
+    found = page(run("aquila2-34b-lambada", metrics=metrics), lang="en")
+    assert " | 8700 | " in table(found)[-1]
+    assert "> 2. row 1: p_infer_core_padded = 427902 tokens/s (" in found
+    assert "p_infer_whole_padded" not in found, "unknown"
+
+
+def test_made_data_are_not_the_published_set() -> None:
+    smoke = resolve.resolve("llama1-7b-openwebtext", size="smoke").case.question.model_dump(mode="json")
+    change = {"case__size": "smoke", "case__question": smoke}
+    found = page(run("llama1-7b-openwebtext", **change, data__source="made"), lang="en")
+    assert "wget" not in found
+    assert "| Dataset | made data, not the published set |  |" in found
+    assert "size smoke: a tiny model, which cannot be compared with published rows" in found
+    given = page(run("llama1-7b-openwebtext", **change, data__source="owt"), lang="en")
+    assert "wget https://" in given
+    assert "| Dataset | openwebtext |  |" in given
+
+
+def test_one_page_for_each_case_and_accelerator() -> None:
+    other = [{"name": "../../Chip|9000\n# x", "uuid": "u", "memory_bytes": 1 << 30}]
+    changed = resolve.resolve("llama2-7b-mmlu").origins | {"question.seed": "command line"}
+    records = [
+        run("llama2-7b-mmlu"),
+        run("llama2-7b-mmlu", environment__hardware__devices=other),
+        run("llama2-7b-mmlu", case__origins=changed),
+        run("glm-large-record"),
+    ]
+    found = flagperf_pages(records, "zh")
+    assert [(one.name, one.case, one.size) for one in found] == [
+        ("llama2-7b-mmlu-full-NVIDIA_A100-SXM4-80GB", "llama2-7b-mmlu", "full"),
+        ("llama2-7b-mmlu-full-Chip_9000_x", "llama2-7b-mmlu", "full"),
+        ("llama2-7b-mmlu-full-NVIDIA_A100-SXM4-80GB-2", "llama2-7b-mmlu", "full"),
+        ("glm-large-record-full-NVIDIA_A100-SXM4-80GB", "glm-large-record", "full"),
+    ]
+    assert "#### 3.1 ../../Chip\\|9000 # x\n" in found[1].text
+    assert "题目有改动：question.seed=0" in found[2].text
+
+
+def test_a_record_brings_no_markup() -> None:
+    hostile = "# <script>|`x`\n- y"
+    bad = run("glm-large-record", weights={"source": hostile}, site={"machine": hostile}, engine={"name": "|a|", "details": {}})
+    lines = page(bad).splitlines()
+    assert lines[1] == "\\# &lt;script&gt;\\|\\`x\\` - y"
+    assert "<script>" not in page(bad)
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == 11 for line in table(page(bad)))
+
+
+def test_a_task_without_a_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(flagperf.LAYOUTS, "mmlu")
+    with pytest.raises(RequestError) as caught:
+        flagperf_pages([run("llama2-7b-mmlu")], "en")
+    said = "--layout flagperf: case llama2-7b-mmlu asks mmlu; FlagPerf has pages of "
+    assert str(caught.value) == said + "lambada, alpaca, openwebtext, superglue_record"
+
+
+@pytest.mark.parametrize("name", flagperf.LAYOUTS)
+def test_both_languages_have_one_structure(name: str) -> None:
+    for block in flagperf.LAYOUTS[name].blocks:
+        match block:
+            case Lines(en, zh):
+                marks = [[re.match(r"[\s>*#-]*", line)[0] for line in text.strip("\n").split("\n")] for text in (en, zh)]
+                assert marks[0] == marks[1], en
+                assert re.findall(r"\{\w+\}", en) == re.findall(r"\{\w+\}", zh)
+            case MetricList(heads, entries):
+                assert all(en and zh for en, zh in [*heads, *(one.name for one in entries)])
+            case ValueTable(columns):
+                assert all(bool(one.setting) != bool(one.metrics) for one in columns)
+            case Each(prefix):
+                assert prefix.format(n=1).endswith((" ", "")), prefix
+
+
+def test_english_says_the_same() -> None:
+    zh, en = (page(run("glm-large-record"), lang=lang).splitlines() for lang in ("zh", "en"))
+    assert len(zh) == len(en)
+    assert [line.count("|") for line in zh] == [line.count("|") for line in en]
+    assert not re.search(r"[\u4e00-\u9fff]", "\n".join(en).replace("#数据集", ""))
