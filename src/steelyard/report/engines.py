@@ -115,7 +115,7 @@ def _quality(row: EngineRuns, group: Engines, say: Words) -> Cell:
     if known == UNKNOWN:
         return EMPTY
     judged = all(record.quality.evaluated for record in row.records)
-    return Cell(f"{known} {unit(group.metric, value)}".rstrip(), "" if judged else say("not_evaluated"))
+    return Cell(f"{known} {unit(group.metric, value, say.lang)}".rstrip(), "" if judged else say("not_evaluated"))
 
 
 def _quality_apart(row: EngineRuns, group: Engines, say: Words) -> Cell:

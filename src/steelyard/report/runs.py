@@ -4,11 +4,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from steelyard import words
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record, Value
-from steelyard.report.document import Tone
+from steelyard.report.document import Lang, Tone
 from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.words import Words
 
@@ -85,12 +86,12 @@ def shown(name: str, value: Value | None) -> str:
     return UNKNOWN if value is None else formed(metric_row(name, value.unit).form, value.value)
 
 
-def unit(name: str, value: Value | None) -> str:
+def unit(name: str, value: Value | None, lang: Lang = "en") -> str:
     if value is None or metric_row(name, value.unit).form == "percent":
         return ""
-    return value.unit
+    return words.unit(value.unit, lang)
 
 
-def with_unit(name: str, value: Value | None) -> str:
+def with_unit(name: str, value: Value | None, lang: Lang = "en") -> str:
     text = shown(name, value)
-    return text if text == UNKNOWN else f"{text} {unit(name, value)}".rstrip()
+    return text if text == UNKNOWN else f"{text} {unit(name, value, lang)}".rstrip()

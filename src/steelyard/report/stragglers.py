@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from steelyard import words
 from steelyard.metrics import stragglers
 from steelyard.metrics.spans import devices
 from steelyard.metrics.stragglers import RankTime, Stragglers, Unknown
@@ -31,7 +32,7 @@ def section(record: Record, say: Words) -> list[Block]:
         return []
     found = stragglers.find(record)
     if isinstance(found, Unknown):
-        return [Paragraph(found.reason, "muted")]
+        return [Paragraph(words.text(found.reason, say.lang), "muted")]
     return [Paragraph(_sentence(found, say), "strong" if found.slow else "plain"), _table(found, say)]
 
 

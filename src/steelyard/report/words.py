@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from steelyard.report import words_comparing, words_explain, words_spec
 from steelyard.report.document import Lang
-
-LANGS: tuple[Lang, ...] = ("en", "zh")
+from steelyard.words import LANGS
 
 _TABLE: dict[str, tuple[str, str]] = {
     "report": ("Steelyard report", "Steelyard 评测报告"),
@@ -93,6 +92,8 @@ _TABLE: dict[str, tuple[str, str]] = {
         "* 为主要指标；/ 表示未知（成对时为 -），原因见运行明细。",
     ),
     "comma": (", ", "，"),
+    "colon": (": ", "："),
+    "quoted": ("“{0}”", "“{0}”"),
     "gap": (" ", ""),
     "valid": ("valid", "有效"),
     "invalid": ("invalid", "无效"),
