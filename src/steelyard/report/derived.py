@@ -5,11 +5,13 @@ renders it in its own language. What cannot be derived, the failure of a run, ha
 stands beside it as it is.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 from steelyard import words
 from steelyard.metrics import table, validity
+from steelyard.metrics.result import Result
 from steelyard.metrics.validity import Judgement
 from steelyard.record.record import Reason, Record
 from steelyard.report.words import Words
@@ -38,13 +40,19 @@ class ReasonLine:
 
 
 def checks(record: Record, say: Words) -> list[CheckLine]:
-    return [CheckLine(one.name, one.ok, words.text(one.said, say.lang)) for one in _of(record).judged.checks]
+    found = _of(record)
+    if not found.same_checks:
+        return [CheckLine(one.name, one.ok, one.detail) for one in record.checks]
+    return [CheckLine(one.name, one.ok, words.text(one.said, say.lang)) for one in found.judged.checks]
 
 
 def reasons(record: Record, say: Words) -> list[ReasonLine]:
     """Why a run is not valid: of a failed run the failure comes first."""
     first = [failure(one, say) for one in record.reasons[:1]] if record.failure is not None else []
-    return [*first, *(ReasonLine(code, words.text(said, say.lang)) for code, said in _of(record).judged.reasons)]
+    found = _of(record)
+    if not found.same_reasons:
+        return [*first, *(ReasonLine(one.code, one.text) for one in record.reasons[len(first) :])]
+    return [*first, *(ReasonLine(code, words.text(said, say.lang)) for code, said in found.judged.reasons)]
 
 
 def failure(reason: Reason, say: Words) -> ReasonLine:
@@ -55,29 +63,35 @@ def failure(reason: Reason, say: Words) -> ReasonLine:
 
 
 def notes(record: Record, say: Words) -> list[str]:
-    return [words.text(one, say.lang) for one in _of(record).judged.notes]
+    found = _of(record)
+    return [words.text(one, say.lang) for one in found.judged.notes] if found.same_notes else list(record.notes)
 
 
 def metric_note(record: Record, name: str, say: Words) -> str:
-    """The note of a metric; empty where there is none. Of a metric that is not known here, what the record says."""
-    found = _of(record).notes
-    if name not in found:
-        told = record.metrics.get(name)
+    """The note of a metric; empty where there is none."""
+    told, found = record.metrics.get(name), _of(record).results.get(name)
+    if found is None or (told is not None and (told.value is None) != (found.value is None)):
         return (told.note or "") if told is not None else ""
-    note = found[name]
-    return "" if note is None else words.text(note, say.lang)
+    return "" if found.note is None else words.text(found.note, say.lang)
 
 
 def quality_note(record: Record, say: Words) -> str:
     """Why the quality was not evaluated; empty where it was."""
-    note = _of(record).judged.unevaluated
-    return "" if note is None else words.text(note, say.lang)
+    judged = _of(record).judged
+    if judged.quality.evaluated != record.quality.evaluated:
+        return record.quality.note or ""
+    return "" if judged.unevaluated is None else words.text(judged.unevaluated, say.lang)
 
 
 @dataclass(frozen=True)
 class _Derived:
+    """What follows from a record, and whether what it says does. Of a record that does not verify its own text is shown."""
+
     judged: Judgement
-    notes: dict[str, Message | None]  # of metrics
+    results: dict[str, Result]
+    same_checks: bool
+    same_reasons: bool
+    same_notes: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,5 +113,16 @@ def _of(record: Record) -> _Derived:
 
 @lru_cache(maxsize=KEPT)
 def _derived(same: _Same) -> _Derived:
-    notes = {name: found.note for name, found in table.results(same.record).items()}
-    return _Derived(validity.findings(same.record, table.derive(same.record)), notes)
+    record = same.record
+    judged = validity.findings(record, table.derive(record))
+    told = [(one.name, one.ok) for one in record.checks]
+    again = [(one.name, one.ok) for one in judged.checks]
+    own = record.reasons[1:] if record.failure is not None else record.reasons
+    said = {words.text(one, wording=record.wording or 1) for one in judged.notes}
+    return _Derived(
+        judged=judged,
+        results=table.results(record),
+        same_checks=not Counter(told) - Counter(again),
+        same_reasons=[one.code for one in own] == [code for code, _ in judged.reasons],
+        same_notes=set(record.notes) <= said,
+    )

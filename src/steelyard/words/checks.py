@@ -132,7 +132,7 @@ TABLE: dict[str, tuple[str, str]] = {
         "{pass}：进程 {rank} 的各步仅覆盖本遍的 {share:.1%}，至少须为 {least:.0%}",
     ),
     "check.accounted_short.ok": (
-        "{pass}: the steps of rank {rank} leave only {rest:.1f} ms of the pass uncovered",
+        "{pass}: the steps of rank {rank} leave {rest:.1f} ms of the pass uncovered",
         "{pass}：进程 {rank} 的各步仅有 {rest:.1f} 毫秒未覆盖",
     ),
     "check.interval.ok": (
@@ -178,12 +178,12 @@ TABLE: dict[str, tuple[str, str]] = {
         "infer 与 val 相差 {apart:.4f}，最多允许 {most}",
     ),
     "check.gate_below.ok": (
-        "{metric} is {value:.4f}, below what the gate asks: {limits}",
-        "{metric} 为 {value:.4f}，低于门槛：{limits}",
+        "{metric} is {value:.4f}, below {limits}",
+        "{metric} 为 {value:.4f}，低于 {limits}",
     ),
     "check.gate_below.bad": (
-        "{metric} is {value:.4f}, not below what the gate asks: {limits}",
-        "{metric} 为 {value:.4f}，未低于门槛：{limits}",
+        "{metric} is {value:.4f}; it must be below {limits}",
+        "{metric} 为 {value:.4f}，须低于 {limits}",
     ),
     "gate.metric": ("{name} {limit:.4f}", "{name} {limit:.4f}"),
     "gate.target": ("the target {limit:.4f}", "目标 {limit:.4f}"),
