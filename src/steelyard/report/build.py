@@ -28,7 +28,7 @@ from steelyard.report.words import Words
 def page(records: list[Record], lang: Lang) -> Page:
     """The seeds' page. One case makes the page itself; of several, each is a part of it."""
     say = Words(lang)
-    cases = by_case(records)
+    cases = by_case(records, lang)
     known = places(cases, say)
     single = len(cases) == 1
     title = " · ".join(next(iter(cases))) if single else say("report")

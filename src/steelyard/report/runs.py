@@ -36,21 +36,21 @@ class Run:
         return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}{many}"
 
 
-def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
+def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run]]:
     """Runs of one case and size together: its precisions and divisions are rows of one table, as in the seeds."""
     out: dict[CaseName, list[Run]] = {}
     for record in records:
-        runs = out.setdefault(_name(record), [])
+        runs = out.setdefault(_name(record, lang), [])
         runs.append(Run(len(runs) + 1, record))
     return out
 
 
-def _name(record: Record) -> CaseName:
+def _name(record: Record, lang: Lang) -> CaseName:
     """The command line may make another question of a case, a case file of one's own may bear a shipped name, and a shipped
     case may have got another question since: such runs stand apart, under what differs."""
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
-    return (record.case.name, record.case.size, *asked, *apart(record))
+    return (record.case.name, record.case.size, *asked, *(words.text(one, lang) for one in apart(record)))
 
 
 def _value(question: Any, key: str) -> str:

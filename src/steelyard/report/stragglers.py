@@ -52,7 +52,9 @@ def _sentence(found: Stragglers, say: Words) -> str:
 def _table(found: Stragglers, say: Words) -> Table:
     shown = found.rows[:MOST]
     columns = [one for one in _COLUMNS if any(one[2](row) != UNKNOWN for row in shown)]
-    heads = tuple(Column(say(key), unit or "", "left" if unit is None else "right") for key, unit, _ in columns)
+    heads = tuple(
+        Column(say(key), words.unit(unit or "", say.lang), "left" if unit is None else "right") for key, unit, _ in columns
+    )
     rows = []
     for place, row in enumerate(shown):
         tone: Tone = "strong" if place == 0 and found.slow else "plain"

@@ -1,4 +1,4 @@
-"""The page's own words in its two languages. One row a phrase; text that comes from a record is never translated."""
+"""The page's own words in its two languages. One row a phrase; what a record says is in steelyard.words."""
 
 from dataclasses import dataclass
 
@@ -59,6 +59,9 @@ _TABLE: dict[str, tuple[str, str]] = {
     "tool.score": ("Inference tool", "推理工具包"),
     "tool.train": ("Training tool", "训练工具包"),
     "tune.set": ("Optimisation strategy", "优化策略"),
+    "origin.case": ("case", "用例"),
+    "origin.case, size smoke": ("case, size smoke", "用例，规模 smoke"),
+    "origin.command line": ("command line", "命令行"),
     "tune.all": ("All settings", "全部设置"),
     "plan": ("Parallel strategy", "并行策略"),
     "plan.text": ("{1} (nodes x devices), {0}, launcher {2}", "{1}（节点数 x 每节点卡数），{0}，启动器 {2}"),
@@ -294,6 +297,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "chart.rate_y": ("{0} per second", "{0}/秒"),
     "chart.rate_x": ("device time, s", "设备时间，秒"),
     "chart.time_x": ("time, s", "时间，秒"),
+    "chart.device": ("device {0}", "设备 {0}"),
     "chart.power_w": ("Device power", "设备功率"),
     "chart.sm_clock_mhz": ("Device clock", "设备频率"),
     # summary

@@ -64,11 +64,11 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "check.plausible.ok": (
         "{pass}: {rate:.4g} FLOP/s, within the limit of {limit:.4g} FLOP/s: {what}",
-        "{pass}：{rate:.4g} FLOP/秒，未超过上限 {limit:.4g} FLOP/秒：{what}",
+        "{pass}：{rate:.4g} FLOP/s，未超过上限 {limit:.4g} FLOP/s：{what}",
     ),
     "check.plausible.bad": (
         "{pass}: {rate:.4g} FLOP/s, above the limit of {limit:.4g} FLOP/s: {what}",
-        "{pass}：{rate:.4g} FLOP/秒，超过上限 {limit:.4g} FLOP/秒：{what}",
+        "{pass}：{rate:.4g} FLOP/s，超过上限 {limit:.4g} FLOP/s：{what}",
     ),
     "limit.peak": ("the datasheet peak of all devices", "全部设备的标称峰值"),
     "limit.matmul": ("{margin} times the measured matmul rate", "实测矩阵乘法速率的 {margin} 倍"),

@@ -57,6 +57,8 @@ TABLE: dict[str, tuple[str, str]] = {
         "case modified: {parts} differ from the shipped case {case}",
         "用例有改动：{parts} 与自带用例 {case} 不同",
     ),
+    "apart.modified": ("case: modified ({parts})", "用例有改动（{parts}）"),
+    "apart.earlier": ("case: earlier (without {parts})", "旧版用例（没有 {parts}）"),
     "note.earlier": (
         "earlier case: the shipped case {case} has a new question since; {fields} added",
         "旧版用例：自带用例 {case} 的题目此后有变，新增 {fields}",

@@ -5,25 +5,25 @@ _OF_ITEMS: dict[str, tuple[str, str]] = {}
 for _noun, _chinese in _PLURALS.items():
     _OF_ITEMS |= {
         f"items.{_noun}": (f"{_noun}s", _chinese),
-        f"unit.{_noun}s/s": (f"{_noun}s/s", f"{_chinese}/秒"),
+        f"unit.{_noun}s/s": (f"{_noun}s/s", f"{_chinese}/s"),
         f"unit.{_noun}s/J": (f"{_noun}s/J", f"{_chinese}/J"),
         f"unit.J/{_noun}": (f"J/{_noun}", f"J/{_chinese}"),
     }
 
 TABLE: dict[str, tuple[str, str]] = {
     **_OF_ITEMS,
-    "unit.tokens/s": ("tokens/s", "token/秒"),
-    "unit.tokens/s/device": ("tokens/s/device", "token/秒/卡"),
+    "unit.tokens/s": ("tokens/s", "token/s"),
+    "unit.tokens/s/device": ("tokens/s/device", "token/s/卡"),
     "unit.tokens/J": ("tokens/J", "token/J"),
     "unit.J/token": ("J/token", "J/token"),
     "unit.J": ("J", "J"),
-    "unit.s": ("s", "秒"),
+    "unit.s": ("s", "s"),
     "unit.GiB": ("GiB", "GiB"),
     "unit.nats": ("nats", "nat"),
     "unit.FLOP": ("FLOP", "FLOP"),
-    "unit.FLOP/s": ("FLOP/s", "FLOP/秒"),
-    "unit.TFLOP/s": ("TFLOP/s", "TFLOP/秒"),
-    "unit.GB/s": ("GB/s", "GB/秒"),
+    "unit.FLOP/s": ("FLOP/s", "FLOP/s"),
+    "unit.TFLOP/s": ("TFLOP/s", "TFLOP/s"),
+    "unit.GB/s": ("GB/s", "GB/s"),
     "unit.MHz": ("MHz", "MHz"),
     "unit.W": ("W", "W"),
 }
