@@ -6,7 +6,7 @@ from steelyard.report import words_comparing, words_explain, words_spec
 from steelyard.report.document import Lang
 from steelyard.words import LANGS
 
-_TABLE: dict[str, tuple[str, str]] = {
+TABLE: dict[str, tuple[str, str]] = {
     "report": ("Steelyard report", "Steelyard 评测报告"),
     "footer": ("Every number on this page comes from the records: {0}", "本页所有数字均来自记录：{0}"),
     # 1 data
@@ -319,8 +319,8 @@ class Words:
     lang: Lang
 
     def __call__(self, key: str, *values: str) -> str:
-        return _TABLE[key][LANGS.index(self.lang)].format(*values)
+        return TABLE[key][LANGS.index(self.lang)].format(*values)
 
     def known(self, key: str, fallback: str) -> str:
         """The phrase, or the bare name a record uses where no phrase is written for it."""
-        return self(key) if key in _TABLE else fallback
+        return self(key) if key in TABLE else fallback
