@@ -163,7 +163,12 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
         (replace(GOOD, others=Share(0.3, 1.0)), "host load", None, "warn"),
         (replace(GOOD, others=Share(0.8, 1.0)), "host load", None, "bad"),
         (replace(GOOD, others=None), "host load", "unknown: not measured; load average 0.5", "unknown"),
-        (replace(GOOD, others=Share(None, why=Message("busy.not_counted"))), "host load", "unknown: the host does not count what its cores do; load average 0.5", "unknown"),
+        (
+            replace(GOOD, others=Share(None, why=Message("busy.not_counted"))),
+            "host load",
+            "unknown: the host does not count what its cores do; load average 0.5",
+            "unknown",
+        ),
         (replace(GOOD, free_bytes={"records": 5 * GIB}), "free disk for records", "5.0 GiB", "warn"),
         (replace(GOOD, free_bytes={"records": GIB - 1}), "free disk for records", "1.0 GiB", "bad"),
         (replace(GOOD, free_bytes={"records": None}), "free disk for records", "unknown", "unknown"),

@@ -264,9 +264,9 @@ def test_a_changed_question_is_not_judged_and_says_so():
     found = made(rank, resolved=one)
     assert found.quality.note == "the question was changed on the command line"
     assert found.notes[-3:] == [
-        "not the question of the case: question.data.shots changed on the command line",
-        "not the limits of the case: max_interval, gate.within changed on the command line",
-        "case modified: gate, max_interval differ from the shipped case llama2-7b-mmlu",
+        "different question: question.data.shots changed on the command line",
+        "different limits: max_interval, gate.within changed on the command line",
+        "modified case: differs from the shipped case llama2-7b-mmlu in gate, max_interval",
     ]
 
 

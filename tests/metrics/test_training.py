@@ -396,7 +396,9 @@ def test_times_that_a_program_reports_are_compared_with_ours(told: list[float], 
 
 def test_what_is_compared_is_said():
     found = reported([2.0, *[0.5] * 40], SEEN)
-    said = "all steps: the program reports 20.000 s for 40 steps, but its output lines are 40.000 s apart; they may differ by 2%"
+    said = (
+        "all steps: the program reports 20.000 s for 40 steps, but its output lines are 40.000 s apart; they may differ by 2%"
+    )
     assert [reason.text for reason in found.reasons] == [said]
 
 

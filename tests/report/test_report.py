@@ -109,7 +109,14 @@ def test_rows_in_html() -> None:
     assert ["#1 torch valid, full", "bf16", "closed", "412.6", *VALUES] in rows
     assert ["#1 torch · bf16 · closed", "62.1%", "62.7%", "81.2%", "66.3%", "65.0%"] in rows
     assert ["Inference rate, core", "p_infer_core", "46,387", "tokens/s", "46,302 – 46,473", ""] in rows
-    assert ["Harness overhead", "harness_overhead", "/", "", "/", "the bare pass was not requested (--passes infer,bare)"] in rows
+    assert [
+        "Harness overhead",
+        "harness_overhead",
+        "/",
+        "",
+        "/",
+        "the bare pass was not requested (--passes infer,bare)",
+    ] in rows
     assert ["novel_metric", "novel_metric", "/"] in rows
 
 

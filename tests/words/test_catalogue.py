@@ -207,7 +207,7 @@ def test_a_text_of_a_package_that_is_gone_is_its_code_and_values() -> None:
 
 def test_lists_and_nested_messages() -> None:
     keys = Message("note.question", {"keys": ("a", "b")})
-    assert words.text(keys) == "not the question of the case: a, b changed on the command line"
+    assert words.text(keys) == "different question: a, b changed on the command line"
     assert words.text(keys, "zh") == "题目与用例不同：命令行修改了 a、b"
     both = words.both(Message("quality.random"), None, Message("quality.window"))
     assert both is not None

@@ -46,21 +46,21 @@ TABLE: dict[str, tuple[str, str]] = {
     "slow.data": ("waiting for data", "等待数据"),
     "slow.work": (", with {times:.2f} times their tokens", "，token 数为其余的 {times:.2f} 倍"),
     "note.question": (
-        "not the question of the case: {keys} changed on the command line",
+        "different question: {keys} changed on the command line",
         "题目与用例不同：命令行修改了 {keys}",
     ),
     "note.limits": (
-        "not the limits of the case: {keys} changed on the command line",
+        "different limits: {keys} changed on the command line",
         "限值与用例不同：命令行修改了 {keys}",
     ),
     "note.modified": (
-        "case modified: {parts} differ from the shipped case {case}",
+        "modified case: differs from the shipped case {case} in {parts}",
         "用例有改动：{parts} 与自带用例 {case} 不同",
     ),
     "apart.modified": ("case: modified ({parts})", "用例有改动（{parts}）"),
     "apart.earlier": ("case: earlier (without {parts})", "旧版用例（没有 {parts}）"),
     "note.earlier": (
-        "earlier case: the shipped case {case} has a new question since; {fields} added",
+        "earlier case: the question of the shipped case {case} has changed since; added: {fields}",
         "旧版用例：自带用例 {case} 的题目此后有变，新增 {fields}",
     ),
     "note.resumed": (
