@@ -84,7 +84,7 @@ def test_bounds_of_full_runs(accelerator: str, others: float, told: str, noted: 
     limit = f", within the allowed {limits.most:.0%}" if valid else f"; at most {limits.most:.0%} is allowed"
     assert (check.ok, check.detail) == (valid, f"{TEXT.format(told)}{limit}")
     assert ("busy" in codes(found)) is not valid
-    said = f"busy host: {TEXT.format(told)}; above {limits.note:.0%} is noted"
+    said = f"busy: {TEXT.format(told)}; above {limits.note:.0%} is noted"
     assert (said in found.notes) is noted
 
 
@@ -92,7 +92,7 @@ def test_smoke_gets_a_note_alone() -> None:
     found = run(3.8, "cpu", "smoke")
     assert "busy" not in codes(found)
     assert [note for note in found.notes if note.startswith("busy")] == [
-        f"busy host: {TEXT.format('95.0%')}; above 3% is noted"
+        f"busy: {TEXT.format('95.0%')}; above 3% is noted"
     ]
     assert not [note for note in run(0.1, "cpu", "smoke").notes if note.startswith("busy")]
 

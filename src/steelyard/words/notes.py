@@ -11,7 +11,7 @@ TABLE: dict[str, tuple[str, str]] = {
         "device {device}: {reason} in {share:.0%} of the readings of a pass; normal: large matmuls reach the power limit",
         "设备 {device}：一遍中 {share:.0%} 的读数有 {reason}；属正常现象，大型矩阵乘法会达到功率上限",
     ),
-    "note.busy": ("busy host: {taken}; above {least:.0%} is noted", "主机繁忙：{taken}，超过 {least:.0%} 即注明"),
+    "note.busy": ("busy: {taken}; above {least:.0%} is noted", "繁忙：{taken}，超过 {least:.0%} 即注明"),
     "busy.taken": (
         "host {host}: other processes took {share:.1%} of the {cores:g} cores of the run, over {time:.1f} s around the "
         "measurement",
