@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,11 +15,12 @@ import pytest
 
 from steelyard import tasks, words
 from steelyard.case import resolve
+from steelyard.errors import RequestError
 from steelyard.metrics import table
 from steelyard.plan.memory import Parts
 from steelyard.report import words as page
 from steelyard.run.spec import RankStatus
-from steelyard.words import Message, Text, cases, version_1
+from steelyard.words import Message, cases, version_1
 
 SRC = Path(words.__file__).parents[1]
 FILES = [path for path in sorted(SRC.rglob("*.py")) if path.parent.name != "words"]
@@ -194,11 +196,44 @@ def test_the_pages_own_words_say_the_same_values(key: str) -> None:
     assert placeholders(en) == placeholders(zh)
 
 
-def test_a_package_brings_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Text("rhyme.no_pair", "no word rhymes with {word}", "没有词与 {word} 押韵")
-    monkeypatch.setattr(words.plugins, "rows", lambda group, kind, noun: [own] if group == words.GROUP else [])
+def install(folder: Path, *lines: str) -> None:
+    """Texts of another package: a module, and metadata with entry points."""
+    names = [f"text_{number}" for number in range(len(lines))]
+    body = [f"{name} = Text({line})" for name, line in zip(names, lines, strict=True)]
+    (folder / "rhyme_texts.py").write_text("\n".join(["from steelyard.words import Text", *body]))
+    info = folder / "rhyme_texts-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rhyme_texts\nVersion: 1.0\n")
+    entries = [f"{name} = rhyme_texts:{name}" for name in names]
+    (info / "entry_points.txt").write_text("\n".join([f"[{words.GROUP}]", *entries]))
+
+
+def test_a_package_brings_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        tmp_path,
+        '"rhyme.no_pair", "no word rhymes with {word}", "没有词与 {word} 押韵"',
+        '"unit.rhymes/s", "rhymes/s", "韵/s"',
+        '"items.rhyme", "rhymes", "韵"',
+    )
+    monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     said = Message("rhyme.no_pair", {"word": "month"})
     assert (words.text(said), words.text(said, "zh")) == ("no word rhymes with month", "没有词与 month 押韵")
+    assert (words.unit("rhymes/s", "en"), words.unit("rhymes/s", "zh"), words.unit("odes/s", "zh")) == (
+        "rhymes/s",
+        "韵/s",
+        "odes/s",
+    )
+    assert (words.items("rhyme"), words.items("ode")) == (Message("items.rhyme"), "odes")
+
+
+def test_a_text_that_is_there_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, '"quality.random", "other words", "别的话"')
+    monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RequestError, match=r"text 'quality\.random' is there twice"):
+        words.table()
+    assert words.text(Message("quality.random")) == "the weights are random"
 
 
 def test_a_text_of_a_package_that_is_gone_is_its_code_and_values() -> None:
