@@ -105,7 +105,7 @@ def test_work_beside_a_pass_is_hidden_work(outputs_s: float, total_s: float, ok:
 def test_the_reason_says_where() -> None:
     rank = RankFacts(rank=0, budget={"outputs_infer": 3.0, "total_infer": 1.0})
     text = verdict(plausible.beside(record(ranks=[rank], passes=[window()]), {}))[2]
-    assert text == "infer: rank 0 spent 4.000 s in total, outputs beside a pass of 10.000 s; at most 10% is allowed"
+    assert text == "infer: rank 0 spent 4.000 s outside the timed pass of 10.000 s (total, outputs); at most 10% is allowed"
 
 
 def test_older_records_are_not_judged() -> None:
@@ -167,7 +167,7 @@ def test_samples_count_what_the_rows_hold(key: str | None) -> None:
     ok, code, text = verdict(plausible.drawn(record(drawn={"infer": [wanted]}), {}))
     assert (ok, code) == (key is None, "tokens")
     if key is not None:
-        assert text == f"infer: the samples count {COUNTS[key]} {key}; the rows drawn hold {COUNTS[key] + 1}"
+        assert text == f"infer: the samples count {COUNTS[key]:,} {key}; the rows drawn hold {COUNTS[key] + 1:,}"
 
 
 def test_every_step_of_training_has_its_global_batch() -> None:

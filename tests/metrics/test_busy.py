@@ -91,9 +91,7 @@ def test_bounds_of_full_runs(accelerator: str, others: float, told: str, noted: 
 def test_smoke_gets_a_note_alone() -> None:
     found = run(3.8, "cpu", "smoke")
     assert "busy" not in codes(found)
-    assert [note for note in found.notes if note.startswith("busy")] == [
-        f"busy: {TEXT.format('95.0%')}; above 3% is noted"
-    ]
+    assert [note for note in found.notes if note.startswith("busy")] == [f"busy: {TEXT.format('95.0%')}; above 3% is noted"]
     assert not [note for note in run(0.1, "cpu", "smoke").notes if note.startswith("busy")]
 
 

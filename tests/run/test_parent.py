@@ -169,7 +169,7 @@ def test_wrong_answers_are_invalid(faulty: Shell, fault: str, code: str, text: s
     assert record["failure"] is None
     if fault == "tokens":
         tokens = record["data"]["tokens"]
-        assert said == f"infer: the samples count {tokens + 1} tokens; the data have {tokens}"
+        assert said == f"infer: the samples count {tokens + 1:,} tokens; the data have {tokens:,}"
     if fault == "hides":
         assert "of the pass; at least 95% is required" in said
 

@@ -142,9 +142,9 @@ def test_the_text_of_a_check_agrees_with_its_result(code: str) -> None:
 def test_what_a_window_leaves_out_is_no_complaint() -> None:
     """It read "ok: 904 questions without an answer"."""
     told = {"pass": "infer", "items": 1000, "answered": 96, "nouns": words.items("question"), "missing": 904, "repeated": 0}
-    said = "infer: 96 of 1000 questions have an answer, none has two; the window (--steps) leaves out the others"
+    said = "infer: 96 of 1,000 questions have an answer, none has two; the window (--steps) leaves out the others"
     assert words.text(Message("check.covered_part.ok", told)) == said
-    assert words.text(Message("check.covered_part.ok", told), "zh").startswith("infer：1000 题中有 96 题有答案")
+    assert words.text(Message("check.covered_part.ok", told), "zh").startswith("infer：1,000 道题中有 96 道题有答案")
 
 
 def test_version_1_has_every_note_and_its_parts() -> None:

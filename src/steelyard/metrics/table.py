@@ -32,9 +32,14 @@ def _of_score(score: Score) -> Metric:
 
 def derive(record: Record) -> dict[str, Value]:
     """All metrics of a record: those that its task has."""
+    return values(record, results(record))
+
+
+def values(record: Record, found_by_name: dict[str, Result]) -> dict[str, Value]:
+    """As a record stores them: with their units, and what is said of them in English."""
     units = {metric.name: metric.unit for metric in of_task(record.task)}
     out = {}
-    for name, found in results(record).items():
+    for name, found in found_by_name.items():
         unit = units[name]
         told = unit if isinstance(unit, str) else unit(record)
         out[name] = Value(value=found.value, unit=told, interval=found.interval, note=words.english(found.note))
@@ -42,7 +47,7 @@ def derive(record: Record) -> dict[str, Value]:
 
 
 def results(record: Record) -> dict[str, Result]:
-    """The same with what is said of them as messages, which have no language yet."""
+    """What the formulas find, with messages that have no language yet."""
     rows = [(metric.name, metric.formula) for metric in of_task(record.task)]
     return {name: _finite(formula(record)) for name, formula in rows if formula is not None}
 

@@ -114,14 +114,15 @@ def _of(record: Record) -> _Derived:
 @lru_cache(maxsize=KEPT)
 def _derived(same: _Same) -> _Derived:
     record = same.record
-    judged = validity.findings(record, table.derive(record))
+    results = table.results(record)
+    judged = validity.findings(record, table.values(record, results))
     told = [(one.name, one.ok) for one in record.checks]
     again = [(one.name, one.ok) for one in judged.checks]
     own = record.reasons[1:] if record.failure is not None else record.reasons
     said = {words.text(one, wording=record.wording or 1) for one in judged.notes}
     return _Derived(
         judged=judged,
-        results=table.results(record),
+        results=results,
         same_checks=not Counter(told) - Counter(again),
         same_reasons=[one.code for one in own] == [code for code, _ in judged.reasons],
         same_notes=set(record.notes) <= said,

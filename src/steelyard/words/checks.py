@@ -5,12 +5,12 @@ A check that is only made where something is wrong has no text for ok. A reason 
 
 TABLE: dict[str, tuple[str, str]] = {
     "check.finite.ok": (
-        "{pass}: the logits of all {items} {nouns} are finite",
-        "{pass}：全部 {items} {nouns}的 logits 均为有限值",
+        "{pass}: the logits of all {items:,} {nouns} are finite",
+        "{pass}：全部 {items:,} {nouns}的 logits 均为有限值",
     ),
     "check.finite.bad": (
-        "{pass}: {bad} of {items} {nouns} have logits that are not finite",
-        "{pass}：{items} {nouns}中有 {bad} {nouns}的 logits 不是有限值",
+        "{pass}: {bad:,} of {items:,} {nouns} have logits that are not finite",
+        "{pass}：{items:,} {nouns}中有 {bad:,} {nouns}的 logits 不是有限值",
     ),
     "check.finite_values.bad": (
         "{pass}: step {step} on rank {rank} has a value that is not finite",
@@ -24,18 +24,18 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "check.finite_held_out.ok": ("{pass}: the held-out loss is finite", "{pass}：留出集损失为有限值"),
     "check.finite_held_out.bad": ("{pass}: the held-out loss is not finite", "{pass}：留出集损失不是有限值"),
-    "check.covered.ok": ("{pass}: all {items} {nouns} have one answer each", "{pass}：全部 {items} {nouns}各有一个答案"),
+    "check.covered.ok": ("{pass}: all {items:,} {nouns} have one answer each", "{pass}：全部 {items:,} {nouns}各有一个答案"),
     "check.covered.bad": (
-        "{pass}: of {items} {nouns}, {missing} have no answer and {repeated} have more than one",
-        "{pass}：{items} {nouns}中，{missing} {nouns}没有答案，{repeated} {nouns}有多个答案",
+        "{pass}: of {items:,} {nouns}, {missing:,} have no answer and {repeated:,} have more than one",
+        "{pass}：{items:,} {nouns}中，{missing:,} {nouns}没有答案，{repeated:,} {nouns}有多个答案",
     ),
     "check.covered_part.ok": (
-        "{pass}: {answered} of {items} {nouns} have an answer, none has two; the window (--steps) leaves out the others",
-        "{pass}：{items} {nouns}中有 {answered} {nouns}有答案，无重复；其余不在窗口（--steps）内",
+        "{pass}: {answered:,} of {items:,} {nouns} have an answer, none has two; the window (--steps) leaves out the others",
+        "{pass}：{items:,} {nouns}中有 {answered:,} {nouns}有答案，无重复；其余不在窗口（--steps）内",
     ),
     "check.covered_part.bad": (
-        "{pass}: {repeated} of {items} {nouns} have more than one answer",
-        "{pass}：{items} {nouns}中有 {repeated} {nouns}有多个答案",
+        "{pass}: {repeated:,} of {items:,} {nouns} have more than one answer",
+        "{pass}：{items:,} {nouns}中有 {repeated:,} {nouns}有多个答案",
     ),
     "check.steps.ok": ("train: every rank took all {wanted} steps", "train：每个进程都完成了全部 {wanted} 步"),
     "check.steps.bad": (
@@ -43,24 +43,24 @@ TABLE: dict[str, tuple[str, str]] = {
         "train：进程 {rank} 完成了 {wanted} 步中的 {taken} 步",
     ),
     "check.counted.ok": (
-        "{pass}: the samples count {tokens} tokens, as many as the data have",
-        "{pass}：样本共计 {tokens} 个 token，与数据一致",
+        "{pass}: the samples count {tokens:,} tokens, as many as the data have",
+        "{pass}：样本共计 {tokens:,} 个 token，与数据一致",
     ),
     "check.counted.bad": (
-        "{pass}: the samples count {tokens} tokens; the data have {wanted}",
-        "{pass}：样本共计 {tokens} 个 token，数据有 {wanted} 个",
+        "{pass}: the samples count {tokens:,} tokens; the data have {wanted:,}",
+        "{pass}：样本共计 {tokens:,} 个 token，数据有 {wanted:,} 个",
     ),
-    "check.counted_any.ok": ("train: the samples count {tokens} tokens", "train：样本共计 {tokens} 个 token"),
+    "check.counted_any.ok": ("train: the samples count {tokens:,} tokens", "train：样本共计 {tokens:,} 个 token"),
     "check.counted_any.bad": ("train: the samples count no tokens", "train：样本未计任何 token"),
     "check.drawn.ok": ("{pass}: the samples count what the rows drawn hold", "{pass}：样本计数与所取的行一致"),
     "check.drawn.bad": ("{pass}: {difference}", "{pass}：{difference}"),
     "drawn.whole": (
-        "the samples count {counted} {what}; the rows drawn hold {held}",
-        "样本计 {counted} 个 {what}，所取的行有 {held} 个",
+        "the samples count {counted:,} {what}; the rows drawn hold {held:,}",
+        "样本计 {counted:,} 个 {what}，所取的行有 {held:,} 个",
     ),
     "drawn.step": (
-        "step {step}: the samples count {counted} {what}; the rows drawn hold {held}",
-        "第 {step} 步：样本计 {counted} 个 {what}，所取的行有 {held} 个",
+        "step {step}: the samples count {counted:,} {what}; the rows drawn hold {held:,}",
+        "第 {step} 步：样本计 {counted:,} 个 {what}，所取的行有 {held:,} 个",
     ),
     "check.plausible.ok": (
         "{pass}: {rate:.4g} FLOP/s, within the limit of {limit:.4g} FLOP/s: {what}",
@@ -77,12 +77,14 @@ TABLE: dict[str, tuple[str, str]] = {
         "实测矩阵乘法速率的 {margin} 倍，均按 CPU 时间计",
     ),
     "check.beside.ok": (
-        "{pass}: rank {rank} spent {spent:.3f} s in {parts} beside a pass of {wall:.3f} s, within the allowed {most:.0%}",
-        "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用于 {parts} 的时间为 {spent:.3f} 秒，未超过允许的 {most:.0%}",
+        "{pass}: rank {rank} spent {spent:.3f} s outside the timed pass of {wall:.3f} s ({parts}), within the "
+        "allowed {most:.0%}",
+        "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用时 {spent:.3f} 秒（{parts}），未超过允许的 {most:.0%}",
     ),
     "check.beside.bad": (
-        "{pass}: rank {rank} spent {spent:.3f} s in {parts} beside a pass of {wall:.3f} s; at most {most:.0%} is allowed",
-        "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用于 {parts} 的时间为 {spent:.3f} 秒，最多允许 {most:.0%}",
+        "{pass}: rank {rank} spent {spent:.3f} s outside the timed pass of {wall:.3f} s ({parts}); at most "
+        "{most:.0%} is allowed",
+        "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用时 {spent:.3f} 秒（{parts}），最多允许 {most:.0%}",
     ),
     "check.clocks_agree.ok": (
         "{count} comparisons of clocks agree within {most:.1%}",

@@ -75,7 +75,7 @@ TABLE: dict[str, tuple[str, str]] = {
         "有 {gap:.2f} 秒未读功率，最多允许 {periods:g} 个周期（{most:.2f} 秒）",
     ),
     "energy.zero": ("the device counted no energy", "设备计得的能量为零"),
-    "straggler.rank": ("rank {rank}; its own time is {own}", "进程 {rank}；其自身用时为{own}"),
+    "straggler.rank": ("rank {rank}; its own time is {own}", "进程 {rank}；其自身用时为 {own}"),
     "straggler.own.compute": ("that of its phases data and compute", "data 与 compute 阶段的时间"),
     "straggler.own.pass": ("its whole pass", "整遍时间"),
     "straggler.own.data": (

@@ -30,11 +30,11 @@ TABLE: dict[str, tuple[str, str]] = {
     "note.setting": ("host {host}: {what}: {found}", "主机 {host}：{what}：{found}"),
     "note.slow": (
         "{who} is slow: it costs {percent:.1f} % of {of} ({own} {mine}, the others {others}{work})",
-        "{who}较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）",
+        "{who} 较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）",
     ),
     "note.slow_many": (
         "{who} are slow: they cost {percent:.1f} % of {of} ({own} {mine}, the others {others}{work})",
-        "{who}较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）",
+        "{who} 较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）",
     ),
     "slow.rank": ("rank {rank}", "进程 {rank}"),
     "slow.rank_at": ("rank {rank} on host {host}", "主机 {host} 上的进程 {rank}"),

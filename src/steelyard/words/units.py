@@ -1,10 +1,10 @@
 """Units, and what the items of tasks are called. A unit in a record is a name that never changes: its text is for pages."""
 
-_PLURALS = {"question": "题", "passage": "段", "sample": "样本", "row": "行"}
+_ITEMS = {"question": ("题", "道"), "passage": ("段", ""), "sample": ("样本", "个"), "row": ("行", "")}  # with what counts them
 _OF_ITEMS: dict[str, tuple[str, str]] = {}
-for _noun, _chinese in _PLURALS.items():
+for _noun, (_chinese, _measure) in _ITEMS.items():
     _OF_ITEMS |= {
-        f"items.{_noun}": (f"{_noun}s", _chinese),
+        f"items.{_noun}": (f"{_noun}s", _measure + _chinese),
         f"unit.{_noun}s/s": (f"{_noun}s/s", f"{_chinese}/s"),
         f"unit.{_noun}s/J": (f"{_noun}s/J", f"{_chinese}/J"),
         f"unit.J/{_noun}": (f"J/{_noun}", f"J/{_chinese}"),
