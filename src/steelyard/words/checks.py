@@ -4,10 +4,7 @@ A check that is only made where something is wrong has no text for ok. A reason 
 """
 
 TABLE: dict[str, tuple[str, str]] = {
-    "check.finite.ok": (
-        "{pass}: the logits of all {items:,} {nouns} are finite",
-        "{pass}：全部 {items:,} {nouns}的 logits 均为有限值",
-    ),
+    "check.finite.ok": ("{pass}: all logits are finite", "{pass}：全部 logits 均为有限值"),
     "check.finite.bad": (
         "{pass}: {bad:,} of {items:,} {nouns} have logits that are not finite",
         "{pass}：{items:,} {nouns}中有 {bad:,} {nouns}的 logits 不是有限值",
