@@ -76,8 +76,8 @@ def test_check_says_what_is_wrong_and_what_helps(fake: str) -> None:
     levels = {name: row["level"] for name, row in told.items() if name.endswith("cuda:1")}
     assert levels == {
         "persistence mode of cuda:1": "warn",
-        "processes on the device of cuda:1": "bad",
-        "device clocks of cuda:1": "warn",
+        "processes on cuda:1": "bad",
+        "clocks of cuda:1": "warn",
         "power limit of cuda:1": "warn",
         "ECC of cuda:1": "warn",
         "MIG of cuda:1": "bad",

@@ -83,7 +83,7 @@ def test_a_run(shell: Shell, checkout: Path) -> None:
     assert (details["parameters"], details["optimizer_states"], details["dtypes"]) == (123456, None, None)
     assert (details["exit_code"], details["skipped_iterations"]) == (0, 0)
     assert details["counts"] == "of the configuration: the program does not say which rows it drew"
-    assert "times of steps are the program's own; what they count is that of the configuration" in record["notes"]
+    assert "step times are those that the program reports; the work of a step is that of the configuration" in record["notes"]
     assert record["weights"] == {"source": "random", "seed": 1, "by": "the program"}
     assert {"data_files", "counts", "dry_run", "program", "train"} <= record["budget"].keys()
     assert str(checkout) not in json.dumps(record)
@@ -97,8 +97,8 @@ def test_times_that_are_not_so(shell: Shell, checkout: Path) -> None:
     assert (done.code, record["status"]) == (1, "invalid")
     assert codes(record) == ["reported"]
     told = record["reasons"][0]["text"]
-    assert "as the program tells" in told
-    assert "at most 2% apart is allowed" in told
+    assert "the program reports" in told
+    assert "they may differ by 2%" in told
 
 
 def test_a_loss_that_is_no_number(shell: Shell, checkout: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_loss_that_is_no_number(shell: Shell, checkout: Path) -> None:
 def test_an_iteration_that_changed_nothing_is_no_step(shell: Shell, checkout: Path) -> None:
     done, record = start(shell, checkout, fault="skip@5")
     assert (done.code, record["status"], codes(record)) == (1, "invalid", ["coverage"])
-    assert record["reasons"][0]["text"] == f"train: {STEPS - 1} of {STEPS} steps on rank 0"
+    assert record["reasons"][0]["text"] == f"train: rank 0 took {STEPS - 1} of {STEPS} steps"
     assert record["engine"]["details"]["skipped_iterations"] == 1
 
 

@@ -49,7 +49,7 @@ def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
     assert losses[0] > 5.0
     assert len(losses) == 1
     [reason] = [one for one in found["reasons"] if one["code"] == "loss_bound"]
-    assert reason["text"] == f"step 0: the loss is {losses[0]}, beyond the bound 5.0; the run was ended"
+    assert reason["text"] == f"step 0: the loss {losses[0]} exceeds the bound 5.0; the run was stopped"
 
 
 @pytest.fixture

@@ -214,7 +214,7 @@ def test_compiled(settings: tuple[str, ...], torch_trained: dict[str, Any]) -> N
     ("settings", "dp", "words"),
     [
         (("tune.recompute=selective",), 1, "whole layers; allowed: tune.recompute=none or full"),
-        (("tune.attention=magic",), 1, "allowed: auto, sdpa, cudnn, efficient, flash, packed, rows"),
+        (("tune.attention=magic",), 1, "allowed: auto, sdpa, efficient, flash, packed, rows"),
         ((), 2, "add --set tune.sharding=3"),
     ],
 )

@@ -9,6 +9,7 @@ from steelyard.metrics import busy, evidence
 from steelyard.metrics.busy import Share, share
 from steelyard.record.facts import Environment, HostFacts, Load
 from steelyard.record.record import Record
+from steelyard.words import Message
 
 T_S = [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
 
@@ -43,10 +44,10 @@ def test_under_a_quota_others_have_the_cores_that_it_keeps_from_the_run() -> Non
 
 
 def test_what_is_not_known() -> None:
-    assert share(load(1.0), -5.0, 20.0) == Share(None, why="no reading of CPU time before or after it")
-    assert share(load(1.0), 20.0, 60.0) == Share(None, why="no reading of CPU time before or after it")
+    assert share(load(1.0), -5.0, 20.0) == Share(None, why=Message("busy.no_reading"))
+    assert share(load(1.0), 20.0, 60.0) == Share(None, why=Message("busy.no_reading"))
     zero = load(0.0, busy_s=[0.0] * 6)  # some sandboxes have an empty /proc/stat
-    assert share(zero, 10.0, 30.0) == Share(None, 20.0, "the host does not count what its cores do")
+    assert share(zero, 10.0, 30.0) == Share(None, 20.0, Message("busy.not_counted"))
 
 
 def run(others: float, accelerator: str, size: str | None = None) -> Record:
@@ -61,7 +62,7 @@ def codes(found: Record) -> list[str]:
     return [reason.code for reason in found.reasons]
 
 
-TEXT = "host here: other processes took {} of the 4 cores that the run may use, in 10.0 s around what was measured"
+TEXT = "host here: other processes took {} of the 4 cores of the run, over 10.0 s around the measurement"
 
 
 @pytest.mark.parametrize(
@@ -80,16 +81,17 @@ def test_bounds_of_full_runs(accelerator: str, others: float, told: str, noted: 
     found = run(others, accelerator)
     limits = busy.CORES_ARE_THE_DEVICE if accelerator == "cpu" else busy.CORES_SERVE_A_DEVICE
     (check,) = [one for one in found.checks if one.name == "quiet"]
-    assert (check.ok, check.detail) == (valid, f"{TEXT.format(told)}; at most {limits.most:.0%} is allowed")
+    limit = f", within the allowed {limits.most:.0%}" if valid else f"; at most {limits.most:.0%} is allowed"
+    assert (check.ok, check.detail) == (valid, f"{TEXT.format(told)}{limit}")
     assert ("busy" in codes(found)) is not valid
-    said = f"busy: {TEXT.format(told)}; {limits.note:.0%} is worth a note"
+    said = f"busy: {TEXT.format(told)}; above {limits.note:.0%} is noted"
     assert (said in found.notes) is noted
 
 
 def test_smoke_gets_a_note_alone() -> None:
     found = run(3.8, "cpu", "smoke")
     assert "busy" not in codes(found)
-    assert [note for note in found.notes if note.startswith("busy: ")] == [f"busy: {TEXT.format('95.0%')}; 3% is worth a note"]
+    assert [note for note in found.notes if note.startswith("busy")] == [f"busy: {TEXT.format('95.0%')}; above 3% is noted"]
     assert not [note for note in run(0.1, "cpu", "smoke").notes if note.startswith("busy")]
 
 
@@ -103,7 +105,7 @@ def test_a_record_of_before_is_not_judged() -> None:
 def test_what_is_unknown_is_said() -> None:
     late = HostFacts(name="here", ranks=[0], load=load(1.0, t_s=[31.0, 32.0, 33.0, 34.0, 35.0, 36.0]))
     found = made(facts=facts(hosts=[late]))
-    said = "host here: whether others used its cores is unknown: no reading of CPU time before or after it"
+    said = "host here: use of its cores by other processes is unknown: there is no reading of CPU time before or after it"
     assert said in found.notes
 
 

@@ -9,6 +9,7 @@ from steelyard.metrics import energy, table
 from steelyard.metrics.energy import Used, of_device
 from steelyard.record.facts import Columns, Series
 from steelyard.record.record import Record
+from steelyard.words import Message, text
 
 T_S = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 POWER = [100.0, 100.0, 200.0, 400.0, 200.0, 100.0]
@@ -51,16 +52,16 @@ def test_gaps() -> None:
     missed = [100.0, 100.0, None, None, 200.0, 100.0]
     assert of_device(device(power_w=missed), 0.5, 4.5) == Used(50.0 + 450.0 + 87.5, 2)  # 3 s, three periods
     found = of_device(device(period_s=0.9, power_w=missed), 0.5, 4.5)
-    assert found == Used(None, why="power was not read for 3.00 s; at most 3 periods, 2.70 s, are allowed")
+    assert found == Used(None, why=Message("energy.gap", {"gap": 3.0, "periods": 3.0, "most": 0.9 * 3}))
     around = [None, None, 200.0, 400.0, 200.0, None]  # no reading before the window
-    assert of_device(device(power_w=around), 1.0, 3.5).why == "no power reading before or after the pass"
-    assert of_device(device(power_w=around), 2.0, 4.5).why == "no power reading before or after the pass"
+    assert of_device(device(power_w=around), 1.0, 3.5).why == Message("energy.no_border")
+    assert of_device(device(power_w=around), 2.0, 4.5).why == Message("energy.no_border")
 
 
 def test_too_few_readings_and_none() -> None:
-    assert of_device(device(power_w=POWER), 1.5, 2.5).why == "1 power readings fell into 1.00 s; at least 2 are needed"
-    assert of_device(device(), 1.0, 4.0).why == "it has neither an energy counter nor power readings"
-    assert of_device(device(power_w=[None] * 6), 1.0, 4.0).why == "it has neither an energy counter nor power readings"
+    assert of_device(device(power_w=POWER), 1.5, 2.5).why == Message("energy.few", {"readings": 1, "time": 1.0})
+    assert of_device(device(), 1.0, 4.0).why == Message("energy.nothing")
+    assert of_device(device(power_w=[None] * 6), 1.0, 4.0).why == Message("energy.nothing")
 
 
 def integrated() -> Series:
@@ -80,7 +81,7 @@ def test_the_note_says_that_it_was_integrated() -> None:
 def test_records_of_before_keep_their_formula() -> None:
     found = made(facts=facts(telemetry=[integrated()])).model_copy(update={"formulas": None})
     assert table.derive(found)["energy"].value is None
-    assert table.derive(found)["energy"].note == energy.NOTHING
+    assert table.derive(found)["energy"].note == text(energy.NOTHING)
     counted = made().model_copy(update={"formulas": None})
     assert table.derive(counted)["energy"].value == made().metrics["energy"].value == 600.0
 
@@ -100,4 +101,4 @@ def test_a_device_that_ranks_share_is_counted_once() -> None:
 
 def test_a_rank_whose_device_was_not_read() -> None:
     found = made(rank_file(), rank_file(1), facts=facts(2, telemetry=[series()]))
-    assert found.metrics["energy"].note == "nothing was read off the device of rank 1"
+    assert found.metrics["energy"].note == "there are no readings of the device of rank 1"

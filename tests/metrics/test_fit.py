@@ -11,6 +11,7 @@ from steelyard.metrics import fit
 from steelyard.metrics.busy import CORES_SERVE_A_DEVICE, Share
 from steelyard.metrics.fit import GIB, Level, Machine, judge
 from steelyard.record.facts import DeviceState, HostFacts, HostState
+from steelyard.words import Message, text
 
 DEVICE = {
     "device": "cuda:0",
@@ -51,7 +52,7 @@ GOOD = Machine(
     host=HostState(**HOST, devices=[DeviceState(**DEVICE)]),
     others=Share(0.01, 1.0),
     bounds=CORES_SERVE_A_DEVICE,
-    free_bytes={"records": 50 * GIB, "temporary files": 20 * GIB},
+    free_bytes={"records": 50 * GIB, "temporary": 20 * GIB},
     versions={"Python": "3.11.7", "torch": "2.8.0", "transformers": "4.56.0"},
     torch_build="12.8",
     amx=True,
@@ -67,25 +68,25 @@ def device(**changes: Any) -> Machine:
 
 
 def found(machine: Machine, name: str) -> tuple[str, Level]:
-    (row,) = [row for row in judge(machine) if row.name == name]
-    return row.found, row.level
+    (row,) = [row for row in judge(machine) if text(row.name) == name]
+    return text(row.found), row.level
 
 
 def test_a_machine_that_is_fit() -> None:
     rows = judge(GOOD)
-    assert [(row.name, row.found) for row in rows] == [
+    assert [(text(row.name), text(row.found)) for row in rows] == [
         ("driver", "570.86.15"),
         ("devices", "2 cuda: NVIDIA H200"),
         ("persistence mode of cuda:0", "on"),
-        ("processes on the device of cuda:0", "0"),
-        ("device clocks of cuda:0", "now 345 MHz, at most 1980 MHz, set to 1980 MHz, default 1980 MHz"),
+        ("processes on cuda:0", "0"),
+        ("clocks of cuda:0", "now 345 MHz, at most 1980 MHz, set to 1980 MHz, default 1980 MHz"),
         ("power limit of cuda:0", "700 W; the default is 700 W"),
         ("ECC of cuda:0", "on"),
         ("MIG of cuda:0", "off"),
         ("slowdown reasons of cuda:0", "gpu_idle"),
         ("temperature of cuda:0", "30 °C; it slows down at 92 °C"),
         ("NUMA node of cuda:0", "1"),
-        ("host load", "processes use 1.0% of the cores that a run may use; load average 0.5"),
+        ("host load", "other processes use 1.0% of the cores that a run may use; load average 0.5"),
         ("cores", "64 of 64 by affinity; no quota"),
         ("NUMA nodes", "2"),
         ("CPU governor", "performance"),
@@ -94,7 +95,7 @@ def test_a_machine_that_is_fit() -> None:
         ("free disk for records", "50.0 GiB"),
         ("free disk for temporary files", "20.0 GiB"),
         ("Python", "3.11.7"),
-        ("torch", "2.8.0, built for 12.8; the driver serves 12.8"),
+        ("torch", "2.8.0, built for 12.8; the driver supports 12.8"),
         ("transformers", "4.56.0"),
         ("AMX", "works"),
         ("clock source", "tsc"),
@@ -104,15 +105,15 @@ def test_a_machine_that_is_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "text", "level"),
+    ("change", "name", "said", "level"),
     [
-        ({"persistence": False}, "persistence mode", "off: each process starts the driver anew", "warn"),
-        ({"processes": 3}, "processes on the device", "3", "bad"),
+        ({"persistence": False}, "persistence mode", "off: each process starts the driver again", "warn"),
+        ({"processes": 3}, "processes", "3", "bad"),
         ({"power_limit_w": 500.0}, "power limit", "500 W; the default is 700 W", "warn"),
         ({"power_limit_w": 699.0}, "power limit", "699 W; the default is 700 W", "ok"),
         ({"power_default_w": None}, "power limit", "700 W; the default is unknown", "unknown"),
-        ({"ecc": False}, "ECC", "off: errors of its memory are not seen", "warn"),
-        ({"mig": True}, "MIG", "on: the device is divided", "bad"),
+        ({"ecc": False}, "ECC", "off: memory errors go unnoticed", "warn"),
+        ({"mig": True}, "MIG", "on: the device is partitioned", "bad"),
         ({"reasons": ["sw_power_cap"]}, "slowdown reasons", "sw_power_cap", "ok"),
         (
             {"reasons": ["hw_slowdown"], "invalidating": ["hw_slowdown"]},
@@ -122,28 +123,28 @@ def test_a_machine_that_is_fit() -> None:
         ),
         ({"temperature_c": 77}, "temperature", "77 °C; it slows down at 92 °C", "warn"),
         ({"temperature_c": 87}, "temperature", "87 °C; it slows down at 92 °C", "bad"),
-        ({"temperature_c": 84, "slowdown_c": None}, "temperature", "84 °C; it slows down at an unknown one", "ok"),
+        ({"temperature_c": 84, "slowdown_c": None}, "temperature", "84 °C; where it slows down is unknown", "ok"),
         ({"numa_node": None}, "NUMA node", "unknown", "unknown"),
-        ({"application_clock_mhz": 990}, "device clocks", None, "warn"),
+        ({"application_clock_mhz": 990}, "clocks", None, "warn"),
     ],
 )
-def test_devices(change: dict[str, Any], name: str, text: str | None, level: Level) -> None:
-    got = found(device(**change), f"{name} of cuda:0")
+def test_devices(change: dict[str, Any], name: str, said: str | None, level: Level) -> None:
+    got = found(device(**change), f"{name} {'on' if name == 'processes' else 'of'} cuda:0")
     assert got[1] == level
-    assert text is None or got[0] == text
+    assert said is None or got[0] == said
     assert fit.fit(judge(device(**change))) is (level != "bad")
 
 
 def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> None:
     rows = judge(replace(GOOD, host=HostState(**HOST, devices=[DeviceState(device="cuda:0")])))
-    assert {row.level for row in rows if row.name.endswith("of cuda:0")} == {"unknown"}
+    assert {row.level for row in rows if text(row.name).endswith("of cuda:0")} == {"unknown"}
     assert fit.fit(rows)
 
 
 @pytest.mark.parametrize(
-    ("machine", "name", "text", "level"),
+    ("machine", "name", "said", "level"),
     [
-        (host(quota=8.0), "cores", "64 of 64 by affinity; a quota of 8 by the control group", "warn"),
+        (host(quota=8.0), "cores", "64 of 64 by affinity; a control-group quota of 8", "warn"),
         (host(governors=["powersave"]), "CPU governor", "powersave", "warn"),
         (host(governors=["performance", "schedutil"]), "CPU governor", "performance, schedutil", "warn"),
         (
@@ -162,43 +163,47 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
         (replace(GOOD, others=Share(0.3, 1.0)), "host load", None, "warn"),
         (replace(GOOD, others=Share(0.8, 1.0)), "host load", None, "bad"),
         (replace(GOOD, others=None), "host load", "unknown: not measured; load average 0.5", "unknown"),
-        (replace(GOOD, others=Share(None, why="why")), "host load", "unknown: why; load average 0.5", "unknown"),
+        (
+            replace(GOOD, others=Share(None, why=Message("busy.not_counted"))),
+            "host load",
+            "unknown: the host does not count what its cores do; load average 0.5",
+            "unknown",
+        ),
         (replace(GOOD, free_bytes={"records": 5 * GIB}), "free disk for records", "5.0 GiB", "warn"),
         (replace(GOOD, free_bytes={"records": GIB - 1}), "free disk for records", "1.0 GiB", "bad"),
         (replace(GOOD, free_bytes={"records": None}), "free disk for records", "unknown", "unknown"),
         (replace(GOOD, versions={"transformers": None}), "transformers", "not installed", "warn"),
-        (replace(GOOD, torch_build="12.9"), "torch", "2.8.0, built for 12.9; the driver serves 12.8", "warn"),
-        (replace(GOOD, torch_build="13.0"), "torch", "2.8.0, built for 13.0; the driver serves 12.8", "bad"),
-        (replace(GOOD, torch_build="11.8"), "torch", "2.8.0, built for 11.8; the driver serves 12.8", "ok"),
-        (replace(GOOD, torch_build=None), "torch", "2.8.0, built without the device's runtime", "bad"),
+        (replace(GOOD, torch_build="12.9"), "torch", "2.8.0, built for 12.9; the driver supports 12.8", "warn"),
+        (replace(GOOD, torch_build="13.0"), "torch", "2.8.0, built for 13.0; the driver supports 12.8", "bad"),
+        (replace(GOOD, torch_build="11.8"), "torch", "2.8.0, built for 11.8; the driver supports 12.8", "ok"),
+        (replace(GOOD, torch_build=None), "torch", "2.8.0, built without the runtime of the device", "bad"),
         (replace(GOOD, amx=None), "AMX", "not advertised", "ok"),
         (replace(GOOD, problem="NVML: no"), "driver", "NVML: no", "bad"),
         (replace(GOOD, driver=None), "driver", "unknown", "unknown"),
-        (replace(GOOD, driver=None, needs_driver=False), "driver", "none is needed", "ok"),
+        (replace(GOOD, driver=None, needs_driver=False), "driver", "not needed", "ok"),
         (replace(GOOD, devices=()), "devices", "no cuda device", "bad"),
     ],
 )
-def test_hosts(machine: Machine, name: str, text: str | None, level: Level) -> None:
+def test_hosts(machine: Machine, name: str, said: str | None, level: Level) -> None:
     got = found(machine, name)
     assert got[1] == level
-    assert text is None or got[0] == text
+    assert said is None or got[0] == said
     assert fit.fit(judge(machine)) is (level != "bad")
 
 
 def test_amx_that_is_advertised_and_does_not_work() -> None:
-    (row,) = [row for row in judge(replace(GOOD, amx=False)) if row.name == "AMX"]
-    assert (row.level, row.step) == ("warn", "runs do without it; the host's hypervisor is to blame")
+    (row,) = [row for row in judge(replace(GOOD, amx=False)) if row.key == "amx"]
+    assert (row.level, row.step) == ("warn", Message("fit.amx.step"))
 
 
 def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> None:
     bad = device(persistence=False, processes=1, power_limit_w=1.0, ecc=False, mig=True, application_clock_mhz=1)
-    plain = {row.name: row.step for row in judge(bad)}
-    assert plain["MIG of cuda:0"] == "turn it off"
-    theirs = {row.name: row.step for row in judge(replace(bad, steps=nvml.STEPS))}
-    assert theirs["MIG of cuda:0"] == nvml.STEPS["MIG"]
+    plain = {row.key: row.step for row in judge(bad)}
+    assert plain["mig"] == Message("fit.step.off")
+    theirs = {row.key: row.step for row in judge(replace(bad, steps=nvml.STEPS))}
+    assert theirs["mig"] == nvml.STEPS["mig"]
     assert theirs["swap"] is None
-    named = {row.name.partition(" of ")[0] for row in judge(bad)}
-    assert set(nvml.STEPS) <= named
+    assert set(nvml.STEPS) <= set(plain)
     assert all(row.step for row in judge(bad) if row.level in ("warn", "bad"))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from steelyard.metrics import stats
 from steelyard.metrics.stats import TERMS, WIDEST, rate_interval, t_95
+from steelyard.words import Message
 
 TRIALS = 2000  # of a coverage of 95 %, the estimate has a standard error of 0.5 %: it is within 1 % in 19 of 20 seeds
 
@@ -135,7 +136,7 @@ def test_few_steps(steps: int, phi: float, least: float) -> None:
     assert least <= coverage(times, np.ones_like(times), 1.0) <= 0.97
 
 
-def steady(times: list[float]) -> tuple[int, str]:
+def steady(times: list[float]) -> tuple[int, Message]:
     """Of steps with equal work."""
     return stats.steady(times, [1.0] * len(times))
 
@@ -182,7 +183,7 @@ def test_compilation_at_the_start_is_cut_exactly(shape: str, steps: int) -> None
 
 @pytest.mark.parametrize("steps", range(10, 20))
 def test_compilation_is_cut_in_short_runs_too(steps: int) -> None:
-    assert steady([30.0] + [1.0] * (steps - 1)) == (1, "found from the step times")
+    assert steady([30.0] + [1.0] * (steps - 1)) == (1, Message("steady.found"))
 
 
 @pytest.mark.parametrize("end", [1, 4, 5, 6, 11, 13, 25, 49, 50])
@@ -245,7 +246,7 @@ def test_a_slow_spell_of_the_first_half_cannot_be_told_from_a_warm_up() -> None:
 def test_runs_too_short_to_tell(steps: int, first: int) -> None:
     found, how = steady([1.0] * steps)
     assert found == first
-    assert how.startswith("fewer than 10 steps" if first else "fewer than 3 steps")
+    assert how == (Message("steady.first", {"fewest": 10}) if first else Message("steady.none"))
 
 
 def test_work_that_differs_is_no_warm_up_and_hides_none() -> None:

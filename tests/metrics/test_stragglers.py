@@ -13,6 +13,7 @@ from steelyard.metrics import stragglers, table, validity
 from steelyard.metrics.stragglers import RankTime, Stragglers, Unknown
 from steelyard.record.record import Record, to_table
 from steelyard.run.measure import measure
+from steelyard.words import Message, text
 
 INSIDE = {"name": "torch", "details": {"exchange": "inside"}}
 HOSTS = ("fh1", "fh1", "fh2", "fh2")
@@ -208,7 +209,7 @@ def test_where_ranks_meet_inside_a_step_only_their_data_is_their_own(plan):
     assert "phase data alone" in str(record.metrics["straggler_share"].note)
 
 
-UNKNOWN: dict[str, tuple[Record, str]] = {
+UNKNOWN: dict[str, tuple[Record, Message]] = {
     "one rank": (training(), stragglers.ALONE),
     "an engine that does not say": (training(((2.0, 1.0, 1.0),) * 2), stragglers.NOT_SEPARATE),
     "no data phase": (owning([1.0], [2.0], phase="score", engine=INSIDE), stragglers.NOT_SEPARATE),
@@ -225,7 +226,7 @@ def test_what_cannot_be_told_has_a_reason(what):
     record, reason = UNKNOWN[what]
     assert stragglers.find(record) == Unknown(reason)
     metric = record.metrics["straggler_share"]
-    assert (metric.value, metric.note, slow_notes(record)) == (None, reason, [])
+    assert (metric.value, metric.note, slow_notes(record)) == (None, text(reason), [])
 
 
 def scored(walls: Sequence[float], tp: int = 1, tokens: Sequence[int] | None = None) -> Record:
@@ -252,8 +253,9 @@ def test_replicas_that_score_are_compared_by_their_pass():
         ((2,), 11.0, 12.0),
         ((0,), 10.0, 12.0),
     ]
-    said = "rank 3 on host fh2 is slow: it costs 31.2 % of the pass (own 16.00 s against 11.00 s of the others)"
-    assert stragglers.note(record) == said
+    said = "rank 3 on host fh2 is slow: it costs 31.2 % of the pass"
+    assert text(stragglers.note(record)) == f"{said} (own time 16.00 s, the others 11.00 s)"
+    assert text(stragglers.note(record), wording=1) == f"{said} (own 16.00 s against 11.00 s of the others)"
 
 
 def test_ranks_of_one_tensor_parallel_group_are_one_replica():
@@ -262,7 +264,10 @@ def test_ranks_of_one_tensor_parallel_group_are_one_replica():
     assert (out.rank, out.slowest.ranks, out.cost_s, out.share) == (2, (2, 3), 3.5, 0.25)
     assert (out.slowest.device, [row.tokens for row in out.rows], out.more_work) == ("cuda:2, cuda:3", [110, 100], 1.1)
     said = "ranks 2 to 3 on host fh2 are slow: they cost 25.0 % of the pass"
-    assert stragglers.note(record) == f"{said} (own 14.00 s against 10.50 s of the others, with 1.10 times their tokens)"
+    own = "own time 14.00 s, the others 10.50 s, with 1.10 times their tokens"
+    assert text(stragglers.note(record)) == f"{said} ({own})"
+    before = "own 14.00 s against 10.50 s of the others, with 1.10 times their tokens"
+    assert text(stragglers.note(record), wording=1) == f"{said} ({before})"
 
 
 def test_one_replica_has_nobody_to_be_compared_with():

@@ -225,13 +225,13 @@ def test_a_pass_between_two_readings_has_the_memory_around_it():
     late = series(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])  # the pass is from 30 s to 36 s, a reading every 2 s
     found = made(facts=facts(telemetry=[late]))
     assert value(found, "mem") == 7.0
-    assert found.metrics["mem"].note == "read just before and after the pass, which was over between two readings"
+    assert found.metrics["mem"].note == "read just before and after the pass, which ended between two readings"
 
 
 def test_a_device_that_tells_nothing_has_null_with_a_reason():
     found = made(facts=facts(telemetry=[series(memory_bytes=[None] * 5, energy_j=[None] * 5)]))
     assert (value(found, "mem"), value(found, "energy")) == (None, None)
-    assert found.metrics["mem"].note == "no memory reading fell into the pass"
+    assert found.metrics["mem"].note == "there is no memory reading within the pass"
     assert found.metrics["energy"].note == "device cuda:0: it has neither an energy counter nor power readings"
     assert found.metrics["tokens_per_joule"].note == found.metrics["energy"].note
 
@@ -264,15 +264,15 @@ def test_a_changed_question_is_not_judged_and_says_so():
     found = made(rank, resolved=one)
     assert found.quality.note == "the question was changed on the command line"
     assert found.notes[-3:] == [
-        "another question than the case's: question.data.shots changed on the command line",
-        "other limits than the case's: max_interval, gate.within changed on the command line",
-        "case: modified: not the gate, max_interval of the shipped case llama2-7b-mmlu",
+        "different question: question.data.shots changed on the command line",
+        "different limits: max_interval, gate.within changed on the command line",
+        "modified case: differs from the shipped case llama2-7b-mmlu in gate, max_interval",
     ]
 
 
 def test_a_sample_of_open_says_that_it_shares_less():
     found = made(resolved=resolved(division="open"), facts=facts(scope=Scope(kind="window", sample=12)))
-    assert found.notes[-1] == "a sample shares fewer tokens than the whole set: its rate is not that of a full run"
+    assert found.notes[-1] == "a sample shares fewer tokens than the whole set; its rate is not comparable with a full run"
 
 
 def test_the_gate_passes_and_fails():
@@ -281,13 +281,13 @@ def test_the_gate_passes_and_fails():
     wrong = real(infer=two_right, val=two_right)
     assert wrong.status == "invalid"
     assert [reason.code for reason in wrong.reasons] == ["quality"]
-    assert wrong.reasons[0].text == "acc is 0.1667; the gate is 0.25 within 0.01"
+    assert wrong.reasons[0].text == "acc is 0.1667, more than 0.01 from the target 0.25"
 
 
 def test_infer_and_val_must_agree():
     apart = real(val={"best": [9] * 12})
     assert [reason.code for reason in apart.reasons] == ["quality"]
-    assert apart.reasons[0].text == "infer and val are 0.2500 apart; allowed: 0.005"
+    assert apart.reasons[0].text == "infer and val differ by 0.2500; at most 0.005 is allowed"
 
 
 def test_a_power_cap_is_a_note_and_a_thermal_slowdown_invalidates():
@@ -323,7 +323,7 @@ def test_wrong_counts_are_caught():
     rank = rank_file()
     rank["samples"][0]["counts"]["tokens"] = 101
     found = made(rank)
-    assert [(r.code, r.text) for r in found.reasons] == [("tokens", "val: samples count 601 tokens, the data have 600")]
+    assert [(r.code, r.text) for r in found.reasons] == [("tokens", "val: the samples count 601 tokens; the data have 600")]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_harness_overhead_compares_with_the_bare_pass():
         {"pass": "bare", "rank": 0, "start_s": 40.0, "wall_s": 5.0, "allocated_bytes": 0, "reserved_bytes": 0}
     )
     assert value(made(rank), "harness_overhead") == pytest.approx(0.2)
-    assert made().metrics["harness_overhead"].note == "the bare pass was not asked for (--passes infer,bare)"
+    assert made().metrics["harness_overhead"].note == "the bare pass was not requested (--passes infer,bare)"
 
 
 def test_padding_is_recorded_and_never_counted():

@@ -14,7 +14,7 @@ from steelyard.metrics import table as metrics
 from steelyard.record.record import Record, Scope, canonical_bytes, to_table
 
 OTHER_DATA = {"source": "made", "rows": 1, "fingerprint": "f", "published": False}
-STEADY = "steady window: steps 1 to 3 (fewer than 10 steps: the first is taken for warm-up)"
+STEADY = "steady window: steps 1 to 3 (fewer than 10 steps: the first counts as warm-up)"
 SCORING = ("p_val_whole", "p_infer_core", "acc", "acc_val", "agreement", "harness_overhead", "loss_val", "perplexity")
 PP2 = {"plan": (1, 2, 1)}
 
@@ -136,9 +136,9 @@ def test_mem_predicted_says_what_it_holds():
     assert predicted.value * GIB == pytest.approx(state + 50 * (2 * layer + 2 * 8 * 2 + 32 * (2 + 2)))
     for part in ("parameters", "copies", "gradients", "states", "activations", "logits"):
         assert f"{part} " in str(predicted.note)
-    assert str(predicted.note).endswith("what the framework itself takes is unknown and not in it")
+    assert str(predicted.note).endswith("memory of the framework itself is unknown and not included")
     deep = training(((1.0,),) * 3, plan=(1, 3, 1)).metrics["mem_predicted"]
-    assert (deep.value, deep.note) == (None, "3 stages for 2 layers")
+    assert (deep.value, deep.note) == (None, "the plan has 3 stages for 2 layers")
 
 
 def test_warm_up_is_found_and_left_out():
@@ -214,8 +214,8 @@ def test_a_run_that_was_stopped_says_why():
     stopped = {"step": 3, "why": "bound", "value": 12.5}
     found = training(ONE, case__question=asked, outputs=outputs(train={"stopped": stopped}))
     assert [(r.code, r.text) for r in found.reasons] == [
-        ("loss_bound", "step 3: the loss is 12.5, beyond the bound 8.5; the run was ended"),
-        ("coverage", "train: 4 of 6 steps on rank 0"),
+        ("loss_bound", "step 3: the loss 12.5 exceeds the bound 8.5; the run was stopped"),
+        ("coverage", "train: rank 0 took 4 of 6 steps"),
     ]
     late = outputs(train={"stopped": {"step": 3, "why": "nan", "value": None}})
     assert [(r.code, r.text) for r in training(ONE, outputs=late).reasons] == [("nan", "step 3: the loss is not finite")]
@@ -225,7 +225,7 @@ def test_a_run_that_was_stopped_says_why():
 
 def test_a_held_out_loss_that_is_not_finite():
     found = training(ONE, outputs=outputs(after={"nll": None, "targets": 40}))
-    assert [(r.code, r.text) for r in found.reasons] == [("nan", "after: the loss of the held-out rows is not finite")]
+    assert [(r.code, r.text) for r in found.reasons] == [("nan", "after: the held-out loss is not finite")]
     assert (found.quality.evaluated, value(found, "loss_after")) == (False, None)
 
 
@@ -236,7 +236,7 @@ def test_every_rank_takes_every_step_in_scope():
     assert window.scope == Scope(kind="window", steps=4)
     samples = rank_samples(0, ONE[0], [9.0] * 4, {}) + rank_samples(1, (2.0, 1.0, 2.0), [9.0] * 3, {})
     short = training(((2.0, 1.0, 1.0, 1.0),) * 2, samples=samples)
-    assert [(r.code, r.text) for r in short.reasons] == [("coverage", "train: 3 of 4 steps on rank 1")]
+    assert [(r.code, r.text) for r in short.reasons] == [("coverage", "train: rank 1 took 3 of 4 steps")]
     assert value(short, "tokens_per_device_s") == 400 / 3.0 / 2  # steps 1 and 2, which both finished
 
 
@@ -283,7 +283,7 @@ def test_the_gate_asks_for_a_loss_that_falls(gate, codes_):
 def test_a_loss_that_rises_misses_the_gate():
     found = training(ONE, outputs=outputs(after={"nll": 480.0, "targets": 40}))
     assert [(r.code, r.text) for r in found.reasons] == [
-        ("quality", "loss_after is 12.0000; the gate is below loss_before, 9.0000")
+        ("quality", "loss_after is 12.0000; it must be below loss_before 9.0000")
     ]
     flat = training(ONE, losses=[5.0] * 4, case__gate={"metric": "loss", "below": "loss_first", "target": None})
     assert codes(flat) == ["quality"]
@@ -316,7 +316,7 @@ def test_a_run_that_left_nothing_still_has_a_record():
     known = {name for name, one in found.metrics.items() if one.value is not None}
     assert known == {"e2e_time", "mem_predicted", "mem_total"}
     assert all(one.note for one in found.metrics.values() if one.value is None)
-    assert found.metrics["p_whole"].note == "the train pass was not run or did not finish"
+    assert found.metrics["p_whole"].note == "the train pass did not run or did not finish"
     assert (found.checks, found.reasons) == ([], [])
 
 
@@ -396,7 +396,9 @@ def test_times_that_a_program_reports_are_compared_with_ours(told: list[float], 
 
 def test_what_is_compared_is_said():
     found = reported([2.0, *[0.5] * 40], SEEN)
-    said = "all steps: 40 steps took 20.000 s as the program tells, and 40.000 s between its lines; at most 2% apart is allowed"
+    said = (
+        "all steps: the program reports 20.000 s for 40 steps, but its output lines are 40.000 s apart; they may differ by 2%"
+    )
     assert [reason.text for reason in found.reasons] == [said]
 
 

@@ -100,7 +100,7 @@ def test_rows_in_markdown() -> None:
     assert "| #2 torch<br>有效，窗口：1404 个样本 | bf16 | open |" in zh
     assert "| **推理计算吞吐量** | **\\*p_infer_core** | 推理遍：不包含 IO 部分耗时 |" in zh
     assert "## 4. 运行情况（llama2-7b-mmlu）" in zh
-    assert "- Quality: acc = 25.1%, not evaluated: weights are random" in en
+    assert "- Quality: acc = 25.1%, not evaluated: the scope is a window" in en
     assert en.count("Published as fp16, ran as fp16.") == 1
 
 
@@ -109,7 +109,14 @@ def test_rows_in_html() -> None:
     assert ["#1 torch valid, full", "bf16", "closed", "412.6", *VALUES] in rows
     assert ["#1 torch · bf16 · closed", "62.1%", "62.7%", "81.2%", "66.3%", "65.0%"] in rows
     assert ["Inference rate, core", "p_infer_core", "46,387", "tokens/s", "46,302 – 46,473", ""] in rows
-    assert ["Harness overhead", "harness_overhead", "/", "", "/", "the bare pass was not run"] in rows
+    assert [
+        "Harness overhead",
+        "harness_overhead",
+        "/",
+        "",
+        "/",
+        "the bare pass was not requested (--passes infer,bare)",
+    ] in rows
     assert ["novel_metric", "novel_metric", "/"] in rows
 
 
@@ -242,7 +249,7 @@ def test_failed_and_invalid_say_why() -> None:
     text = report.render(everything(), "text", "en")
     assert "quality  acc 0.4321 misses its gate 0.458 within 0.01" in text
     assert "gate   not ok  0.4321 is not within 0.01 of 0.458" in text
-    assert "oom   rank 0 ran out of device memory" in text
+    assert "oom   The run failed: “rank 0 ran out of device\n      memory”" in text
     assert "    OutOfMemoryError: CUDA out of memory\n" in text
     assert "No metric could be derived from this run." in text
 

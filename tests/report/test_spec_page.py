@@ -23,7 +23,8 @@ def test_every_number_is_on_the_page(format_: str, lang: str):
     page = report.render_spec([record(*BENCHES)], format_, lang)
     for text in ("NVIDIA Chip", "square 512", "25.0%", "1,600", "650.0", "nothing to copy", "allocated until refused", "3.000"):
         assert text in page, text
-    assert "its result is wrong: 0.5 from that in fp64, and 0.04 is allowed" in page
+    said = {"en": "its result is wrong: 0.5 from fp64; 0.04 is allowed", "zh": "其结果有误：与 fp64 相差 0.5，允许 0.04"}
+    assert said[lang] in page
     assert {"en": "Memory bandwidth", "zh": "内存带宽"}[lang] in page
     assert {"en": "Not measured", "zh": "未测得"}[lang] in page
     assert ("稠密矩阵乘法" in page) == (lang == "zh")
@@ -52,7 +53,9 @@ def test_what_failed_says_why():
         reasons=[Reason(code="killed", text="rank 0 was ended by SIGKILL")],
         failure=Failure(rank=0, exit_code=-9, error="rank 0 was ended by SIGKILL", stderr_tail=""),
     )
-    assert "killed: rank 0 was ended by SIGKILL" in report.render_spec([failed], "text", "en")
+    assert "killed: A worker ended without a result: “rank 0 was ended by SIGKILL”" in report.render_spec(
+        [failed], "text", "en"
+    )
 
 
 def test_strings_of_strangers_are_escaped():

@@ -87,7 +87,7 @@ def test_of_many_ranks_the_slowest_are_shown():
 
 def test_why_nothing_can_be_told():
     [reason] = section(training(((2.0, 1.0, 1.0),) * 2), Words("en"))
-    assert reason == Paragraph("the engine does not say where ranks wait for one another", "muted")
+    assert reason == Paragraph("the engine does not mark where ranks wait for one another", "muted")
     assert section(training(), Words("en")) == []
 
 

@@ -152,10 +152,10 @@ def test_interrupt_again_and_again(faulty: Shell) -> None:
 @pytest.mark.parametrize(
     "fault,code,text",
     [
-        ("nan", "nan", "val: 1 of 48 questions got logits that are not finite"),
+        ("nan", "nan", "val: 1 of 48 questions have logits that are not finite"),
         ("nan_value", "nan", "val: step 3 on rank 0 has a value that is not finite"),
-        ("twice", "coverage", "val: 1 questions without an answer, 1 answered more than once"),
-        ("leaves_out", "coverage", "val: 1 questions without an answer, 0 answered more than once"),
+        ("twice", "coverage", "val: of 48 questions, 1 have no answer and 1 have more than one"),
+        ("leaves_out", "coverage", "val: of 48 questions, 1 have no answer and 0 have more than one"),
         ("tokens", "tokens", None),
         ("hides", "unaccounted", None),
     ],
@@ -168,9 +168,10 @@ def test_wrong_answers_are_invalid(faulty: Shell, fault: str, code: str, text: s
     assert {one["code"] for one in record["reasons"]} == {code}
     assert record["failure"] is None
     if fault == "tokens":
-        assert said == f"infer: samples count {record['data']['tokens'] + 1} tokens, the data have {record['data']['tokens']}"
+        tokens = record["data"]["tokens"]
+        assert said == f"infer: the samples count {tokens + 1:,} tokens; the data have {tokens:,}"
     if fault == "hides":
-        assert "of the pass; at least 95% is asked" in said
+        assert "of the pass; at least 95% is required" in said
 
 
 SLOW = [pytest.param(fault, marks=pytest.mark.full) for fault in ("no_such_letter", "lengths", "no_table", "no_numbers")]

@@ -65,7 +65,7 @@ def test_real_weights_are_loaded_and_named(copy, tmp_path):
     (path,) = (tmp_path / "records").glob("*.json")
     found = json.loads(path.read_text())
     assert found["weights"]["source"] == "huggingface"
-    assert found["quality"]["note"] == "size smoke; the data are not the published set"
+    assert found["quality"]["note"] == "the size is smoke; the data are not the published set"
 
 
 def test_a_planted_nan_makes_the_result_invalid(copy, tmp_path):
@@ -81,7 +81,7 @@ def test_a_planted_nan_makes_the_result_invalid(copy, tmp_path):
     found = json.loads(path.read_text())
     assert found["status"] == "invalid"
     assert {reason["code"] for reason in found["reasons"]} == {"nan"}
-    assert "48 of 48 questions got logits that are not finite" in found["reasons"][0]["text"]
+    assert "48 of 48 questions have logits that are not finite" in found["reasons"][0]["text"]
 
 
 def test_a_truncated_shard(copy, tmp_path):
@@ -224,7 +224,7 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
         [sys.executable, "-m", "steelyard", "report", str(smoke), str(path)], capture_output=True, text=True, check=True
     ).stdout
     assert "llama2-7b-mmlu · smoke · question.model.layers=1" in page
-    assert "another question than the case's: question.model.layers changed on the command line" in " ".join(page.split())
+    assert "different question: question.model.layers changed on the command line" in " ".join(page.split())
 
 
 def test_an_interrupt_is_said_before_a_run_too(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:

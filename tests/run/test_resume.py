@@ -136,7 +136,7 @@ def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Call
     for name in ("loss", "loss_first", "loss_before", "loss_after"):
         assert again["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
     assert len([s for s in again["samples"] if s["pass"] == "train" and s["counts"]]) == STEPS - EVERY
-    assert "goes on from record" in " ".join(again["notes"])
+    assert "resumed from record" in " ".join(again["notes"])
     assert shell("verify", next((shell.folder / "again").glob("*.json"))).code == 0
 
 
@@ -190,7 +190,7 @@ def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str,
     [again] = records(shell.folder / "again")
     assert (again["restarts"][0]["step"], losses(again)) == (6, losses(unbroken))
     assert again["restarts"][0]["passed_over"] == [checkpoints.name_of(9)]
-    assert f"passed over, because it is damaged: {checkpoints.name_of(9)}" in again["notes"][-1]
+    assert f"damaged checkpoints skipped: {checkpoints.name_of(9)}" in again["notes"][-1]
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from typing import Any
 
 from steelyard.accelerators.row import Found, Reading, Severity, Source, State
 from steelyard.errors import RequestError
+from steelyard.words import Message
 
 
 @dataclass(frozen=True)
@@ -187,15 +188,15 @@ STATES: dict[str, tuple[Read, ...]] = {
     ),
     "runtime": (lambda nvml, device: _version(nvml.nvmlSystemGetCudaDriverVersion_v2()),),
 }
-STEPS = {
-    "driver": "install the driver of the device, and see nvidia-smi",
-    "persistence mode": "ask the operator of the host to turn it on: nvidia-smi -pm 1",
-    "processes on the device": "wait for them to end, or choose another with CUDA_VISIBLE_DEVICES; nvidia-smi lists them",
-    "device clocks": "ask the operator to set them back: nvidia-smi -rac, nvidia-smi -rgc",
-    "power limit": "ask the operator to set it back: nvidia-smi -pl WATTS",
-    "ECC": "ask the operator to turn it on: nvidia-smi -e 1, then a reset",
-    "MIG": "ask the operator to turn it off: nvidia-smi -mig 0; runs take whole devices",
-    "torch": "install a torch that is built for CUDA of this driver or older, or a newer driver",
+STEPS = {  # by the key of a finding of `steelyard check`
+    "driver": Message("nvidia.driver"),
+    "persistence": Message("nvidia.persistence"),
+    "processes": Message("nvidia.processes"),
+    "clocks": Message("nvidia.clocks"),
+    "power": Message("nvidia.power"),
+    "ecc": Message("nvidia.ecc"),
+    "mig": Message("nvidia.mig"),
+    "torch": Message("nvidia.torch"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from steelyard.accelerators.events import Event
 from steelyard.accelerators.peaks import Peak
+from steelyard.words import Message
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +138,7 @@ class Accelerator:
     free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)  # bytes of their memory, now
     environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for its workers, by what matmuls run in
     states: Callable[[list[Found]], list[State]] = lambda found: []  # what can make the same device another one, by setting
-    steps: Mapping[str, str] = field(default_factory=dict)  # what helps against a finding of `steelyard check`, by its name
+    steps: Mapping[str, Message] = field(default_factory=dict)  # what helps against a finding of `steelyard check`, by its key
 
     def most(self, found: list[Found]) -> int:
         """How many workers its devices can serve."""

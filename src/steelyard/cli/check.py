@@ -40,12 +40,14 @@ def check(
 
 
 def _lines(rows: "list[Row]") -> list[str]:
-    width = max(len(row.name) for row in rows)
+    from steelyard.words import text
+
+    width = max(len(text(row.name)) for row in rows)
     out = []
     for row in rows:
-        out.append(f"{row.level:<7}  {row.name:<{width}}  {one_line(row.found)}")
+        out.append(f"{row.level:<7}  {text(row.name):<{width}}  {one_line(text(row.found))}")
         if row.step is not None:
-            out.append(f"{'':<7}  {'':<{width}}  → {one_line(row.step)}")
+            out.append(f"{'':<7}  {'':<{width}}  → {one_line(text(row.step))}")
     return out
 
 

@@ -7,10 +7,11 @@ run's own processes did, is what others took.
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
-from steelyard.metrics.result import Finding
+from steelyard.metrics.result import Finding, judged, note
 from steelyard.metrics.spans import span
 from steelyard.record.facts import Load
-from steelyard.record.record import Check, Record, Value
+from steelyard.record.record import Record, Value
+from steelyard.words import Message, Values
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Share:
 
     value: float | None
     time_s: float = 0.0
-    why: str | None = None
+    why: Message | None = None
 
 
 def bounds_of(accelerator: str | None) -> Bounds:
@@ -48,11 +49,11 @@ def share(load: Load, begin_s: float, end_s: float) -> Share:
     """Between the last reading before the window and the first after it: a window may be shorter than a second."""
     first, last = bisect_right(load.t_s, begin_s) - 1, bisect_left(load.t_s, end_s)
     if first < 0 or last >= len(load.t_s):
-        return Share(None, why="no reading of CPU time before or after it")
+        return Share(None, why=Message("busy.no_reading"))
     time_s = load.t_s[last] - load.t_s[first]
     busy_s, own_s = (column[last] - column[first] for column in (load.busy_s, load.own_s))
     if time_s <= 0 or busy_s < COUNTED * own_s:
-        return Share(None, time_s, "the host does not count what its cores do")
+        return Share(None, time_s, Message("busy.not_counted"))
     # Others may have the cores that a quota keeps from the run, before they take any of its own.
     spare_s = (load.allowed - load.cores) * time_s
     others_s = max(0.0, busy_s - own_s - spare_s)
@@ -72,17 +73,16 @@ def quiet(record: Record, values: dict[str, Value]) -> list[Finding]:
             continue
         taken = share(host.load, min(begin for begin, _ in windows), max(end for _, end in windows))
         if taken.value is None:
-            out.append((None, None, f"host {host.name}: whether others used its cores is unknown: {taken.why}"))
+            why = taken.why or Message("busy.not_counted")
+            out.append(note(Message("note.busy_unknown", {"host": host.name, "why": why})))
             continue
         limit = bounds_of(record.environment.hardware.accelerator)
-        text = (
-            f"host {host.name}: other processes took {taken.value:.1%} of the {host.load.cores:g} cores that the run may use, "
-            f"in {taken.time_s:.1f} s around what was measured"
-        )
-        note = f"busy: {text}; {limit.note:.0%} is worth a note" if taken.value > limit.note else None
-        if record.case.size == "smoke":
-            out.append((None, None, note))
-            continue
-        detail = f"{text}; at most {limit.most:.0%} is allowed"
-        out.append((Check(name="quiet", ok=taken.value <= limit.most, detail=detail), "busy", note))
+        told: Values = {"host": host.name, "share": taken.value, "cores": host.load.cores, "time": taken.time_s}
+        said = Message("busy.taken", told)
+        noted = Message("note.busy", {"taken": said, "least": limit.note}) if taken.value > limit.note else None
+        if record.case.size != "smoke":
+            limits: Values = {"taken": said, "most": limit.most}
+            out.append(judged("quiet", taken.value <= limit.most, "busy", "check.quiet", limits, noted))
+        elif noted is not None:
+            out.append(note(noted))
     return out

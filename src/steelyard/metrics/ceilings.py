@@ -8,6 +8,7 @@ from steelyard.metrics import readings, stats
 from steelyard.record import spec
 from steelyard.record.facts import PeakFacts, Series
 from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord, Stretch
+from steelyard.words import Message, english
 
 SHORTEST_S = 1e-9  # no clock tells less
 LEAST = 1.0  # of a datasheet's rate: below, a share of it would be no number
@@ -22,18 +23,15 @@ def derive(record: SpecRecord) -> list[Ceiling]:
 
 
 def _ceiling(bench: Bench, limits: Limits, peak: PeakFacts | None, series: Series | None) -> Ceiling:
-    if bench.reason is not None:
-        return Ceiling(value=None, note=bench.reason)
-    if bench.checked is not None and not bench.checked.ok:
-        return Ceiling(value=None, note=wrong(bench))
-    if bench.amount is None:
-        return Ceiling(value=None, note="nothing was measured")
+    note = english(remark(bench, limits))
+    if _why_absent(bench) is not None or bench.amount is None:
+        return Ceiling(value=None, note=note)
     if bench.unit == "B":
-        return Ceiling(value=bench.amount, note=str(bench.detail["how"]) if "how" in bench.detail else None)
+        return Ceiling(value=bench.amount, note=note)
     steady, kept = settled(bench.stretches, limits)
     work, times = [bench.amount * one.calls for one in kept], [one.time_s for one in kept]
     if fsum(times) < SHORTEST_S:
-        return Ceiling(value=None, note="its time was too short for the clock")
+        return Ceiling(value=None, note=note)
     value = fsum(work) / fsum(times)
     found = stats.rate_interval(value, work, times)
     sheet = datasheet(bench, peak)
@@ -46,15 +44,37 @@ def _ceiling(bench: Bench, limits: Limits, peak: PeakFacts | None, series: Serie
         power_w=power,
         peak=sheet,
         share=None if sheet is None else value / sheet,
-        note=None if steady else f"not steady: the last {limits.last} stretches differ by more than {limits.within:.0%}",
+        note=note,
     )
 
 
-def wrong(bench: Bench) -> str:
-    """Why a result that is not right has no rate."""
+def remark(bench: Bench, limits: Limits) -> Message | None:
+    """What stands beside the number of a bench, or why there is none."""
+    why = _why_absent(bench)
+    if why is not None:
+        return why
+    if bench.unit == "B":
+        return Message("ceiling.text", {"text": str(bench.detail["how"])}) if "how" in bench.detail else None
+    steady, kept = settled(bench.stretches, limits)
+    if fsum(one.time_s for one in kept) < SHORTEST_S:
+        return Message("ceiling.short")
+    return None if steady else Message("ceiling.not_steady", {"last": limits.last, "within": limits.within})
+
+
+def _why_absent(bench: Bench) -> Message | None:
+    """A result that is not right has no rate."""
+    if bench.reason is not None:
+        return Message("ceiling.text", {"text": bench.reason})
+    if bench.checked is not None and not bench.checked.ok:
+        return wrong(bench)
+    return Message("ceiling.nothing") if bench.amount is None else None
+
+
+def wrong(bench: Bench) -> Message:
+    """What is not right with a result."""
     if bench.checked is None or bench.checked.error is None:
-        return "its result is not finite"
-    return f"its result is wrong: {bench.checked.error:.3g} from that in fp64, and {bench.checked.bound:.3g} is allowed"
+        return Message("ceiling.not_finite")
+    return Message("ceiling.wrong", {"error": bench.checked.error, "bound": bench.checked.bound})
 
 
 def settled(stretches: list[Stretch], limits: Limits) -> tuple[bool, list[Stretch]]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from math import fsum
 
 from steelyard.metrics import readings
-from steelyard.metrics.result import Finding
+from steelyard.metrics.result import Finding, failed, judged, note
 from steelyard.metrics.spans import samples, span, windows
-from steelyard.record.record import Check, Record, Sample, Value
+from steelyard.record.record import Record, Sample, Value
+from steelyard.words import Message, Values
 
 APART = 0.005  # clocks of one machine drift apart by less than a tenth of this, corrections by a time server included
 SLACK_S = 0.005  # two readings are not made at once
@@ -24,7 +25,7 @@ ROUNDED_S = 5e-5  # half of a tenth of a millisecond, in which they are told
 class Pair:
     """Two clocks over one time."""
 
-    where: str
+    where: Message
     name: str
     host_s: float
     other_s: float
@@ -42,15 +43,15 @@ def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
     if not pairs:
         return []  # an older record
     worst = max(pairs, key=lambda pair: pair.excess_s)
-    ok = worst.excess_s <= 0
-    if ok:
-        text = f"{len(pairs)} comparisons of clocks agree within {APART:.1%}"
-    else:
-        text = (
-            f"{worst.where}: while the monotonic clock counted {worst.host_s:.3f} s, clock {worst.name} counted"
-            f" {worst.other_s:.3f} s; at most {APART:.1%} apart is allowed{_preloaded(record)}"
-        )
-    return [(Check(name="clocks_agree", ok=ok, detail=text), "clock", None)]
+    if worst.excess_s <= 0:
+        return [judged("clocks_agree", True, "clock", "check.clocks_agree", {"count": len(pairs), "most": APART})]
+    told: Values = {"where": worst.where, "name": worst.name, "host": worst.host_s, "other": worst.other_s}
+    told |= {"most": APART}
+    preloaded = _preloaded(record)
+    if preloaded:
+        told |= {"preloaded": preloaded}
+        return [failed("clocks_agree", "clock", "check.clocks_agree_preloaded", told)]
+    return [judged("clocks_agree", False, "clock", "check.clocks_agree", told)]
 
 
 def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -59,20 +60,21 @@ def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
     if record.clock != "reported":
         return []
     found = span(record)
-    parts = {"all steps": samples(record, PASS), "the steady window": found.steps.get(found.slowest, []) if found else []}
-    pairs = [pair for name, steps in parts.items() if (pair := _between(name, steps)) is not None]
+    parts = {"reported.all": samples(record, PASS), "reported.steady": found.steps.get(found.slowest, []) if found else []}
+    pairs = [pair for name, steps in parts.items() if (pair := _between(Message(name), steps)) is not None]
     worst = max(pairs, key=lambda pair: pair.excess_s, default=None)
-    text = "too few lines to compare their times with ours" if worst is None else str(worst)
-    out: list[Finding] = [(Check(name="reported", ok=worst is None or worst.excess_s <= 0, detail=text), "reported", None)]
-    out += _in_use(record)
-    return [*out, (None, None, "times of steps are the program's own; what they count is that of the configuration")]
+    if worst is None:
+        told = judged("reported", True, "reported", "check.reported_few", {})
+    else:
+        told = judged("reported", worst.excess_s <= 0, "reported", "check.reported", worst.values)
+    return [told, *_in_use(record), note(Message("note.reported"))]
 
 
 @dataclass(frozen=True)
 class Told:
     """A time that a program told, and the same as it was seen from outside."""
 
-    where: str
+    where: Message
     steps: int
     told_s: float
     seen_s: float
@@ -83,14 +85,13 @@ class Told:
         allowed = REPORTED_APART * self.seen_s + READ_SLACK_S + self.steps * ROUNDED_S
         return abs(self.told_s - self.seen_s) - allowed
 
-    def __str__(self) -> str:
-        return (
-            f"{self.where}: {self.steps} steps took {self.told_s:.3f} s as the program tells, and {self.seen_s:.3f} s between "
-            f"its lines; at most {REPORTED_APART:.0%} apart is allowed"
-        )
+    @property
+    def values(self) -> Values:
+        told: Values = {"where": self.where, "steps": self.steps, "told": self.told_s, "seen": self.seen_s}
+        return {**told, "most": REPORTED_APART}
 
 
-def _between(where: str, steps: list[Sample]) -> Told | None:
+def _between(where: Message, steps: list[Sample]) -> Told | None:
     """From the end of a step to that of the last, each by a line."""
     rest = [step for step in steps if step.step > 0]
     if not rest:
@@ -107,8 +108,8 @@ def _in_use(record: Record) -> list[Finding]:
             counts = readings.window(series, window.start_s, window.start_s + window.wall_s).columns.processes
             known = [count for count in counts if count is not None]
             if known:
-                text = f"device {series.device}: at most {max(known)} process(es) on it while the program told of its steps"
-                out.append((Check(name="reported_in_use", ok=max(known) > 0, detail=text), "reported", None))
+                told: Values = {"device": series.device, "most": max(known)}
+                out.append(judged("reported_in_use", max(known) > 0, "reported", "check.reported_in_use", told))
     return out
 
 
@@ -117,16 +118,16 @@ def _of_ranks(record: Record) -> Iterator[Pair]:
         told = rank.clocks or {}
         for name, passed_s in told.items():
             if name != "monotonic" and "monotonic" in told:
-                yield Pair(f"rank {rank.rank}", name, told["monotonic"], passed_s)
+                yield Pair(Message("at.rank", {"rank": rank.rank}), name, told["monotonic"], passed_s)
 
 
 def _of_passes(record: Record) -> Iterator[Pair]:
     for window in record.passes:
         if window.device_s is not None:
-            yield Pair(f"{window.pass_name} on rank {window.rank}", "device", window.wall_s, window.device_s)
+            where = Message("at.pass", {"pass": window.pass_name, "rank": window.rank})
+            yield Pair(where, "device", window.wall_s, window.device_s)
 
 
 def _preloaded(record: Record) -> str:
     variables = record.environment.software.variables
-    names = [f"{name} is {variables[name]}" for name in ("LD_PRELOAD", "LD_AUDIT") if name in variables]
-    return f" ({', '.join(names)})" if names else ""
+    return ", ".join(f"{name}={variables[name]}" for name in ("LD_PRELOAD", "LD_AUDIT") if name in variables)

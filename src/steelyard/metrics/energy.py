@@ -5,17 +5,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum
 
+from steelyard import words
 from steelyard.metrics import readings
 from steelyard.metrics.rates import Formula, missing, series_of
 from steelyard.metrics.result import Result
 from steelyard.metrics.spans import Span, span
 from steelyard.record.facts import Series
 from steelyard.record.record import Record
+from steelyard.words import Message
 
 # Between two readings of power nothing is known. Three periods are one reading that came late and one that failed; over more,
 # a step of training could begin and end unseen.
 GAP_PERIODS = 3.0
-NOTHING = "the device has no energy counter, or the pass was too short to read it"  # as version 1 of the formulas says it
+NOTHING = Message("energy.counter")  # of version 1 of the formulas
 
 Window = tuple[float, float]
 
@@ -26,7 +28,7 @@ class Used:
 
     joules: float | None
     powers: int | None = None
-    why: str | None = None
+    why: Message | None = None
 
 
 def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
@@ -56,17 +58,16 @@ def _used(record: Record, chosen: dict[int, Window], found: Span) -> Result:
     for rank, (begin, end) in chosen.items():
         series = series_of(record, rank)
         if series is None:
-            return Result(None, f"nothing was read off the device of rank {rank}")
+            return Result(None, Message("energy.no_device", {"rank": rank}))
         _, first, last = windows.get((series.host, series.device), (series, begin, end))
         windows[series.host, series.device] = (series, min(first, begin), max(last, end))
     parts = [(series.device, of_device(series, begin, end)) for series, begin, end in windows.values()]
     for device, part in parts:
-        if part.joules is None:
-            return Result(None, f"device {device}: {part.why}")
+        if part.joules is None and part.why is not None:
+            return Result(None, Message("energy.device", {"device": device, "why": part.why}))
     powers = [part.powers for _, part in parts if part.powers is not None]
-    how = f"integrated from {sum(powers)} power readings of {len(powers)} device(s)" if powers else None
-    note = "; ".join(filter(None, (found.note, how)))
-    return Result(fsum(part.joules for _, part in parts if part.joules is not None), note or None)
+    how = Message("energy.integrated", {"readings": sum(powers), "devices": len(powers)}) if powers else None
+    return Result(fsum(part.joules for _, part in parts if part.joules is not None), words.both(found.note, how))
 
 
 def of_device(series: Series, begin_s: float, end_s: float) -> Used:
@@ -78,18 +79,18 @@ def of_device(series: Series, begin_s: float, end_s: float) -> Used:
     points = [(t_s, power) for t_s, power in zip(columns.t_s, columns.power_w, strict=False) if power is not None]
     inside = [point for point in points if begin_s < point[0] < end_s]
     if not points:
-        return Used(None, why="it has neither an energy counter nor power readings")
+        return Used(None, why=Message("energy.nothing"))
     first, last = readings.at(points, begin_s), readings.at(points, end_s)
     if first is None or last is None:
-        return Used(None, why="no power reading before or after the pass")
+        return Used(None, why=Message("energy.no_border"))
     if len(inside) < 2:
-        return Used(None, why=f"{len(inside)} power readings fell into {end_s - begin_s:.2f} s; at least 2 are needed")
+        return Used(None, why=Message("energy.few", {"readings": len(inside), "time": end_s - begin_s}))
     around = [t_s for t_s, _ in points if t_s <= begin_s][-1:] + [t_s for t_s, _ in inside]
     around += [t_s for t_s, _ in points if t_s >= end_s][:1]
     gap = max(later - t_s for t_s, later in pairwise(around))
     if gap > GAP_PERIODS * series.period_s:
-        most = GAP_PERIODS * series.period_s
-        return Used(None, why=f"power was not read for {gap:.2f} s; at most {GAP_PERIODS:g} periods, {most:.2f} s, are allowed")
+        told = {"gap": gap, "periods": GAP_PERIODS, "most": GAP_PERIODS * series.period_s}
+        return Used(None, why=Message("energy.gap", told))
     whole = [(begin_s, first), *inside, (end_s, last)]
     return Used(fsum((b - a) * (p + q) / 2 for (a, p), (b, q) in pairwise(whole)), len(inside))
 
@@ -115,7 +116,7 @@ def per_joule(key: str) -> Formula:
         if used.value is None or found is None:
             return used
         if not used.value:
-            return Result(None, "the device counted no energy")
+            return Result(None, Message("energy.zero"))
         done = found.counts.get(key)
         return Result(done / used.value, used.note) if done else missing(record)
 

@@ -1,14 +1,17 @@
 """Whether a machine is fit to measure: facts judged, one row each. Nothing is read here, and nothing is set anywhere."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from steelyard import words
 from steelyard.metrics.busy import CORES_ARE_THE_DEVICE, Bounds, Share
-from steelyard.metrics.result import GIB, Finding
+from steelyard.metrics.result import GIB, Finding, note
 from steelyard.record.facts import DeviceState, HostState
 from steelyard.record.record import Record, Value
+from steelyard.words import Message, Values
 
+Disk = Literal["records", "temporary"]
 Level = Literal["ok", "warn", "bad", "unknown"]
 
 COOL_C, HOT_C = 15, 5  # below the temperature at which a device slows down: less is worth a warning, and too hot
@@ -25,12 +28,13 @@ SLOW = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "xen")
 
 @dataclass(frozen=True)
 class Row:
-    """A finding, and what helps where it is not ok."""
+    """A finding, and what helps where it is not ok. `key` names it in an accelerator's own steps."""
 
-    name: str
-    found: str
+    key: str
+    name: Message
+    found: Message
     level: Level
-    step: str | None = None
+    step: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,11 @@ class Machine:
     host: HostState = field(default_factory=HostState)
     others: Share | None = None  # what processes take of the cores now
     bounds: Bounds = CORES_ARE_THE_DEVICE
-    free_bytes: Mapping[str, int | None] = field(default_factory=dict)  # by what a folder is for
+    free_bytes: Mapping[Disk, int | None] = field(default_factory=dict)  # by what a folder is for
     versions: Mapping[str, str | None] = field(default_factory=dict)
     torch_build: str | None = None  # of the vendor's runtime
     amx: bool | None = None
-    steps: Mapping[str, str] = field(default_factory=dict)
+    steps: Mapping[str, Message] = field(default_factory=dict)
 
 
 def judge(machine: Machine) -> list[Row]:
@@ -63,7 +67,11 @@ def fit(rows: list[Row]) -> bool:
 
 
 def table(rows: list[Row]) -> list[dict[str, str | None]]:
-    return [asdict(row) for row in rows]
+    """In English, as `--json` prints it."""
+    return [
+        {"name": words.text(row.name), "found": words.text(row.found), "level": row.level, "step": words.english(row.step)}
+        for row in rows
+    ]
 
 
 def noted(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -72,28 +80,40 @@ def noted(record: Record, values: dict[str, Value]) -> list[Finding]:
     for host in record.hosts:
         for device in host.state.devices if host.state is not None else []:
             rows = [rule(device) for rule in _SETTINGS]
-            out += [(None, None, f"host {host.name}: {row.name}: {row.found}") for row in rows if row.level in ("warn", "bad")]
+            wrong = [row for row in rows if row.level in ("warn", "bad")]
+            out += [note(Message("note.setting", {"host": host.name, "what": row.name, "found": row.found})) for row in wrong]
     return out
 
 
-def _step(machine: Machine, row: Row) -> str | None:
-    return None if row.level == "ok" else machine.steps.get(row.name.partition(" of ")[0], row.step)
+def _step(machine: Machine, row: Row) -> Message | None:
+    return None if row.level == "ok" else machine.steps.get(row.key, row.step)
+
+
+def _unknown(key: str, name: Message) -> Row:
+    return Row(key, name, Message("fit.unknown"), "unknown")
+
+
+def _as_told(text: str) -> Message:
+    """What a driver, a package or the kernel says."""
+    return Message("fit.text", {"text": text})
 
 
 def _driver(machine: Machine) -> list[Row]:
+    key, name = "driver", Message("fit.name.driver")
     if machine.problem is not None:
-        return [Row("driver", machine.problem, "bad", "mend the driver")]
+        return [Row(key, name, _as_told(machine.problem), "bad", Message("fit.driver.step"))]
     if machine.driver is None:
-        return [Row("driver", "unknown", "unknown") if machine.needs_driver else Row("driver", "none is needed", "ok")]
-    return [Row("driver", machine.driver, "ok")]
+        return [_unknown(key, name) if machine.needs_driver else Row(key, name, Message("fit.driver.none"), "ok")]
+    return [Row(key, name, _as_told(machine.driver), "ok")]
 
 
 def _devices(machine: Machine) -> list[Row]:
+    key, name, accelerator = "devices", Message("fit.name.devices"), machine.accelerator
     if not machine.devices:
-        return [
-            Row("devices", f"no {machine.accelerator} device", "bad", "see steelyard list, or choose another --accelerator")
-        ]
-    return [Row("devices", f"{len(machine.devices)} {machine.accelerator}: {', '.join(dict.fromkeys(machine.devices))}", "ok")]
+        return [Row(key, name, Message("fit.devices.none", {"accelerator": accelerator}), "bad", Message("fit.devices.step"))]
+    names = tuple(dict.fromkeys(machine.devices))
+    told: Values = {"count": len(machine.devices), "accelerator": accelerator, "names": names}
+    return [Row(key, name, Message("fit.devices.found", told), "ok")]
 
 
 def _each_device(machine: Machine) -> list[Row]:
@@ -101,33 +121,35 @@ def _each_device(machine: Machine) -> list[Row]:
 
 
 def _persistence(device: DeviceState) -> Row:
-    name, on = f"persistence mode of {device.device}", device.persistence
+    key, name, on = "persistence", Message("fit.name.persistence", {"device": device.device}), device.persistence
     if on is None:
-        return Row(name, "unknown", "unknown")
-    return Row(name, "on", "ok") if on else Row(name, "off: each process starts the driver anew", "warn", "turn it on")
+        return _unknown(key, name)
+    if on:
+        return Row(key, name, Message("fit.on"), "ok")
+    return Row(key, name, Message("fit.persistence.off"), "warn", Message("fit.step.on"))
 
 
 def _processes(device: DeviceState) -> Row:
-    name, count = f"processes on the device of {device.device}", device.processes
+    key, name, count = "processes", Message("fit.name.processes", {"device": device.device}), device.processes
     if count is None:
-        return Row(name, "unknown", "unknown")
-    return Row(name, str(count), "bad" if count else "ok", "wait for them to end" if count else None)
+        return _unknown(key, name)
+    found = _as_told(str(count))
+    return Row(key, name, found, "bad", Message("fit.processes.step")) if count else Row(key, name, found, "ok")
 
 
 def _clocks(device: DeviceState) -> Row:
-    name = f"device clocks of {device.device}"
-    now, most, set_to, default = (
-        device.sm_clock_mhz,
-        device.sm_clock_max_mhz,
-        device.application_clock_mhz,
-        device.application_clock_default_mhz,
-    )
-    parts = [("now", now), ("at most", most), ("set to", set_to), ("default", default)]
-    text = ", ".join(f"{word} {value:g} MHz" for word, value in parts if value is not None)
-    if not text:
-        return Row(name, "unknown", "unknown")
+    key, name = "clocks", Message("fit.name.clocks", {"device": device.device})
+    set_to, default = device.application_clock_mhz, device.application_clock_default_mhz
+    known = (device.sm_clock_mhz, device.sm_clock_max_mhz, set_to, default)
+    parts = tuple(Message(code, {"mhz": mhz}) for code, mhz in zip(_CLOCKS, known, strict=True) if mhz is not None)
+    if not parts:
+        return _unknown(key, name)
     lowered = set_to is not None and default is not None and set_to < default
-    return Row(name, text, "warn" if lowered else "ok", "set them back" if lowered else None)
+    found = Message("fit.clock.listed", {"parts": parts})
+    return Row(key, name, found, "warn", Message("fit.step.back")) if lowered else Row(key, name, found, "ok")
+
+
+_CLOCKS = ("fit.clock.now", "fit.clock.most", "fit.clock.set", "fit.clock.default")
 
 
 def _application_clocks(device: DeviceState) -> Row:
@@ -141,138 +163,162 @@ def _application_clocks(device: DeviceState) -> Row:
 
 
 def _power(device: DeviceState) -> Row:
-    name, limit, default = f"power limit of {device.device}", device.power_limit_w, device.power_default_w
-    if limit is None or default is None:
-        return Row(name, "unknown" if limit is None else f"{limit:g} W; the default is unknown", "unknown")
-    text = f"{limit:g} W; the default is {default:g} W"
+    key, name = "power", Message("fit.name.power", {"device": device.device})
+    limit, default = device.power_limit_w, device.power_default_w
+    if limit is None:
+        return _unknown(key, name)
+    if default is None:
+        return Row(key, name, Message("fit.power.no_default", {"limit": limit}), "unknown")
+    found = Message("fit.power.limit", {"limit": limit, "default": default})
     lowered = limit < default * (1 - SLACK)
-    return Row(name, text, "warn" if lowered else "ok", "set it back" if lowered else None)
+    return Row(key, name, found, "warn", Message("fit.step.back")) if lowered else Row(key, name, found, "ok")
 
 
 def _ecc(device: DeviceState) -> Row:
-    name, on = f"ECC of {device.device}", device.ecc
+    key, name, on = "ecc", Message("fit.name.ecc", {"device": device.device}), device.ecc
     if on is None:
-        return Row(name, "unknown", "unknown")
-    return Row(name, "on", "ok") if on else Row(name, "off: errors of its memory are not seen", "warn", "turn it on")
+        return _unknown(key, name)
+    if on:
+        return Row(key, name, Message("fit.on"), "ok")
+    return Row(key, name, Message("fit.ecc.off"), "warn", Message("fit.step.on"))
 
 
 def _mig(device: DeviceState) -> Row:
-    name, on = f"MIG of {device.device}", device.mig
+    key, name, on = "mig", Message("fit.name.mig", {"device": device.device}), device.mig
     if on is None:
-        return Row(name, "unknown", "unknown")
-    return Row(name, "on: the device is divided", "bad", "turn it off") if on else Row(name, "off", "ok")
+        return _unknown(key, name)
+    if on:
+        return Row(key, name, Message("fit.mig.on"), "bad", Message("fit.step.off"))
+    return Row(key, name, Message("fit.off"), "ok")
 
 
 def _slowdown(device: DeviceState) -> Row:
-    name, seen = f"slowdown reasons of {device.device}", device.reasons
+    key, name, seen = "slowdown", Message("fit.name.slowdown", {"device": device.device}), device.reasons
     if seen is None:
-        return Row(name, "unknown", "unknown")
-    hard = device.invalidating or []
-    return Row(name, ", ".join(seen) or "none", "bad" if hard else "ok", "cool it, and see its power supply" if hard else None)
+        return _unknown(key, name)
+    found = _as_told(", ".join(seen)) if seen else Message("fit.slowdown.none")
+    return Row(key, name, found, "bad", Message("fit.slowdown.step")) if device.invalidating else Row(key, name, found, "ok")
 
 
 def _temperature(device: DeviceState) -> Row:
-    name, now, limit = f"temperature of {device.device}", device.temperature_c, device.slowdown_c
+    key, name = "temperature", Message("fit.name.temperature", {"device": device.device})
+    now, limit = device.temperature_c, device.slowdown_c
     if now is None:
-        return Row(name, "unknown", "unknown")
-    text = f"{now:g} °C; it slows down at {'an unknown one' if limit is None else f'{limit:g} °C'}"
+        return _unknown(key, name)
+    found = Message("fit.temperature.alone", {"now": now})
+    if limit is not None:
+        found = Message("fit.temperature.limit", {"now": now, "limit": limit})
     hot = limit - HOT_C if limit is not None else HOT_ANYWHERE_C
     warm = limit - COOL_C if limit is not None else HOT_ANYWHERE_C
     level: Level = "bad" if now >= hot else "warn" if now >= warm else "ok"
-    return Row(name, text, level, None if level == "ok" else "let it cool down, and see its fans")
+    return Row(key, name, found, level, None if level == "ok" else Message("fit.temperature.step"))
 
 
 def _attached(device: DeviceState) -> Row:
-    name, node = f"NUMA node of {device.device}", device.numa_node
-    return Row(name, "unknown" if node is None else str(node), "unknown" if node is None else "ok")
+    key, name, node = "attached", Message("fit.name.attached", {"device": device.device}), device.numa_node
+    return _unknown(key, name) if node is None else Row(key, name, _as_told(str(node)), "ok")
 
 
 def _load(machine: Machine) -> list[Row]:
-    load, taken = machine.host.load_1m, machine.others
-    average = "" if load is None else f"; load average {load:g}"
+    key, name, load, taken = "load", Message("fit.name.load"), machine.host.load_1m, machine.others
+    average = None if load is None else Message("fit.load.average", {"load": load})
     if taken is None or taken.value is None:
-        return [Row("host load", f"unknown: {taken.why if taken is not None else 'not measured'}{average}", "unknown")]
-    text = f"processes use {taken.value:.1%} of the cores that a run may use{average}"
+        why = taken.why if taken is not None and taken.why is not None else Message("fit.load.not_measured")
+        unknown = Message("fit.load.unknown", {"why": why})
+        return [Row(key, name, words.both(unknown, average) or unknown, "unknown")]
+    said = Message("fit.load.taken", {"share": taken.value})
     level: Level = "bad" if taken.value > machine.bounds.most else "warn" if taken.value > machine.bounds.note else "ok"
-    return [Row("host load", text, level, None if level == "ok" else "end what else runs here; top shows it")]
+    return [Row(key, name, words.both(said, average) or said, level, None if level == "ok" else Message("fit.load.step"))]
 
 
 def _cores(machine: Machine) -> list[Row]:
-    host = machine.host
+    key, name, host = "cores", Message("fit.name.cores"), machine.host
     if host.allowed is None or host.cores is None:
-        return [Row("cores", "unknown", "unknown")]
-    text = f"{host.allowed} of {host.cores} by affinity; " + (
-        "no quota" if host.quota is None else f"a quota of {host.quota:g} by the control group"
-    )
-    throttled = host.quota is not None and host.quota < host.allowed
-    step = "give the container whole cores (an affinity): threads beyond a quota are stopped in turn" if throttled else None
-    return [Row("cores", text, "warn" if throttled else "ok", step)]
+        return [_unknown(key, name)]
+    told = {"allowed": host.allowed, "cores": host.cores}
+    if host.quota is None:
+        return [Row(key, name, Message("fit.cores.whole", told), "ok")]
+    found = Message("fit.cores.quota", {**told, "quota": host.quota})
+    throttled = host.quota < host.allowed
+    return [Row(key, name, found, "warn", Message("fit.cores.step")) if throttled else Row(key, name, found, "ok")]
 
 
 def _numa(machine: Machine) -> list[Row]:
-    nodes = machine.host.numa_nodes
-    return [Row("NUMA nodes", "unknown" if nodes is None else str(nodes), "unknown" if nodes is None else "ok")]
+    key, name, nodes = "numa", Message("fit.name.numa"), machine.host.numa_nodes
+    return [_unknown(key, name) if nodes is None else Row(key, name, _as_told(str(nodes)), "ok")]
 
 
 def _governor(machine: Machine) -> list[Row]:
-    names = machine.host.governors
+    key, name, names = "governor", Message("fit.name.governor"), machine.host.governors
     if not names:
-        return [Row("CPU governor", "unknown: the kernel shows none, as in most virtual machines", "unknown")]
-    steady = names == [STEADY]
-    step = None if steady else f"ask the operator for {STEADY}: cpupower frequency-set -g {STEADY}"
-    return [Row("CPU governor", ", ".join(names), "ok" if steady else "warn", step)]
+        return [Row(key, name, Message("fit.governor.none"), "unknown")]
+    found = _as_told(", ".join(names))
+    step = Message("fit.governor.step", {"governor": STEADY})
+    return [Row(key, name, found, "ok") if names == [STEADY] else Row(key, name, found, "warn", step)]
 
 
 def _swap(machine: Machine) -> list[Row]:
+    key, name = "swap", Message("fit.name.swap")
     whole, used = machine.host.swap_bytes, machine.host.swap_used_bytes
     if whole is None or used is None:
-        return [Row("swap", "unknown", "unknown")]
-    text = "none" if not whole else f"{used / GIB:.1f} of {whole / GIB:.1f} GiB in use"
+        return [_unknown(key, name)]
+    found = Message("fit.swap.used", {"used": used / GIB, "whole": whole / GIB}) if whole else Message("fit.swap.none")
     much = used > SWAP_BYTES
-    return [Row("swap", text, "warn" if much else "ok", "free memory, then swapoff -a && swapon -a" if much else None)]
+    return [Row(key, name, found, "warn", Message("fit.swap.step")) if much else Row(key, name, found, "ok")]
 
 
 def _memory(machine: Machine) -> list[Row]:
+    key, name = "memory", Message("fit.name.memory")
     whole, free = machine.host.memory_bytes, machine.host.available_bytes
     if not whole or free is None:
-        return [Row("free memory", "unknown", "unknown")]
+        return [_unknown(key, name)]
     share = free / whole
     level: Level = "bad" if share < MEMORY["bad"] else "warn" if share < MEMORY["warn"] else "ok"
-    text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB"
-    return [Row("free memory", text, level, None if level == "ok" else "end what else runs here")]
+    found = Message("fit.memory.free", {"free": free / GIB, "whole": whole / GIB})
+    return [Row(key, name, found, level, None if level == "ok" else Message("fit.memory.step"))]
 
 
 def _disk(machine: Machine) -> list[Row]:
     out = []
     for what, free in machine.free_bytes.items():
+        key, name = "disk", Message("fit.name.disk", {"what": Message(_DISKS[what])})
         if free is None:
-            out.append(Row(f"free disk for {what}", "unknown", "unknown"))
+            out.append(_unknown(key, name))
             continue
         level: Level = "bad" if free < DISK_BYTES["bad"] else "warn" if free < DISK_BYTES["warn"] else "ok"
-        step = None if level == "ok" else "make room, or name another folder: --out, TMPDIR"
-        out.append(Row(f"free disk for {what}", f"{free / GIB:.1f} GiB", level, step))
+        found = Message("fit.disk.free", {"free": free / GIB})
+        out.append(Row(key, name, found, level, None if level == "ok" else Message("fit.disk.step")))
     return out
+
+
+_DISKS: dict[Disk, str] = {"records": "fit.disk.records", "temporary": "fit.disk.temporary"}
 
 
 def _versions(machine: Machine) -> list[Row]:
     out = []
-    for name, version in machine.versions.items():
-        missing = f"pip install {name}, for engines that stand on it"
-        out.append(Row(name, version or "not installed", "ok" if version else "warn", None if version else missing))
-    return [_built(machine, row) if row.name == "torch" and row.level == "ok" else row for row in out]
+    for package, version in machine.versions.items():
+        name = Message("fit.name.package", {"name": package})
+        if version is None:
+            step = Message("fit.package.step", {"name": package})
+            out.append(Row(package, name, Message("fit.package.missing"), "warn", step))
+        else:
+            row = Row(package, name, _as_told(version), "ok")
+            out.append(_built(machine, row, version) if package == "torch" else row)
+    return out
 
 
-def _built(machine: Machine, row: Row) -> Row:
+def _built(machine: Machine, row: Row, version: str) -> Row:
     """A torch that was built for a newer runtime than the driver serves does not start; of the same major version it does."""
     serves = next((device.runtime for device in machine.host.devices if device.runtime), None)
     if serves is None:
         return row
     if machine.torch_build is None:
-        return replace(row, found=f"{row.found}, built without the device's runtime", level="bad", step="install another torch")
+        without = Message("fit.torch.without", {"version": version})
+        return replace(row, found=without, level="bad", step=Message("fit.torch.another"))
     built, served = _numbers(machine.torch_build), _numbers(serves)
-    text = f"{row.found}, built for {machine.torch_build}; the driver serves {serves}"
+    found = Message("fit.torch.built", {"version": version, "built": machine.torch_build, "served": serves})
     level: Level = "bad" if built[:1] > served[:1] else "warn" if built > served else "ok"
-    return replace(row, found=text, level=level, step=None if level == "ok" else "install a torch for this driver")
+    return replace(row, found=found, level=level, step=None if level == "ok" else Message("fit.torch.step"))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -280,19 +326,20 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _amx(machine: Machine) -> list[Row]:
+    key, name = "amx", Message("fit.name.amx")
     if machine.amx is None:
-        return [Row("AMX", "not advertised", "ok")]
+        return [Row(key, name, Message("fit.amx.none"), "ok")]
     if machine.amx:
-        return [Row("AMX", "works", "ok")]
-    text = "advertised and does not work: a matmul in bf16 ends in an illegal instruction"
-    return [Row("AMX", text, "warn", "runs do without it; the host's hypervisor is to blame")]
+        return [Row(key, name, Message("fit.amx.works"), "ok")]
+    return [Row(key, name, Message("fit.amx.broken"), "warn", Message("fit.amx.step"))]
 
 
 def _clock(machine: Machine) -> list[Row]:
-    source = machine.host.clock_source
+    key, name, source = "clock", Message("fit.name.clock"), machine.host.clock_source
+    if source is None:
+        return [_unknown(key, name)]
     level: Level = "ok" if source in QUICK else "warn" if source in SLOW else "unknown"
-    step = "see why the kernel does not trust tsc: dmesg | grep -i clocksource" if level == "warn" else None
-    return [Row("clock source", source or "unknown", level, step)]
+    return [Row(key, name, _as_told(source), level, Message("fit.clock.step") if level == "warn" else None)]
 
 
 _OF_DEVICE: tuple[Callable[[DeviceState], Row], ...] = (

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import fsum
 
 from steelyard.metrics.stats import FEWEST, t_95
+from steelyard.words import Message
 
 BATCHES = 20  # batch means (Schmeiser 1982); with 60 steps of autocorrelation 0.6 they hold the truth in 84 % of runs, not 95
 FEWEST_CUT = 10  # steps
@@ -54,10 +55,10 @@ def steady_start(time_s: Sequence[float]) -> int:
     return best * group
 
 
-def steady(time_s: Sequence[float]) -> tuple[int, str]:
+def steady(time_s: Sequence[float]) -> tuple[int, Message]:
     """The step at which the steady window of a run begins, and how it was found."""
     if len(time_s) >= FEWEST_CUT:
-        return steady_start(time_s), "found by MSER-5"
+        return steady_start(time_s), Message("steady.mser")
     if len(time_s) >= 3:
-        return 1, f"fewer than {FEWEST_CUT} steps: the first is taken for warm-up"
-    return 0, "fewer than 3 steps: none is cut"
+        return 1, Message("steady.first", {"fewest": FEWEST_CUT})
+    return 0, Message("steady.none")

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from math import fsum
 
 from steelyard.metrics import rates, spans
-from steelyard.metrics.result import Finding
+from steelyard.metrics.result import Finding, judged
 from steelyard.plan import degrees, flops
 from steelyard.record.facts import RankFacts
-from steelyard.record.record import COUNTED, Check, Record, Value
+from steelyard.record.record import COUNTED, Record, Value
+from steelyard.words import Message, Values
 
 MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperature and its neighbours move
 ASIDE = 0.1  # the most of a pass's wall time that may be spent beside it, on its answers and its length
@@ -21,8 +22,8 @@ def drawn(record: Record, values: dict[str, Value]) -> list[Finding]:
     for name, wanted in record.drawn.items():
         found = _by_step(record, name) if name == "train" else [spans.total(record, name)]
         wrong = next(_differences(record, wanted, found), None)
-        text = f"{name}: {wrong or 'samples count what the rows drawn hold'}"
-        out.append((Check(name=f"drawn_{name}", ok=wrong is None, detail=text), "tokens", None))
+        told: Values = {"pass": name} if wrong is None else {"pass": name, "difference": wrong}
+        out.append(judged(f"drawn_{name}", wrong is None, "tokens", "check.drawn", told))
     return out
 
 
@@ -34,16 +35,16 @@ def _by_step(record: Record, name: str) -> list[dict[str, int]]:
     return [{key: sum(s[i].counts.get(key, 0) for s in every if i < len(s)) for key in COUNTED} for i in range(steps)]
 
 
-def _differences(record: Record, wanted: list[dict[str, int]], found: list[dict[str, int]]) -> Iterator[str]:
+def _differences(record: Record, wanted: list[dict[str, int]], found: list[dict[str, int]]) -> Iterator[Message]:
     """In division open what is shared is computed once: of answers there are as many, of tokens no more than in closed."""
     fewer = record.case.division == "open" and record.task.kind == "score"
     for step, (most, counts) in enumerate(zip(wanted, found, strict=False)):
-        where = f"step {step}: " if len(wanted) > 1 else ""
         for key in COUNTED:
             there, held = counts.get(key, 0), most.get(key, 0)
             least = 0 if fewer and key not in ("samples", "logits") else held
             if not least <= there <= held:
-                yield f"{where}samples count {there} {key}, the rows drawn have {held}"
+                told: Values = {"counted": there, "what": key, "held": held}
+                yield Message("drawn.step", {**told, "step": step}) if len(wanted) > 1 else Message("drawn.whole", told)
 
 
 def plausible(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -51,11 +52,11 @@ def plausible(record: Record, values: dict[str, Value]) -> list[Finding]:
     claims = [claim for name in dict.fromkeys(w.pass_name for w in record.passes) for claim in _claims(record, name)]
     if not claims:
         return []
-    share, text = max(claims)
-    return [(Check(name="plausible", ok=share <= 1, detail=text), "implausible", None)]
+    share, told = max(claims, key=lambda claim: claim[0])
+    return [judged("plausible", share <= 1, "implausible", "check.plausible", told)]
 
 
-def _claims(record: Record, name: str) -> Iterator[tuple[float, str]]:
+def _claims(record: Record, name: str) -> Iterator[tuple[float, Values]]:
     """A pass's rate as a share of each limit, and what it says."""
     counts = spans.total(record, name)
     if not counts.get("tokens"):
@@ -65,10 +66,10 @@ def _claims(record: Record, name: str) -> Iterator[tuple[float, str]]:
     for what, limit, time_s in _limits(record, name):
         if limit:
             rate = done / time_s if time_s > 0 else float("inf")
-            yield rate / limit, f"{name}: {rate:.4g} FLOP/s {what}, {limit:.4g}"
+            yield rate / limit, {"pass": name, "rate": rate, "limit": limit, "what": what}
 
 
-def _limits(record: Record, name: str) -> Iterator[tuple[str, float | None, float]]:
+def _limits(record: Record, name: str) -> Iterator[tuple[Message, float | None, float]]:
     """What a rate must not exceed, the limit, and the time that it is taken over. A CPU is shared with all else on its host, so
     its work is set against CPU time, in the pass and in the matmul."""
     devices = spans.devices(record)
@@ -76,18 +77,18 @@ def _limits(record: Record, name: str) -> Iterator[tuple[str, float | None, floa
     times = [t for t in (spans.wall_s(record, name), spans.compute_s(record, name)) if t is not None]
     least_s = min(times, default=0.0)
     peak = rates.datasheet_peak(record).value
-    yield "over its time; the datasheet's peak of all devices is", peak and peak * devices, least_s
+    yield Message("limit.peak"), peak and peak * devices, least_s
     measured = [_fastest(rank) for rank in record.ranks]
     if record.environment.hardware.accelerator != "cpu":
         whole = fsum(rate for rate in measured if rate) if all(measured) else None
-        yield f"over its time; {MARGIN} times the matmul rate measured is", whole and MARGIN * whole, least_s
+        yield Message("limit.matmul", {"margin": MARGIN}), whole and MARGIN * whole, least_s
         return
     of_cpu = [rank.matmul_flops_per_cpu_s for rank in record.ranks]
     used = [window.cpu_s for window in windows]
     known = [rate for rate in of_cpu if rate]
     if len(known) == len(of_cpu) and known and None not in used:
         busy_s = fsum(time_s for time_s in used if time_s is not None)
-        yield f"of CPU time; {MARGIN} times that of the matmul measured is", MARGIN * max(known), busy_s
+        yield Message("limit.cpu", {"margin": MARGIN}), MARGIN * max(known), busy_s
 
 
 def _fastest(rank: RankFacts) -> float | None:
@@ -107,9 +108,9 @@ def beside(record: Record, values: dict[str, Value]) -> list[Finding]:
             continue
         spent_s = fsum(parts.values())
         ok = spent_s <= ASIDE_S + ASIDE * window.wall_s
-        text = f"{window.pass_name}: rank {window.rank} spent {spent_s:.3f} s in {' and '.join(parts)}"
-        text += f" beside a pass of {window.wall_s:.3f} s; at most {ASIDE:.0%} is allowed"
-        out.append((Check(name=f"beside_{window.pass_name}", ok=ok, detail=text), "hidden", None))
+        told: Values = {"pass": window.pass_name, "rank": window.rank, "spent": spent_s, "parts": tuple(parts)}
+        told |= {"wall": window.wall_s, "most": ASIDE}
+        out.append(judged(f"beside_{window.pass_name}", ok, "hidden", "check.beside", told))
     return out
 
 

@@ -10,6 +10,7 @@ from steelyard.plan import flops
 from steelyard.record.facts import RankFacts, Series
 from steelyard.record.record import Record, Sample
 from steelyard.tasks.task import PASSES
+from steelyard.words import Message
 
 Formula = Callable[[Record], Result]
 TimeOf = Callable[[Record, str], float | None]
@@ -68,7 +69,7 @@ def model_flops(convention: str) -> Formula:
             return missing(record)
         question = record.question
         value = flops.work(question.model, found.counts, convention, question.kind)
-        return Result(None, "the case states no nominal size") if value is None else Result(float(value), found.note)
+        return Result(None, Message("metric.no_nominal")) if value is None else Result(float(value), found.note)
 
     return formula
 
@@ -77,17 +78,17 @@ def datasheet_peak(record: Record) -> Result:
     """Dense datasheet rate of one device at the precision of the matmuls."""
     row = record.environment.hardware.peak
     if row is None:
-        return Result(None, "this accelerator has no datasheet row")
+        return Result(None, Message("metric.no_peak"))
     matmul = record.question.precision.matmul
     rate = row.flops_per_s.get(matmul)
-    return Result(rate, None if rate else f"the datasheet row of {row.name} has no {matmul} rate")
+    return Result(rate, None if rate else Message("metric.no_peak_rate", {"row": row.name, "precision": matmul}))
 
 
 def achievable(record: Record) -> Result:
     """Matmul rate of one device, measured in this run: the mean over ranks. Of the case's own shapes, where they were timed;
     older records have one square product."""
     rates = [rate for rank in record.ranks if (rate := _own_rate(record, rank))]
-    return Result(fsum(rates) / len(rates)) if rates else Result(None, "the matmul rate was not measured")
+    return Result(fsum(rates) / len(rates)) if rates else Result(None, Message("metric.no_matmul"))
 
 
 def _own_rate(record: Record, rank: RankFacts) -> float | None:
@@ -104,10 +105,12 @@ def mfu(convention: str, seconds: Callable[[Span], float | None], ceiling: Formu
             return Result(None, done.note if done.value is None else peak.note)
         time_s = seconds(found) if found is not None else None
         if found is not None and time_s is None:
-            return Result(None, "the engine does not separate compute time")
+            return Result(None, Message("metric.no_compute"))
         if not time_s:
             return missing(record)
-        return Result(done.value / time_s / (peak.value * devices(record)), f"convention {convention}")
+        return Result(
+            done.value / time_s / (peak.value * devices(record)), Message("metric.convention", {"convention": convention})
+        )
 
     return formula
 
@@ -129,12 +132,12 @@ def mem(record: Record) -> Result:
 def _peak_memory(record: Record, name: str, read: list[Series]) -> Result:
     spans = windows(record, name)
     start, end = min(w.start_s for w in spans), max(w.start_s + w.wall_s for w in spans)
-    for margin, note in ((0.0, None), (1.0, "read just before and after the pass, which was over between two readings")):
+    for margin, note in ((0.0, None), (1.0, Message("metric.memory_around"))):
         around = [readings.window(s, start - margin * s.period_s, end + margin * s.period_s) for s in read]
         known = [peak for peak in map(readings.peak_memory, around) if peak is not None]
         if known:
             return Result(max(known) / GIB, note)
-    return Result(None, "no memory reading fell into the pass")
+    return Result(None, Message("metric.no_memory"))
 
 
 def rank_mem(record: Record, rank: int) -> float | None:
@@ -152,14 +155,14 @@ def framework(key: str) -> Formula:
         name = headline(record)
         found = [getattr(window, key) for window in windows(record, name)] if name else []
         known = [value for value in found if value is not None]
-        return Result(max(known) / GIB) if known else Result(None, "the framework keeps no count on this device")
+        return Result(max(known) / GIB) if known else Result(None, Message("metric.no_framework_memory"))
 
     return formula
 
 
 def mem_total(record: Record) -> Result:
     sizes = [device.memory_bytes for device in record.environment.hardware.devices if device.memory_bytes]
-    return Result(min(sizes) / GIB) if sizes else Result(None, "the device does not tell its memory")
+    return Result(min(sizes) / GIB) if sizes else Result(None, Message("metric.no_device_memory"))
 
 
 def host_mem(record: Record, host: str) -> float | None:
@@ -175,16 +178,12 @@ def series_of(record: Record, rank: int) -> Series | None:
 
 
 def e2e(record: Record) -> Result:
-    return Result(fsum(record.budget.values())) if record.budget else Result(None, "the run did not get that far")
+    return Result(fsum(record.budget.values())) if record.budget else Result(None, Message("metric.not_that_far"))
 
 
 def overhead(record: Record) -> Result:
     measured, bare = wall_s(record, "infer"), wall_s(record, "bare")
-    return (
-        Result(measured / bare - 1)
-        if measured and bare
-        else Result(None, "the bare pass was not asked for (--passes infer,bare)")
-    )
+    return Result(measured / bare - 1) if measured and bare else Result(None, Message("metric.no_bare"))
 
 
 def padded_share(record: Record) -> Result:
@@ -201,7 +200,7 @@ def quality(value: str, of: str | None) -> Formula:
         name, answers = of or headline(record), record.answers
         found = record.task.score(answers, name).get(value) if answers is not None and name else None
         if found is None and name and record.task.kind == "train" and windows(record, name):
-            return Result(None, f"nothing was evaluated in the {name} pass")
+            return Result(None, Message("metric.not_evaluated", {"pass": name}))
         return absent(name or "infer") if found is None else Result(found)
 
     return formula
@@ -210,7 +209,7 @@ def quality(value: str, of: str | None) -> Formula:
 def agreement(record: Record) -> Result:
     task, answers = record.task, record.answers
     found = task.agreement(answers, "infer", "val") if task.agreement is not None and answers is not None else None
-    return Result(None, "needs both passes, val and infer") if found is None else Result(found)
+    return Result(None, Message("metric.needs_both")) if found is None else Result(found)
 
 
 def padded_rate(seconds: TimeOf) -> Formula:
@@ -220,7 +219,7 @@ def padded_rate(seconds: TimeOf) -> Formula:
         done, time_s = total(record, "infer").get("samples"), seconds(record, "infer")
         if not done or not time_s:
             return absent("infer")
-        return Result(done * record.question.model.positions / time_s, "padding that was not computed is counted")
+        return Result(done * record.question.model.positions / time_s, Message("metric.padding"))
 
     return formula
 

@@ -13,6 +13,7 @@ from steelyard.case import resolve
 from steelyard.case.key import LATER, key_of
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
+from steelyard.words import Message
 
 NAMED = ("division", "precision")  # of a question: they have names of their own, beside the case's
 
@@ -51,10 +52,10 @@ def later(record: Record) -> list[str]:
     return fields if key_of(asked, record.fingerprint) == key_of(case.question, record.fingerprint) else []
 
 
-def apart(record: Record) -> list[str]:
+def apart(record: Record) -> list[Message]:
     """Why a record does not stand beside records of the shipped case; nothing where it does."""
-    named = (("modified (", modified(record)), ("earlier (without ", later(record)))
-    return [f"case: {what}{', '.join(parts)})" for what, parts in named if parts]
+    named = (("apart.modified", modified(record)), ("apart.earlier", later(record)))
+    return [Message(code, {"parts": tuple(parts)}) for code, parts in named if parts]
 
 
 def _before(shipped: dict[str, Any], told: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -7,6 +7,7 @@ from steelyard.metrics import formulas_1, stats
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Sample, Window
 from steelyard.tasks.task import PASSES
+from steelyard.words import Message
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Span:
     borders: dict[int, tuple[float, float]]  # begin and end on each rank, from the start of the run
     steps: dict[int, list[Sample]]  # the working steps of each rank
     slowest: int  # the rank whose wall time it is
-    note: str | None = None
+    note: Message | None = None
 
 
 def headline(record: Record) -> str | None:
@@ -125,7 +126,7 @@ def _steady(record: Record, name: str) -> Span | None:
     if record.clock == "reported" and 0 in borders:  # one process tells of all ranks
         borders = {one.rank: borders[0] for one in record.ranks}
     counts = _counts(record, [sample for steps in kept.values() for sample in steps])
-    note = f"steady window: steps {first} to {count - 1} ({how})"
+    note = Message("steady.window", {"first": first, "last": count - 1, "how": how})
     return Span(counts, walls[slowest], _compute_by_step(kept), borders, kept, slowest, note)
 
 

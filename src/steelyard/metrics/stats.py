@@ -7,6 +7,8 @@ from statistics import median
 
 import numpy as np
 
+from steelyard.words import Message
+
 # Student's t, two-sided 95 %, by degrees of freedom (any statistics handbook); beyond the table, the next smaller row.
 T_95 = {
     1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
@@ -64,7 +66,7 @@ def rate_interval(rate: float, work: Sequence[float], time_s: Sequence[float]) -
     return (rate * exp(-half), rate * exp(half)) if half < WIDEST else None
 
 
-def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, str]:
+def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, Message]:
     """The step at which the steady window of a run begins, and how it was found."""
     if len(time_s) >= FEWEST_CUT:
         steps = _evener(time_s, work)
@@ -74,10 +76,10 @@ def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, str]:
         if gradual:  # the later steps are evener without it
             cut += gradual
             cut += _unlike_start(steps[cut:], most - cut)
-        return cut, "found from the step times"
+        return cut, Message("steady.found")
     if len(time_s) >= 3:
-        return 1, f"fewer than {FEWEST_CUT} steps: the first is taken for warm-up"
-    return 0, "fewer than 3 steps: none is cut"
+        return 1, Message("steady.first", {"fewest": FEWEST_CUT})
+    return 0, Message("steady.none")
 
 
 def _evener(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:

@@ -11,22 +11,23 @@ from steelyard.metrics.result import Result
 from steelyard.plan import degrees
 from steelyard.record.facts import RankFacts
 from steelyard.record.record import Record, Sample
+from steelyard.words import Message, Values
 
 WORTH_NOTING = 0.02  # share of a step
 MORE_WORK = 1.02  # times the tokens of the others; beyond it, that is why a replica takes longer
 
 Basis = Literal["compute", "pass", "data"]
-OWN: dict[Basis, str] = {
-    "compute": "that of its phases data and compute",
-    "pass": "its whole pass",
-    "data": "that of its phase data alone: in the rest ranks wait for one another",
+OWN: dict[Basis, Message] = {
+    "compute": Message("straggler.own.compute"),
+    "pass": Message("straggler.own.pass"),
+    "data": Message("straggler.own.data"),
 }
 
-ALONE = "needs at least two ranks"
-ONE_REPLICA = "needs at least two replicas: ranks that hold one model together wait for one another in every layer"
-UNFINISHED = "not every rank finished the pass"
-NOT_SEPARATE = "the engine does not say where ranks wait for one another"
-NO_TIME = "the steps have no time"
+ALONE = Message("straggler.alone")
+ONE_REPLICA = Message("straggler.one_replica")
+UNFINISHED = Message("straggler.unfinished")
+NOT_SEPARATE = Message("straggler.not_separate")
+NO_TIME = Message("straggler.no_time")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Unknown:
-    reason: str
+    reason: Message
 
 
 def find(record: Record) -> Stragglers | Unknown:
@@ -108,23 +109,32 @@ def share(record: Record) -> Result:
     found = find(record)
     if isinstance(found, Unknown):
         return Result(None, found.reason)
-    return Result(found.share, f"rank {found.rank}; its own time is {OWN[found.basis]}")
+    return Result(found.share, Message("straggler.rank", {"rank": found.rank, "own": OWN[found.basis]}))
 
 
-def note(record: Record) -> str | None:
+def note(record: Record) -> Message | None:
     """One line that names the slowest rank; None where none is slow."""
     found = find(record)
     if isinstance(found, Unknown) or not found.slow:
         return None
     one, many = found.slowest, len(found.slowest.ranks) > 1
-    who = f"ranks {one.ranks[0]} to {one.ranks[-1]}" if many else f"rank {one.ranks[0]}"
-    at = f" on host {one.host}" if one.host is not None else ""
-    does = "are slow: they cost" if many else "is slow: it costs"
-    of = "the pass" if found.basis == "pass" else "each step"
-    own = "waiting for data" if found.basis == "data" else "own"
-    work = "" if found.more_work is None else f", with {found.more_work:.2f} times their tokens"
-    times = f"{own} {_time(one.own_s)} against {_time(one.others_s)} of the others{work}"
-    return f"{who}{at} {does} {100 * found.share:.1f} % of {of} ({times})"
+    told: Values = {
+        "who": _who(one, many),
+        "percent": 100 * found.share,
+        "of": Message("slow.pass" if found.basis == "pass" else "slow.step"),
+        "own": Message("slow.data" if found.basis == "data" else "slow.own"),
+        "mine": _time(one.own_s),
+        "others": _time(one.others_s),
+        "work": "" if found.more_work is None else Message("slow.work", {"times": found.more_work}),
+    }
+    return Message("note.slow_many" if many else "note.slow", told)
+
+
+def _who(one: RankTime, many: bool) -> Message:
+    ranks = {"first": one.ranks[0], "last": one.ranks[-1]} if many else {"rank": one.ranks[0]}
+    if one.host is None:
+        return Message("slow.ranks" if many else "slow.rank", ranks)
+    return Message("slow.ranks_at" if many else "slow.rank_at", {**ranks, "host": one.host})
 
 
 def _time(time_s: float) -> str:

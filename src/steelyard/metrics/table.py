@@ -3,15 +3,17 @@
 A task's own scores come from its row. Other packages add rows through the entry-point group `steelyard.metrics`.
 """
 
+from dataclasses import replace
 from math import isfinite
 
-from steelyard import plugins, tasks
+from steelyard import plugins, tasks, words
 from steelyard.metrics import rates
 from steelyard.metrics.metric import Metric
 from steelyard.metrics.result import Result
 from steelyard.metrics.rows import OTHERS, RATES
 from steelyard.record.record import Record, Value
 from steelyard.tasks.task import Score, Task
+from steelyard.words import Message
 
 GROUP = "steelyard.metrics"
 FORM_BY_UNIT = {"fraction": "percent", "share": "percent", "GiB": "gib", "s": "seconds"}
@@ -30,22 +32,32 @@ def _of_score(score: Score) -> Metric:
 
 def derive(record: Record) -> dict[str, Value]:
     """All metrics of a record: those that its task has."""
+    return values(record, results(record))
+
+
+def values(record: Record, found_by_name: dict[str, Result]) -> dict[str, Value]:
+    """As a record stores them: with their units, and what is said of them in English."""
+    units = {metric.name: metric.unit for metric in of_task(record.task)}
     out = {}
-    for metric in of_task(record.task):
-        if metric.formula is None:
-            continue
-        found = metric.formula(record)
-        unit = metric.unit if isinstance(metric.unit, str) else metric.unit(record)
-        out[metric.name] = _value(found, unit)
+    for name, found in found_by_name.items():
+        unit = units[name]
+        told = unit if isinstance(unit, str) else unit(record)
+        out[name] = Value(value=found.value, unit=told, interval=found.interval, note=words.english(found.note))
     return out
 
 
-def _value(found: Result, unit: str) -> Value:
+def results(record: Record) -> dict[str, Result]:
+    """What the formulas find, with messages that have no language yet."""
+    rows = [(metric.name, metric.formula) for metric in of_task(record.task)]
+    return {name: _finite(formula(record)) for name, formula in rows if formula is not None}
+
+
+def _finite(found: Result) -> Result:
     """What was found, as far as it is finite: absurd times give numbers that a record cannot hold."""
     if found.value is not None and not isfinite(found.value):
-        return Value(value=None, unit=unit, note="not a finite number")
+        return Result(None, Message("metric.not_finite"))
     interval = found.interval if found.interval and all(map(isfinite, found.interval)) else None
-    return Value(value=found.value, unit=unit, interval=interval, note=found.note)
+    return replace(found, interval=interval)
 
 
 def row(name: str, unit: str = "", task: Task | None = None) -> Metric:

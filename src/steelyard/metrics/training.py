@@ -1,5 +1,6 @@
 """Formulas that training alone has: its three rates, its losses, and the memory its shapes ask for."""
 
+from dataclasses import asdict
 from math import fsum
 
 from steelyard.metrics.result import GIB, Result, absent, work_name
@@ -7,6 +8,7 @@ from steelyard.metrics.spans import samples, span, total, wall_s, working
 from steelyard.models.shapes import LlamaModel
 from steelyard.plan import memory
 from steelyard.record.record import Record
+from steelyard.words import Message
 
 PASS = "train"
 ASIDE = ("evaluate", "checkpoint")  # phases of the pass that train nothing
@@ -39,7 +41,7 @@ def p_core(record: Record) -> Result:
     if found is None:
         return absent(PASS)
     if found.compute_s is None:
-        return Result(None, "the engine does not separate compute time")
+        return Result(None, Message("metric.no_compute"))
     done = found.counts.get(work_name(record))
     return Result(done / found.compute_s, found.note) if done and found.compute_s else absent(PASS)
 
@@ -55,8 +57,8 @@ def values(record: Record, name: str) -> list[float | None]:
 def _mean(chosen: list[float | None]) -> Result:
     finite = [value for value in chosen if value is not None]
     if not chosen:
-        return Result(None, "no step gave a loss")
-    return Result(fsum(finite) / len(finite)) if len(finite) == len(chosen) else Result(None, "a loss is not finite")
+        return Result(None, Message("metric.no_loss"))
+    return Result(fsum(finite) / len(finite)) if len(finite) == len(chosen) else Result(None, Message("metric.loss_not_finite"))
 
 
 def _tenth(losses: list[float | None]) -> int:
@@ -78,20 +80,20 @@ def grad_norm(record: Record) -> Result:
     """Of the last step, before clipping."""
     norms = values(record, "grad_norm")
     if not norms:
-        return Result(None, "no step gave a norm")
-    return Result(norms[-1], None if norms[-1] is not None else "the norm is not finite")
+        return Result(None, Message("metric.no_norm"))
+    return Result(norms[-1], None if norms[-1] is not None else Message("metric.norm_not_finite"))
 
 
 def mem_predicted(record: Record) -> Result:
     """What the fullest rank must hold, from shapes alone."""
     question = record.question
     if not isinstance(question.model, LlamaModel) or question.train is None:
-        return Result(None, f"what a model of family {question.model.family} holds is not predicted")
+        return Result(None, Message("metric.not_predicted", {"family": question.model.family}))
     lean = record.engine.details.get("block") == "fused"  # older records do not say, and had the other one in mind
     try:
         stages = memory.predict(question.model, question.precision, record.tune, record.plan, question.train, lean)
-    except ValueError as error:
-        return Result(None, str(error))
+    except ValueError:
+        return Result(None, Message("metric.unpredictable", {"stages": record.plan.pp, "layers": question.model.layers}))
     fullest = max(stages, key=lambda stage: stage.total)
-    listed = memory.listed(fullest)
-    return Result(fullest.total / GIB, f"{listed} GiB; what the framework itself takes is unknown and not in it")
+    parts = tuple(Message(f"part.{name}", {"gib": size / GIB}) for name, size in asdict(fullest).items() if size)
+    return Result(fullest.total / GIB, Message("metric.predicted", {"parts": parts}))

@@ -1,61 +1,94 @@
 """What makes a finished run valid: checks on a record's evidence, and the reasons that follow from them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import fsum
 
+from steelyard import words
 from steelyard.accelerators import nvml
 from steelyard.case.resolve import changed_question
 from steelyard.metrics import busy, clocks, fit, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
-from steelyard.metrics.result import Finding, Rule
+from steelyard.metrics.result import Finding, Judged, Rule, failed, judged, note
+from steelyard.record.facts import Restart
 from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
 from steelyard.tasks.task import Stopped, Tally
+from steelyard.words import Message, Values
 
 ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
 LEAST_S = 0.01  # less than this is not worth hiding work in, and a rank without any work has nothing else
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """What follows from a record's evidence, before it has a language."""
+
+    checks: tuple[Judged, ...]
+    reasons: tuple[tuple[str, Message], ...]  # codes with what their checks say
+    notes: tuple[Message, ...]
+    quality: Quality
+    unevaluated: Message | None  # why the quality is not evaluated
+
+
 def judge(record: Record, values: dict[str, Value]) -> tuple[list[Check], list[Reason], list[str], Quality]:
-    """Checks, reasons against validity (none: valid), notes, and the quality."""
-    checks: list[Check] = []
-    reasons: list[Reason] = []
-    notes: list[str] = []
-    for rule in RULES:
-        for check, code, note in rule(record, values):
-            if note is not None:
-                notes.append(note)
-            if check is not None:
-                checks.append(check)
-                if not check.ok and code is not None:
-                    reasons.append(Reason(code=code, text=check.detail))
-    return checks, reasons, notes, quality(record, values)
+    """Checks, reasons against validity (none: valid), notes and the quality, in English; notes in the record's wording."""
+    found = findings(record, values)
+    checks = [Check(name=one.name, ok=one.ok, detail=words.text(one.said)) for one in found.checks]
+    reasons = [Reason(code=code, text=words.text(said)) for code, said in found.reasons]
+    notes = [words.text(one, wording=record.wording or 1) for one in found.notes]
+    return checks, reasons, notes, found.quality
+
+
+def findings(record: Record, values: dict[str, Value]) -> Judgement:
+    """The same as messages."""
+    found = [one for rule in RULES for one in rule(record, values)]
+    failed = [(one.code, one.check.said) for one in found if one.check is not None and not one.check.ok and one.code]
+    return Judgement(
+        checks=tuple(one.check for one in found if one.check is not None),
+        reasons=tuple(failed),
+        notes=tuple(one.note for one in found if one.note is not None),
+        quality=quality(record, values),
+        unevaluated=_unevaluated(record, values),
+    )
 
 
 def quality(record: Record, values: dict[str, Value]) -> Quality:
     """The case's quality, and whether the gate may be applied to it."""
+    metric, value = _quality(record, values)
+    why = _unevaluated(record, values)
+    return Quality(metric=metric, value=value, gate=record.case.gate, evaluated=why is None, note=words.english(why))
+
+
+def _quality(record: Record, values: dict[str, Value]) -> tuple[str, float | None]:
     gate = record.case.gate
     metric = gate.metric if gate else record.task.quality
+    return metric, values[metric].value if metric in values else None
+
+
+def _unevaluated(record: Record, values: dict[str, Value]) -> Message | None:
+    """Why the gate may not be applied; None where it may."""
+    gate = record.case.gate
     needs = [
-        (gate is not None, "the case has no gate"),
-        (not changed_question(record.case.origins), "the question was changed on the command line"),
-        (record.scope.kind == "full", "the scope is a window"),
+        (gate is not None, Message("quality.no_gate")),
+        (not changed_question(record.case.origins), Message("quality.changed")),
+        (record.scope.kind == "full", Message("quality.window")),
         *_NEEDS[record.task.kind](record),
     ]
     if gate is not None and gate.below is not None:
         below = values.get(gate.below)
-        needs.append((below is not None and below.value is not None, f"{gate.below} is unknown"))
+        needs.append((below is not None and below.value is not None, Message("quality.no_base", {"metric": gate.below})))
     unmet = [text for holds, text in needs if not holds]
-    value = values[metric].value if metric in values else None
-    evaluated = not unmet and value is not None
-    note = "; ".join(unmet) or (None if evaluated else UNKNOWN)
-    return Quality(metric=metric, value=value, gate=gate, evaluated=evaluated, note=note)
+    if unmet:
+        return words.both(*unmet)
+    return UNKNOWN if _quality(record, values)[1] is None else None
 
 
-def _needs_of_scoring(record: Record) -> list[tuple[bool, str]]:
-    return [(record.case.size == "full", "size smoke"), (_trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
+def _needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
+    size = (record.case.size == "full", Message("quality.smoke"))
+    return [size, (_trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
 
 
-def _needs_of_training(record: Record) -> list[tuple[bool, str]]:
+def _needs_of_training(record: Record) -> list[tuple[bool, Message]]:
     """That a loss falls can be asked of any size. What the full size asks is about its own data, and its own start."""
     if record.case.size != "full":
         return []
@@ -72,9 +105,9 @@ def _published(record: Record) -> bool:
     return getattr(record.data, "published", False) is not False
 
 
-UNKNOWN = "the value is unknown"
-_RANDOM, _OTHER_DATA = "the weights are random", "the data are not the published set"
-_NEEDS: dict[str, Callable[[Record], list[tuple[bool, str]]]] = {"score": _needs_of_scoring, "train": _needs_of_training}
+UNKNOWN = Message("quality.unknown")
+_RANDOM, _OTHER_DATA = Message("quality.random"), Message("quality.other_data")
+_NEEDS: dict[str, Callable[[Record], list[tuple[bool, Message]]]] = {"score": _needs_of_scoring, "train": _needs_of_training}
 
 
 def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -86,8 +119,8 @@ def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
 def _finite_answers(record: Record) -> list[Finding]:
     out: list[Finding] = []
     for name, noun, tally in _tallies(record):
-        text = f"{name}: {tally.not_finite} of {tally.items} {noun}s got logits that are not finite"
-        out.append((Check(name=f"finite_{name}", ok=not tally.not_finite, detail=text), "nan", None))
+        told: Values = {"pass": name, "bad": tally.not_finite, "items": tally.items, "nouns": words.items(noun)}
+        out.append(judged(f"finite_{name}", not tally.not_finite, "nan", "check.finite", told))
     return out
 
 
@@ -95,8 +128,8 @@ def _finite_values(record: Record) -> list[Finding]:
     out: list[Finding] = []
     for sample in record.samples:
         if any(value is None for value in sample.values.values()):
-            text = f"{sample.pass_name}: step {sample.step} on rank {sample.rank} has a value that is not finite"
-            out.append((Check(name="finite_values", ok=False, detail=text), "nan", None))
+            told: Values = {"pass": sample.pass_name, "step": sample.step, "rank": sample.rank}
+            out.append(failed("finite_values", "nan", "check.finite_values", told))
             break
     return out
 
@@ -111,18 +144,19 @@ def _finite_losses(record: Record) -> list[Finding]:
     losses, stopped = training.values(record, "loss"), _stopped(record)
     why = stopped.why if stopped else None
     bad = losses.index(None) if None in losses else stopped.step if stopped and why == "nan" else None
-    text = "every loss is finite" if bad is None else f"step {bad}: the loss is not finite"
-    out: list[Finding] = [(Check(name="finite_loss", ok=bad is None, detail=text), "nan", None)] if losses or stopped else []
+    at: Values = {} if bad is None else {"step": bad}
+    out: list[Finding] = []
+    if losses or stopped:
+        out.append(judged("finite_loss", bad is None, "nan", "check.finite_loss", at))
     train = record.question.train
     if stopped and why == "bound" and train is not None:
-        text = f"step {stopped.step}: the loss is {stopped.value}, beyond the bound {train.bound}; the run was ended"
-        out.append((Check(name="loss_bound", ok=False, detail=text), "loss_bound", None))
+        told: Values = {"step": stopped.step, "value": str(stopped.value), "bound": str(train.bound)}
+        out.append(failed("loss_bound", "loss_bound", "check.loss_bound", told))
     answers = record.answers
     for name in ("before", "after"):
         finite = None if answers is None else record.task.held_out_finite(answers, name)
         if finite is not None:
-            text = f"{name}: the loss of the held-out rows is {'' if finite else 'not '}finite"
-            out.append((Check(name=f"finite_{name}", ok=finite, detail=text), "nan", None))
+            out.append(judged(f"finite_{name}", finite, "nan", "check.finite_held_out", {"pass": name}))
     return out
 
 
@@ -146,14 +180,11 @@ def _covered_items(record: Record, partly: bool) -> list[Finding]:
     out: list[Finding] = []
     for name, noun, tally in _tallies(record):
         ok = not tally.repeated and (not tally.missing or partly)
-        text = f"{name}: {tally.missing} {noun}s without an answer, {tally.repeated} answered more than once"
-        out.append(
-            (
-                Check(name=f"covered_{name}_{noun}s" if name == "train" else f"covered_{name}", ok=ok, detail=text),
-                "coverage",
-                None,
-            )
-        )
+        told: Values = {"pass": name, "items": tally.items, "nouns": words.items(noun), "missing": tally.missing}
+        told |= {"repeated": tally.repeated, "answered": tally.items - tally.missing}
+        check = f"covered_{name}_{noun}s" if name == "train" else f"covered_{name}"
+        said = "check.covered_part" if partly and tally.missing else "check.covered"
+        out.append(judged(check, ok, "coverage", said, told))
     return out
 
 
@@ -169,8 +200,8 @@ def _covered_steps(record: Record) -> list[Finding]:
     taken = passes.working(record, "train")
     counts = {rank: len(taken.get(rank, [])) for rank in sorted(ranks | {0})}
     worst = max(counts, key=lambda rank: abs(counts[rank] - wanted))
-    text = f"train: {counts[worst]} of {wanted} steps on rank {worst}"
-    return [(Check(name="covered_train", ok=counts[worst] == wanted, detail=text), "coverage", None)]
+    told: Values = {"rank": worst, "taken": counts[worst], "wanted": wanted}
+    return [judged("covered_train", counts[worst] == wanted, "coverage", "check.steps", told)]
 
 
 def _counted(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -185,8 +216,8 @@ def _counted_all(record: Record) -> list[Finding]:
     out: list[Finding] = []
     for name in sorted({sample.pass_name for sample in record.samples}):
         found = passes.total(record, name).get("tokens", 0)
-        text = f"{name}: samples count {found} tokens, the data have {wanted}"
-        out.append((Check(name=f"counted_{name}", ok=found == wanted, detail=text), "tokens", None))
+        told: Values = {"pass": name, "tokens": found, "wanted": wanted}
+        out.append(judged(f"counted_{name}", found == wanted, "tokens", "check.counted", told))
     return out
 
 
@@ -195,8 +226,7 @@ def _counted_any(record: Record) -> list[Finding]:
     if not passes.windows(record, "train"):
         return []
     found = passes.total(record, "train").get("tokens", 0)
-    text = f"train: samples count {found} tokens"
-    return [(Check(name="counted_train", ok=found > 0, detail=text), "tokens", None)]
+    return [judged("counted_train", found > 0, "tokens", "check.counted_any", {"tokens": found})]
 
 
 def _judged(record: Record) -> list[Window]:
@@ -214,11 +244,17 @@ def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
         ours = record.clock == "reported"
         covered = fsum(s.host_end_s - s.host_start_s if ours else s.end_s - s.start_s for s in steps)
         share = covered / window.wall_s if window.wall_s else 1.0
-        text = (
-            f"{window.pass_name}: steps of rank {window.rank} cover {share:.1%} of the pass; at least {ACCOUNTED:.0%} is asked"
-        )
-        ok = share >= ACCOUNTED or window.wall_s - covered < LEAST_S
-        out.append((Check(name=f"accounted_{window.pass_name}", ok=ok, detail=text), "unaccounted", None))
+        name, rest_s = f"accounted_{window.pass_name}", window.wall_s - covered
+        told: Values = {
+            "pass": window.pass_name,
+            "rank": window.rank,
+            "share": share,
+            "least": ACCOUNTED,
+            "rest": 1000 * rest_s,
+        }
+        short = share < ACCOUNTED and rest_s < LEAST_S
+        said = "check.accounted_short" if short else "check.accounted"
+        out.append(judged(name, share >= ACCOUNTED or short, "unaccounted", said, told))
     return out
 
 
@@ -230,12 +266,10 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
         found = passes.span(record)
         steps = [step for of_rank in found.steps.values() for step in of_rank] if found else []
         if len([step for step in steps if step.counts.get("tokens")]) < stats.FEWEST * passes.devices(record):
-            return [(None, None, "too few batches for an interval of the rate")]
-        text = "the 95 % interval of the rate has no upper end"
-        return [(Check(name="interval", ok=False, detail=text), "interval", None)]
+            return [note(Message("note.few_batches"))]
+        return [failed("interval", "interval", "check.interval_open", {})]
     width = (value.interval[1] - value.interval[0]) / value.value
-    text = f"the 95 % interval of the rate is {width:.2%} of it wide; the case allows {limit:.0%}"
-    return [(Check(name="interval", ok=width <= limit, detail=text), "interval", None)]
+    return [judged("interval", width <= limit, "interval", "check.interval", {"width": width, "limit": limit})]
 
 
 def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -250,24 +284,23 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
             for name, share in readings.slowdowns(series, start, end).items():
                 seen[name] = max(seen.get(name, 0.0), share)
         for name, share in sorted(seen.items()):
-            text = f"device {series.device}: {name} in {share:.0%} of the readings of a pass"
+            told: Values = {"device": series.device, "reason": name, "share": share}
             severity = (nvml.SEVERITY if series.severity is None else series.severity).get(name, "note")
             if severity == "invalidates":
-                out.append((Check(name=f"clocks_{name}", ok=False, detail=text), "slowdown", None))
+                out.append(failed(f"clocks_{name}", "slowdown", "check.slowdown", told))
             elif severity == "note":
-                out.append((None, None, f"{text} (a note: large matmuls run at the power limit)"))
+                out.append(note(Message("note.slowdown", told)))
         foreign = [readings.foreign(series, start, end) for start, end in spans]
         if any(one is not None for one in foreign):
-            who = "another process used it" if any(foreign) else "no other process"
-            text = f"device {series.device}: {who} during the passes"
-            out.append((Check(name="alone", ok=not any(foreign), detail=text), "shared", None))
+            out.append(judged("alone", not any(foreign), "shared", "check.alone", {"device": series.device}))
     return out
 
 
 def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
     found, gate = quality(record, values), record.case.gate
-    if gate is not None and gate.reach is not None and found.note == UNKNOWN and record.failure is None:
-        return [(Check(name="gate", ok=False, detail=f"{found.metric} is unknown"), "quality", None)]  # nobody looked
+    unseen = _unevaluated(record, values) == UNKNOWN
+    if gate is not None and gate.reach is not None and unseen and record.failure is None:
+        return [failed("gate", "quality", "check.gate_unknown", {"metric": found.metric})]  # nobody looked
     if not found.evaluated or gate is None or found.value is None:
         return []
     if gate.reach is not None:
@@ -281,63 +314,67 @@ def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> list
     """A value near its target, and the reference pass near it."""
     if gate.target is None or gate.within is None:
         return []
-    text = f"{metric} is {value:.4f}; the gate is {gate.target} within {gate.within}"
-    out: list[Finding] = [(Check(name="gate", ok=abs(value - gate.target) <= gate.within, detail=text), "quality", None)]
+    told: Values = {"metric": metric, "value": value, "target": gate.target, "within": gate.within}
+    out = [judged("gate", abs(value - gate.target) <= gate.within, "quality", "check.gate", told)]
     if val is not None and val.value is not None and gate.agree_within is not None:
         apart = abs(value - val.value)
-        text = f"infer and val are {apart:.4f} apart; allowed: {gate.agree_within}"
-        out.append((Check(name="gate_agree", ok=apart <= gate.agree_within, detail=text), "quality", None))
+        near: Values = {"apart": apart, "most": gate.agree_within}
+        out.append(judged("gate_agree", apart <= gate.agree_within, "quality", "check.gate_agree", near))
     return out
 
 
 def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
     """A loss below another, and below a bound where one is stated."""
-    limits = [(str(gate.below), start), ("the target", gate.target)]
-    known = [(name, limit) for name, limit in limits if limit is not None]
-    asked = " and ".join(f"below {name}, {limit:.4f}" for name, limit in known)
-    text = f"{metric} is {value:.4f}; the gate is {asked}"
-    return [(Check(name="gate", ok=all(value < limit for _, limit in known), detail=text), "quality", None)]
+    known = [limit for limit in (start, gate.target) if limit is not None]
+    asked: list[Message] = []
+    if start is not None:
+        asked.append(Message("gate.metric", {"name": str(gate.below), "limit": start}))
+    if gate.target is not None:
+        asked.append(Message("gate.target", {"limit": gate.target}))
+    told: Values = {"metric": metric, "value": value, "limits": tuple(asked)}
+    return [judged("gate", all(value < limit for limit in known), "quality", "check.gate_below", told)]
 
 
 def _reaches(metric: str, value: float, target: float) -> list[Finding]:
-    text = f"{metric} is {value:.4f}; the target is {target}"
-    if value < target:
-        text = f"target not reached: {text}"
-    return [(Check(name="gate", ok=value >= target, detail=text), "target_not_reached", None)]
+    told: Values = {"metric": metric, "value": value, "target": target}
+    return [judged("gate", value >= target, "target_not_reached", "check.gate_reach", told)]
 
 
 def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     """What a reader must know before comparing: another question, other limits, a sample that shares less."""
-    out: list[Finding] = []
-    keys = changed_question(record.case.origins)
+    out: list[Message] = []
+    case = record.case
+    keys = changed_question(case.origins)
     if keys:
-        out.append((None, None, f"another question than the case's: {', '.join(keys)} changed on the command line"))
-    limits = [key for key, origin in record.case.origins.items() if origin == "command line"]
+        out.append(Message("note.question", {"keys": tuple(keys)}))
+    limits = [key for key, origin in case.origins.items() if origin == "command line"]
     limits = [key for key in limits if key == "max_interval" or key.startswith("gate.")]
     if limits:
-        out.append((None, None, f"other limits than the case's: {', '.join(limits)} changed on the command line"))
+        out.append(Message("note.limits", {"keys": tuple(limits)}))
     other = shipped.modified(record)
     if other:
-        out.append((None, None, f"case: modified: not the {', '.join(other)} of the shipped case {record.case.name}"))
+        out.append(Message("note.modified", {"parts": tuple(other), "case": case.name}))
     later = shipped.later(record)
     if later:
-        text = f"case: earlier: the shipped case {record.case.name} has another question now: {', '.join(later)} came later"
-        out.append((None, None, text))
-    for one in record.restarts:
-        of = f"record {one.record[:8]}" if one.record else "a folder of checkpoints"
-        text = f"goes on from {of}, after step {one.step} of {one.plan}: times and rates are those of the steps since"
-        if one.passed_over:
-            text += f"; passed over, because it is damaged: {', '.join(one.passed_over)}"
-        out.append((None, None, text))
-    if record.case.division == "open" and record.scope.sample is not None and record.task.kind == "score":
-        out.append((None, None, "a sample shares fewer tokens than the whole set: its rate is not that of a full run"))
-    return out
+        out.append(Message("note.earlier", {"case": case.name, "fields": tuple(later)}))
+    out += map(_resumed, record.restarts)
+    if case.division == "open" and record.scope.sample is not None and record.task.kind == "score":
+        out.append(Message("note.sample"))
+    return [note(one) for one in out]
+
+
+def _resumed(one: Restart) -> Message:
+    source = Message("resumed.record", {"record": one.record[:8]}) if one.record else Message("resumed.folder")
+    told: Values = {"source": source, "step": one.step, "plan": str(one.plan)}
+    if one.passed_over:
+        return Message("note.resumed_past", {**told, "damaged": tuple(one.passed_over)})
+    return Message("note.resumed", told)
 
 
 def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
     """A rank that all others wait for is no fault of the measurement, and worth knowing."""
     slow = stragglers.note(record)
-    return [] if slow is None else [(None, None, slow)]
+    return [] if slow is None else [note(slow)]
 
 
 RULES: tuple[Rule, ...] = (

@@ -20,7 +20,7 @@ from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
 from steelyard.report.spec import page as spec_page
 from steelyard.report.waterfall import page as explain
-from steelyard.report.words import LANGS
+from steelyard.words import LANGS
 
 Kind = TypeVar("Kind")
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}

@@ -28,7 +28,7 @@ from steelyard.report.words import Words
 def page(records: list[Record], lang: Lang) -> Page:
     """The whole page. One case makes the page itself; of several, each is a part of it."""
     say = Words(lang)
-    cases = by_case(records)
+    cases = by_case(records, lang)
     known = places(cases, say)
     single = len(cases) == 1
     title = " · ".join(next(iter(cases))) if single else say("report")
@@ -80,7 +80,7 @@ def _figures(run: Run, say: Words) -> Figures:
     for name in (plan.core, plan.whole, "mfu", record.quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
         known = value is not None and value.value is not None
-        beside = say("not_evaluated") if known and _unevaluated(record, name) else unit(name, value) if known else ""
+        beside = say("not_evaluated") if known and _unevaluated(record, name) else unit(name, value, say.lang) if known else ""
         items.append(Figure(metric_row(name).index, shown(name, value), beside))
     codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
     status = f"{say(record.status)}: {codes}" if codes else say(record.status)
@@ -116,6 +116,6 @@ def _summary(record: Record, say: Words) -> TableRow:
     texts = (case.name, case.size, record.engine.name + many, case.division, case.precision)
     cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]
     for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):
-        said = with_unit(name, record.metrics.get(name))
+        said = with_unit(name, record.metrics.get(name), say.lang)
         cells.append(Cell(f"{said} ({say('not_evaluated')})" if _unevaluated(record, name) else said))
     return TableRow(tuple(cells))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from steelyard import words
 from steelyard.metrics import training
 from steelyard.record.facts import Series as Readings
 from steelyard.record.record import Record, Sample
@@ -40,7 +41,7 @@ def _losses(record: Record, say: Words) -> list[Block]:
     points = _points(enumerate(training.values(record, "loss")))
     if not any(y is not None for _, y in points):
         return []
-    return [Lines(say("chart.loss"), say("chart.loss_x"), "nats", (Curve("loss", _thinned(points)),))]
+    return [Lines(say("chart.loss"), say("chart.loss_x"), words.unit("nats", say.lang), (Curve("loss", _thinned(points)),))]
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
@@ -55,7 +56,9 @@ def _rate(record: Record, say: Words) -> list[Block]:
     working = [sample for sample in samples if sample.counts.get(work)]
     ranks = sorted({sample.rank for sample in working})[:MAX_SERIES]
     series = tuple(
-        Curve(f"rank {rank}" if len(ranks) > 1 else work, _rates([s for s in working if s.rank == rank], work))
+        Curve(
+            say("stragglers.rank", str(rank)) if len(ranks) > 1 else work, _rates([s for s in working if s.rank == rank], work)
+        )
         for rank in ranks
     )
     if not any(y is not None for line in series for _, y in line.points):
@@ -94,18 +97,20 @@ def _drawable(value: Any) -> float | None:
 def _telemetry(record: Record, say: Words) -> list[Block]:
     out: list[Block] = []
     for column, unit in _TELEMETRY:
-        series = tuple(_device_series(record.telemetry, column))
+        series = tuple(_device_series(record.telemetry, column, say))
         if series:
             out.append(Lines(say(f"chart.{column}"), say("chart.time_x"), unit, series[:MAX_SERIES]))
     return out
 
 
-def _device_series(telemetry: list[Readings], column: str) -> Iterable[Curve]:
+def _device_series(telemetry: list[Readings], column: str, say: Words) -> Iterable[Curve]:
     hosts = {one.host for one in telemetry}
     for index, device in enumerate(telemetry):
         points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
         if any(y is not None for _, y in points):
-            yield Curve(f"device {index}" if len(hosts) < 2 else f"{device.host} {device.device}", _thinned(points))
+            yield Curve(
+                say("chart.device", str(index)) if len(hosts) < 2 else f"{device.host} {device.device}", _thinned(points)
+            )
 
 
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:

@@ -5,11 +5,12 @@ from typing import Any
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Quality, Record
-from steelyard.report import charts, hosts, stragglers, waterfall
+from steelyard.report import charts, derived, hosts, stragglers, waterfall
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
-from steelyard.report.words import LANGS, Words
+from steelyard.report.words import Words
+from steelyard.words import LANGS
 
 
 def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
@@ -39,7 +40,7 @@ def _facts(record: Record, environment: str, say: Words) -> Facts:
     items = [
         Fact(say("run.status"), say(record.status), STATUS_TONE[record.status]),
         Fact(say("run.scope"), scope(record, say)),
-        Fact(say("run.quality"), f"{judged}: {quality.note}" if quality.note else judged),
+        Fact(say("run.quality"), say("colon").join(filter(None, (judged, derived.quality_note(record, say))))),
         Fact(say("run.gate"), spelled(_gate(quality))),
         Fact(say("run.environment"), environment),
         Fact(say("run.id"), record.id),
@@ -49,7 +50,7 @@ def _facts(record: Record, environment: str, say: Words) -> Facts:
     ]
     if record.restarts:
         items.append(Fact(say("run.restarts"), counted(len(record.restarts))))
-    return Facts((*items, *(Fact(say("run.note"), note) for note in record.notes)))
+    return Facts((*items, *(Fact(say("run.note"), note) for note in derived.notes(record, say))))
 
 
 def _gate(quality: Quality) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def _gate(quality: Quality) -> dict[str, Any]:
 def _reasons(record: Record, say: Words) -> list[Block]:
     if not record.reasons:
         return []
-    rows = tuple(TableRow((Cell(reason.code, tone="bad"), Cell(reason.text))) for reason in record.reasons)
+    rows = tuple(TableRow((Cell(one.code, tone="bad"), Cell(one.whole(say)))) for one in derived.reasons(record, say))
     return [Table((Column(say("reasons.code")), Column(say("reasons.text"))), rows)]
 
 
@@ -83,7 +84,8 @@ def _metrics(record: Record, say: Words) -> Block:
     for name in in_order(set(record.metrics)):
         value, row = record.metrics[name], metric_row(name, record.metrics[name].unit, record.task)
         interval = UNKNOWN if value.interval is None else " – ".join(formed(row.form, end) for end in value.interval)
-        texts = (row.words(say.lang)[0], name, shown(name, value), unit(name, value), interval, value.note or "")
+        note = derived.metric_note(record, name, say)
+        texts = (row.words(say.lang)[0], name, shown(name, value), unit(name, value, say.lang), interval, note)
         rows.append(TableRow(tuple(Cell(text, tone="strong" if place == 2 else "plain") for place, text in enumerate(texts))))
     heads = (
         Column(say("metrics.name")),
@@ -144,7 +146,7 @@ def _checks(record: Record, say: Words) -> list[Block]:
     if not record.checks:
         return []
     rows = []
-    for check in record.checks:
+    for check in derived.checks(record, say):
         verdict = Cell(say("ok"), tone="good") if check.ok else Cell(say("not_ok"), tone="bad")
         rows.append(TableRow((Cell(check.name), verdict, Cell(check.detail))))
     return [Table(tuple(Column(say(f"checks.{key}")) for key in ("name", "ok", "detail")), tuple(rows))]

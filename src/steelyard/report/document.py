@@ -6,7 +6,9 @@ Every string in it is untrusted and unescaped. A renderer cleans and escapes all
 from dataclasses import dataclass
 from typing import Literal
 
-Lang = Literal["en", "zh"]
+from steelyard import words
+
+Lang = words.Lang
 Align = Literal["left", "right"]
 Tone = Literal["plain", "strong", "muted", "good", "bad"]
 Point = tuple[float, float | None]

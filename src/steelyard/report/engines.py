@@ -37,7 +37,7 @@ def page(records: list[Record], lang: Lang = "en") -> Page | None:
     """What the command line prints after a run of all engines; None where there is nothing to compare."""
     say = Words(lang)
     out: list[Block] = []
-    for case, runs in by_case(records).items():
+    for case, runs in by_case(records, lang).items():
         for group in engines.groups(run.record for run in runs):
             title = " · ".join([*case, _title(group, say)])
             out += [Paragraph(f"{say('engines')}: {title}", "strong"), *_blocks(group, say)]
@@ -115,7 +115,7 @@ def _quality(row: EngineRuns, group: Engines, say: Words) -> Cell:
     if known == UNKNOWN:
         return EMPTY
     judged = all(record.quality.evaluated for record in row.records)
-    return Cell(f"{known} {unit(group.metric, value)}".rstrip(), "" if judged else say("not_evaluated"))
+    return Cell(f"{known} {unit(group.metric, value, say.lang)}".rstrip(), "" if judged else say("not_evaluated"))
 
 
 def _quality_apart(row: EngineRuns, group: Engines, say: Words) -> Cell:

@@ -2,6 +2,7 @@
 
 from math import fsum
 
+from steelyard import words
 from steelyard.metrics import energy, rates
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import GIB
@@ -21,7 +22,8 @@ def hosts(record: Record, say: Words) -> list[Block]:
         return []
     names = ("name", "ranks", "devices", "cpu", *_HOST_UNITS)
     heads = tuple(
-        Column(say(f"hosts.{key}"), _HOST_UNITS.get(key, ""), "right" if key in _HOST_UNITS else "left") for key in names
+        Column(say(f"hosts.{key}"), words.unit(_HOST_UNITS.get(key, ""), say.lang), "right" if key in _HOST_UNITS else "left")
+        for key in names
     )
     return [Table(heads, tuple(TableRow(tuple(map(Cell, _host(record, one)))) for one in record.hosts))]
 
@@ -67,7 +69,10 @@ def ranks(record: Record, say: Words) -> list[Block]:
         cells = (counted(span.rank), _device(record, told.get(span.rank)), place, *numbers, *_speeds(told.get(span.rank)))
         rows.append(TableRow(tuple(map(Cell, cells[: 3 + len(units)]))))
     names = ("rank", "device", "place", *units)
-    heads = tuple(Column(say(f"ranks.{key}"), units.get(key, ""), "right" if key in units else "left") for key in names)
+    heads = tuple(
+        Column(say(f"ranks.{key}"), words.unit(units.get(key, ""), say.lang), "right" if key in units else "left")
+        for key in names
+    )
     return [Table(heads, tuple(rows))]
 
 

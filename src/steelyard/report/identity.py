@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard import words
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.shipped import apart
 from steelyard.record.record import Record
@@ -40,4 +41,4 @@ def tuned(record: Record) -> dict[str, Any]:
 
 def changes(record: Record) -> list[str]:
     """What makes its question or its case another than the shipped one of its name."""
-    return [*changed_question(record.case.origins), *apart(record)]
+    return [*changed_question(record.case.origins), *(words.text(one) for one in apart(record))]

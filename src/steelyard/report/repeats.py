@@ -27,7 +27,7 @@ def page(records: list[Record], lang: Lang = "en") -> Page | None:
     """What the command line prints after repeated runs; None where there is none."""
     say = Words(lang)
     out: list[Block] = []
-    for case, runs in by_case(records).items():
+    for case, runs in by_case(records, lang).items():
         for group, members in _grouped(runs):
             title = " · ".join([*case, _title(group, say)])
             out += [Paragraph(f"{say('repeats')}: {title}", "strong"), *_blocks(group, members, say)]

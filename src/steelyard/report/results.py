@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard import words
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.spans import devices
@@ -90,7 +91,7 @@ def values(runs: list[Run], environments: dict[int, str], say: Words) -> Table:
     """One row a run, then the published rows. `environments` is empty where there is only one."""
     references = published(runs)
     chosen = fields(runs, references)
-    units = {field.name: _common_unit(field, runs) for field in chosen}
+    units = {field.name: _common_unit(field, runs, say) for field in chosen}
     rows = [TableRow(tuple(_cell(field, run, units[field.name], environments, say) for field in chosen)) for run in runs]
     rows += [TableRow(tuple(_published_cell(f, row, units[f.name], say) for f in chosen), "published") for row in references]
     notes = [say("stars"), *(_footnote(row, say) for row in references)]
@@ -106,12 +107,12 @@ def _column(field: Field, common: str | None, say: Words) -> Column:
     return Column(star + title, common or "", "right" if field.metrics else "left", field.strong)
 
 
-def _common_unit(field: Field, runs: list[Run]) -> str | None:
+def _common_unit(field: Field, runs: list[Run], say: Words) -> str | None:
     """The unit for the head of a column, if all runs agree; otherwise each cell carries its own."""
     name = field.metrics[0] if field.metrics else ""
-    units = {unit(name, run.record.metrics[name]) for run in runs if name in run.record.metrics}
+    units = {unit(name, run.record.metrics[name], say.lang) for run in runs if name in run.record.metrics}
     if not units:
-        return metric_row(name).base_unit or None
+        return words.unit(metric_row(name).base_unit, say.lang) or None
     return units.pop() if len(units) == 1 else None
 
 
@@ -126,7 +127,7 @@ def _cell(field: Field, run: Run, common: str | None, environments: dict[int, st
     texts = [shown(name, record.metrics.get(name)) for name in field.metrics]
     text = UNKNOWN if set(texts) == {UNKNOWN} else "/".join("-" if t == UNKNOWN else t for t in texts)
     unevaluated = record.quality.metric in field.metrics and not record.quality.evaluated and text != UNKNOWN
-    own = unit(field.metrics[0], record.metrics.get(field.metrics[0])) if common is None and text != UNKNOWN else ""
+    own = unit(field.metrics[0], record.metrics.get(field.metrics[0]), say.lang) if common is None and text != UNKNOWN else ""
     return Cell(text, say("not_evaluated") if unevaluated else own, "strong" if field.strong else "plain")
 
 
@@ -138,7 +139,7 @@ def _published_cell(field: Field, row: PublishedRow, common: str | None, say: Wo
         return Cell(label, "" if label == ran else say("published.ran", ran))
     found = [_published_number(name, row.values.get(name)) for name in field.metrics]
     if found and found[0] != UNKNOWN:
-        base = metric_row(field.metrics[0]).base_unit
+        base = words.unit(metric_row(field.metrics[0]).base_unit, say.lang)
         return Cell("/".join("-" if text == UNKNOWN else text for text in found), "" if base == (common or "") else base)
     for name in field.instead:
         if name in row.values:
@@ -154,9 +155,9 @@ def _footnote(row: PublishedRow, say: Words) -> str:
     published = row.row
     parts = [
         say("published.note", spelled(published.config)),
-        say("published.source", spelled(published.source)),
+        say("published.source", words.case_text(spelled(published.source), say.lang)),
         say("published.as", spelled(published.published_as), spelled(published.ran_as)),
-        published.note or "",
+        words.case_text(published.note or "", say.lang),
     ]
     return f"[{row.number}] " + say("gap").join(part for part in parts if part)
 

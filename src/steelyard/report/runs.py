@@ -4,11 +4,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from steelyard import words
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record, Value
-from steelyard.report.document import Tone
+from steelyard.report.document import Lang, Tone
 from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.words import Words
 
@@ -35,21 +36,21 @@ class Run:
         return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}{many}"
 
 
-def by_case(records: list[Record]) -> dict[CaseName, list[Run]]:
+def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run]]:
     """Runs of one case and size together: its precisions and divisions are rows of one table."""
     out: dict[CaseName, list[Run]] = {}
     for record in records:
-        runs = out.setdefault(_name(record), [])
+        runs = out.setdefault(_name(record, lang), [])
         runs.append(Run(len(runs) + 1, record))
     return out
 
 
-def _name(record: Record) -> CaseName:
+def _name(record: Record, lang: Lang) -> CaseName:
     """The command line may make another question of a case, a case file of one's own may bear a shipped name, and a shipped
     case may have got another question since: such runs stand apart, under what differs."""
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
-    return (record.case.name, record.case.size, *asked, *apart(record))
+    return (record.case.name, record.case.size, *asked, *(words.text(one, lang) for one in apart(record)))
 
 
 def _value(question: Any, key: str) -> str:
@@ -85,12 +86,12 @@ def shown(name: str, value: Value | None) -> str:
     return UNKNOWN if value is None else formed(metric_row(name, value.unit).form, value.value)
 
 
-def unit(name: str, value: Value | None) -> str:
+def unit(name: str, value: Value | None, lang: Lang = "en") -> str:
     if value is None or metric_row(name, value.unit).form == "percent":
         return ""
-    return value.unit
+    return words.unit(value.unit, lang)
 
 
-def with_unit(name: str, value: Value | None) -> str:
+def with_unit(name: str, value: Value | None, lang: Lang = "en") -> str:
     text = shown(name, value)
-    return text if text == UNKNOWN else f"{text} {unit(name, value)}".rstrip()
+    return text if text == UNKNOWN else f"{text} {unit(name, value, lang)}".rstrip()

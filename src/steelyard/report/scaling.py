@@ -28,7 +28,7 @@ def page(records: list[Record], lang: Lang = "en") -> Page | None:
     """What the command line prints after a sweep over devices; None where there is nothing to compare."""
     say = Words(lang)
     out: list[Block] = []
-    for case, runs in by_case(records).items():
+    for case, runs in by_case(records, lang).items():
         found = scaling.groups(run.record for run in runs)
         for group in found:
             title = " · ".join([*case, _title(group, found, say)])

@@ -152,7 +152,7 @@ def setup(runs: list[Run], say: Words) -> list[Block]:
         return Facts(
             (
                 Fact(say(f"tool.{record.task.kind}"), record.engine.name + details),
-                Fact(say("tune.set"), changed(record, with_origin=True)),
+                Fact(say("tune.set"), changed(record, say)),
                 Fact(say("tune.all"), spelled(_told(record))),
                 Fact(say("plan"), say("plan.text", parallel(record), record.plan.config, record.plan.launcher)),
             )
@@ -161,13 +161,14 @@ def setup(runs: list[Run], say: Words) -> list[Block]:
     return _grouped(runs, facts, say)
 
 
-def changed(record: Record, with_origin: bool = False) -> str:
-    """Tuned values that are not the defaults, as the record's own origins tell."""
+def changed(record: Record, say: Words | None = None) -> str:
+    """Tuned values that are not the defaults, as the record's own origins tell; with where they come from, in words."""
     out = []
     for key, value in _told(record).items():
         origin = _origin(key, record.case.origins)
-        if origin not in (None, "default"):
-            out.append(f"{key}={spelled(value, depth=1)}" + (f" ({origin})" if with_origin else ""))
+        if origin is not None and origin != "default":
+            where = f" ({say.known(f'origin.{origin}', origin)})" if say is not None else ""
+            out.append(f"{key}={spelled(value, depth=1)}{where}")
     return ", ".join(out) or UNKNOWN
 
 

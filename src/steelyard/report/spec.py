@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from steelyard import words
+from steelyard.metrics import ceilings
 from steelyard.plan.ceilings import GROUPS
-from steelyard.record.spec import Bench, Ceiling, SpecRecord
+from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord
+from steelyard.report import derived
 from steelyard.report.document import Block, Cell, Column, Fact, Facts, Heading, Lang, Page, Paragraph, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
 from steelyard.report.runs import STATUS_TONE
@@ -42,14 +45,14 @@ def _device(record: SpecRecord) -> str:
 def _record(record: SpecRecord, level: int, say: Words) -> Iterator[Block]:
     yield _facts(record, say)
     for reason in record.reasons:
-        yield Paragraph(f"{reason.code}: {reason.text}", "bad")
+        yield Paragraph(say("colon").join((reason.code, derived.failure(reason, say).whole(say))), "bad")
     lines = _lines(record)
     for group in GROUPS:
         shown = [one for one in lines if one.bench.group == group]
         if shown:
             yield Heading(level, say(f"spec.{group}"))
-            yield from _group([one for one in shown if one.ceiling.value is not None], say)
-            yield from _absent([one for one in shown if one.ceiling.value is None], say)
+            yield from _group([one for one in shown if one.ceiling.value is not None], record.limits, say)
+            yield from _absent([one for one in shown if one.ceiling.value is None], record.limits, say)
             yield Paragraph(say(f"spec.{group}.note"), "muted")
     yield Paragraph(say("spec.note", counted(record.limits.last), formed("percent", record.limits.within)), "muted")
 
@@ -92,35 +95,40 @@ def _line(every: list[tuple[Bench, Ceiling]]) -> _Line:
     return _Line(*slowest, len({bench.rank for bench, _ in every}), max(known, default=None))
 
 
-def _absent(lines: list[_Line], say: Words) -> Iterator[Block]:
+def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
     """What there is no number of, by reason."""
     reasons: dict[str, list[str]] = {}
     for one in lines:
-        reasons.setdefault(one.ceiling.note or UNKNOWN, []).append(
-            " ".join(filter(None, (one.bench.name, one.bench.precision)))
-        )
+        name = " ".join(filter(None, (one.bench.name, one.bench.precision)))
+        reasons.setdefault(_remark(one.bench, limits, say) or UNKNOWN, []).append(name)
     if reasons:
         yield Paragraph(say("spec.absent"), "strong")
         yield Facts(tuple(Fact(reason, say("comma").join(names)) for reason, names in reasons.items()))
 
 
-def _group(lines: list[_Line], say: Words) -> Iterator[Block]:
+def _remark(bench: Bench, limits: Limits, say: Words) -> str:
+    found = ceilings.remark(bench, limits)
+    return "" if found is None else words.text(found, say.lang)
+
+
+def _group(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
     if lines:
-        yield _table(lines, say)
+        yield _table(lines, limits, say)
 
 
-def _table(lines: list[_Line], say: Words) -> Table:
-    scale, unit = SCALES[lines[0].bench.unit]
+def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
+    scale, name = SCALES[lines[0].bench.unit]
+    unit = words.unit(name, say.lang)
     several = any(one.ranks > 1 for one in lines)
     heads = [Column(say("spec.name")), Column(say("precision")), Column(say("spec.detail"))]
-    heads += [Column(say("spec.amount" if unit == "GiB" else "spec.value"), unit, "right", strong=True)]
+    heads += [Column(say("spec.amount" if name == "GiB" else "spec.value"), unit, "right", strong=True)]
     heads += [Column(say("spec.fastest"), unit, "right")] if several else []
     heads += [Column(say(f"spec.{name}"), sub, "right") for name, sub in (("share", ""), ("clock", "MHz"), ("power", "W"))]
     heads += [Column(say("spec.off"), "", "right"), Column(say("spec.remark"))]
-    return Table(tuple(heads), tuple(_row(one, scale, several, say) for one in lines))
+    return Table(tuple(heads), tuple(_row(one, scale, several, limits, say) for one in lines))
 
 
-def _row(one: _Line, scale: float, several: bool, say: Words) -> TableRow:
+def _row(one: _Line, scale: float, several: bool, limits: Limits, say: Words) -> TableRow:
     bench, ceiling = one.bench, one.ceiling
     ends = "" if ceiling.interval is None else " – ".join(formed("number", end / scale) for end in ceiling.interval)
     detail = spelled(bench.detail) if bench.detail and bench.unit != "B" else ""
@@ -128,7 +136,7 @@ def _row(one: _Line, scale: float, several: bool, say: Words) -> TableRow:
     cells += [Cell(_scaled(ceiling.value, scale), ends)]
     cells += [Cell(_scaled(one.best, scale))] if several else []
     cells += [Cell(formed("percent", ceiling.share)), Cell(formed("number", ceiling.sm_clock_mhz))]
-    cells += [Cell(formed("number", ceiling.power_w)), Cell(_off(bench, say)), Cell(ceiling.note or "")]
+    cells += [Cell(formed("number", ceiling.power_w)), Cell(_off(bench, say)), Cell(_remark(bench, limits, say))]
     return TableRow(tuple(cells))
 
 

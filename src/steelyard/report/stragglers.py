@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from steelyard import words
 from steelyard.metrics import stragglers
 from steelyard.metrics.spans import devices
 from steelyard.metrics.stragglers import RankTime, Stragglers, Unknown
@@ -31,7 +32,7 @@ def section(record: Record, say: Words) -> list[Block]:
         return []
     found = stragglers.find(record)
     if isinstance(found, Unknown):
-        return [Paragraph(found.reason, "muted")]
+        return [Paragraph(words.text(found.reason, say.lang), "muted")]
     return [Paragraph(_sentence(found, say), "strong" if found.slow else "plain"), _table(found, say)]
 
 
@@ -51,7 +52,9 @@ def _sentence(found: Stragglers, say: Words) -> str:
 def _table(found: Stragglers, say: Words) -> Table:
     shown = found.rows[:MOST]
     columns = [one for one in _COLUMNS if any(one[2](row) != UNKNOWN for row in shown)]
-    heads = tuple(Column(say(key), unit or "", "left" if unit is None else "right") for key, unit, _ in columns)
+    heads = tuple(
+        Column(say(key), words.unit(unit or "", say.lang), "left" if unit is None else "right") for key, unit, _ in columns
+    )
     rows = []
     for place, row in enumerate(shown):
         tone: Tone = "strong" if place == 0 and found.slow else "plain"

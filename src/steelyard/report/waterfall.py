@@ -30,7 +30,7 @@ def page(records: list[Record], lang: Lang) -> Page:
     say = Words(lang)
     title = say("explain")
     blocks: list[Block] = [Heading(1, title)]
-    for case, runs in by_case(records).items():
+    for case, runs in by_case(records, lang).items():
         blocks.append(Heading(2, " · ".join(case)))
         for run in runs:
             blocks += [Heading(3, _title(run)), *(section(run.record, say) or [Paragraph(say("all.absent"), "muted")])]

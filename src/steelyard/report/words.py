@@ -1,13 +1,12 @@
-"""The page's own words in its two languages. One row a phrase; text that comes from a record is never translated."""
+"""The page's own words in its two languages. One row a phrase; what a record says is in steelyard.words."""
 
 from dataclasses import dataclass
 
 from steelyard.report import words_comparing, words_explain, words_flagperf, words_spec
 from steelyard.report.document import Lang
+from steelyard.words import LANGS
 
-LANGS: tuple[Lang, ...] = ("en", "zh")
-
-_TABLE: dict[str, tuple[str, str]] = {
+TABLE: dict[str, tuple[str, str]] = {
     "report": ("Steelyard report", "Steelyard 评测报告"),
     "footer": ("Every number on this page comes from the records: {0}", "本页所有数字均来自记录：{0}"),
     # 1 data
@@ -60,6 +59,9 @@ _TABLE: dict[str, tuple[str, str]] = {
     "tool.score": ("Inference tool", "推理工具包"),
     "tool.train": ("Training tool", "训练工具包"),
     "tune.set": ("Optimisation strategy", "优化策略"),
+    "origin.case": ("case", "用例"),
+    "origin.case, size smoke": ("case, size smoke", "用例，规模 smoke"),
+    "origin.command line": ("command line", "命令行"),
     "tune.all": ("All settings", "全部设置"),
     "plan": ("Parallel strategy", "并行策略"),
     "plan.text": ("{1} (nodes x devices), {0}, launcher {2}", "{1}（节点数 x 每节点卡数），{0}，启动器 {2}"),
@@ -93,6 +95,8 @@ _TABLE: dict[str, tuple[str, str]] = {
         "* 为主要指标；/ 表示未知（成对时为 -），原因见运行明细。",
     ),
     "comma": (", ", "，"),
+    "colon": (": ", "："),
+    "quoted": ("“{0}”", "“{0}”"),
     "gap": (" ", ""),
     "valid": ("valid", "有效"),
     "invalid": ("invalid", "无效"),
@@ -293,6 +297,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "chart.rate_y": ("{0} per second", "{0}/秒"),
     "chart.rate_x": ("device time, s", "设备时间，秒"),
     "chart.time_x": ("time, s", "时间，秒"),
+    "chart.device": ("device {0}", "设备 {0}"),
     "chart.power_w": ("Device power", "设备功率"),
     "chart.sm_clock_mhz": ("Device clock", "设备频率"),
     # summary
@@ -315,8 +320,8 @@ class Words:
     lang: Lang
 
     def __call__(self, key: str, *values: str) -> str:
-        return _TABLE[key][LANGS.index(self.lang)].format(*values)
+        return TABLE[key][LANGS.index(self.lang)].format(*values)
 
     def known(self, key: str, fallback: str) -> str:
         """The phrase, or the bare name a record uses where no phrase is written for it."""
-        return self(key) if key in _TABLE else fallback
+        return self(key) if key in TABLE else fallback

@@ -14,6 +14,7 @@ from steelyard.record import record
 from steelyard.record.facts import Environment, HostFacts, RankFacts, Series, Software, Weights
 from steelyard.record.record import (
     FORMULAS,
+    WORDING,
     CaseFacts,
     EngineFacts,
     Failure,
@@ -63,6 +64,7 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
     ranks, first, case = outcome.ranks, outcome.first, resolved.case
     draft = Record(
         formulas=FORMULAS,
+        wording=WORDING,
         id=facts.id,
         created=facts.created,
         status="failed",
@@ -88,7 +90,7 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
         telemetry=facts.telemetry,
         outputs=_outputs(case.question.row, ranks, first, facts.resume),
         checks=[],
-        quality=Quality(metric=case.question.row.quality, value=None, gate=None, evaluated=False, note="the run failed"),
+        quality=Quality(metric=case.question.row.quality, value=None, gate=None, evaluated=False, note=None),
         metrics={},
         restarts=[facts.resume.restart(facts.out)] if facts.resume else [],
         failure=_failure(outcome),

@@ -17,6 +17,7 @@ from steelyard.metrics.busy import Share
 from steelyard.metrics.fit import Machine
 from steelyard.run import environment, load, state
 from steelyard.run.clock import now, sleep
+from steelyard.words import Message
 
 WATCH_S = 1.0  # how long CPU time is counted
 PACKAGES = ("torch", "transformers")
@@ -38,7 +39,7 @@ def machine(accelerator: str | None, records: Path) -> Machine:
         host=state.of_host(row, found),
         others=others(),
         bounds=busy.bounds_of(row.name),
-        free_bytes={"records": free_bytes(records), "temporary files": free_bytes(Path(tempfile.gettempdir()))},
+        free_bytes={"records": free_bytes(records), "temporary": free_bytes(Path(tempfile.gettempdir()))},
         versions={"Python": platform.python_version(), **{name: installed.get(name) for name in PACKAGES}},
         torch_build=torch_build(),
         amx=cpu.amx(),
@@ -73,7 +74,7 @@ def others(watch_s: float = WATCH_S) -> Share:
             sleep(watch_s)
     found = kept.load()
     if found is None:
-        return Share(None, why="this host does not count what its cores do")
+        return Share(None, why=Message("busy.not_counted"))
     return busy.share(found, found.t_s[0], found.t_s[-1])
 
 

@@ -18,6 +18,7 @@ from steelyard.run import environment
 from steelyard.run.earlier import MADE
 from steelyard.run.ready import Ready
 from steelyard.schema import first_problem
+from steelyard.words import text
 
 # What only a worker, or the run itself, tells of an environment.
 LATER = tuple(f"environment.software.{name}" for name in ("variables.", "cuda", "cudnn", "nccl"))
@@ -93,7 +94,7 @@ def remarks(found: Record) -> list[str]:
     """How a record's case stands to the shipped one of its name."""
     if found.case.name not in resolve.names():
         return [f"no case {found.case.name!r} comes with this version: the question is the record's own"]
-    return [f"{said}: the question is the record's own" for said in shipped.apart(found)]
+    return [f"{text(said)}: the question is the record's own" for said in shipped.apart(found)]
 
 
 def _check(found: Record, where: Where) -> None:

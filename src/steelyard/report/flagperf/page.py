@@ -20,7 +20,8 @@ from steelyard.report.flagperf.values import ROW, device, is_made, page_values
 from steelyard.report.numbers import UNKNOWN, bare
 from steelyard.report.runs import by_case, distinct, scope
 from steelyard.report.settings import SETTINGS
-from steelyard.report.words import LANGS, Words
+from steelyard.report.words import Words
+from steelyard.words import LANGS
 
 # By the name of the task.
 LAYOUTS: dict[str, PageLayout] = {
@@ -69,7 +70,7 @@ class Source:
 def pages(records: list[Record], lang: Lang) -> list[CasePage]:
     """One a case, size and kind of accelerator, in the order given."""
     out: list[CasePage] = []
-    for case, members in by_case(records).items():
+    for case, members in by_case(records, lang).items():
         for kind, same in distinct(members, lambda run: device(run.record)).items():
             found = [run.record for run in same]
             source = Source(_layout(found[0]), found, list(case[2:]), Words(lang))

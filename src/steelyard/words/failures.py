@@ -1,0 +1,30 @@
+"""A sentence for each way in which a run fails. What was said at the time cannot be derived again: it stands beside it."""
+
+TABLE: dict[str, tuple[str, str]] = {
+    "failure.raised": ("A worker raised an error", "某个工作进程报错"),
+    "failure.out_of_memory": ("The device or the host ran out of memory", "设备或主机内存不足"),
+    "failure.illegal_instruction": (
+        "A worker was ended by SIGILL: the CPU does not run an instruction that it advertises",
+        "工作进程因 SIGILL 终止：CPU 无法执行其宣称支持的指令",
+    ),
+    "failure.killed": ("A worker ended without a result", "某个工作进程未给出结果就已结束"),
+    "failure.malformed": ("The result of a rank cannot be read", "某个进程的结果无法读取"),
+    "failure.contradiction": ("The parts of the evidence contradict one another", "各项证据相互矛盾"),
+    "failure.stopped": ("A worker was stopped by a signal and never continued", "某个工作进程被信号暂停，且未再继续"),
+    "failure.disk_full": ("No disk space was left", "磁盘空间不足"),
+    "failure.network": ("An all-reduce over all ranks gave a wrong sum", "全部进程的 all-reduce 结果有误"),
+    "failure.data_differ": ("Ranks read different data", "各进程读取的数据不同"),
+    "failure.hang": ("The run hung: there was no sign of life for too long", "运行停滞：长时间没有任何进展"),
+    "failure.time_limit": ("The run exceeded its time limit", "运行超过时间限制"),
+    "failure.interrupted": ("The run was interrupted", "运行被中断"),
+    "failure.not_started": ("The ranks of a host could not be started", "某台主机的进程无法启动"),
+    "failure.agent_killed": ("The agent of this host ended without a word", "本机的代理进程意外结束"),
+    "failure.agent_ended": ("An agent was ended by a signal", "某个代理进程被信号终止"),
+    "failure.connection_lost": ("The connection to a host was lost", "与某台主机的连接中断"),
+    "failure.host_silent": ("A host stopped answering", "某台主机失去响应"),
+    "failure.parent_silent": ("An agent heard nothing from the command for too long", "代理进程长时间未收到主命令的消息"),
+    "failure.parent_gone": ("An agent lost the command", "代理进程与主命令失去联系"),
+    "failure.cancelled": ("The Slurm job was cancelled or ended during the run", "Slurm 作业在运行期间被取消或结束"),
+    "failure.unfinished": ("The run has not ended, or its parent was killed", "运行尚未结束，或其父进程被终止"),
+    "failure.other": ("The run failed", "运行失败"),
+}

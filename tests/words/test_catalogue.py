@@ -1,0 +1,255 @@
+"""One catalogue: every code that is used has a text in both languages, every text is used, and the two say the same values."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+from string import Formatter
+from typing import get_args
+
+import pytest
+
+from steelyard import tasks, words
+from steelyard.case import resolve
+from steelyard.errors import RequestError
+from steelyard.metrics import table
+from steelyard.plan.memory import Parts
+from steelyard.report import words as page
+from steelyard.run.spec import RankStatus
+from steelyard.words import Message, cases, version_1
+
+SRC = Path(words.__file__).parents[1]
+FILES = [path for path in sorted(SRC.rglob("*.py")) if path.parent.name != "words"]
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+CODES = set(words.SHIPPED)
+# Codes that are put together: what they begin with, and who knows what follows.
+FAMILIES = {
+    "part.": {one.name for one in fields(Parts)},
+    "failure.": None,
+    "unit.": None,
+    "items.": None,
+}
+SAID = {"judged": 3, "failed": 2}  # where the code of a check's texts stands among the arguments
+
+
+def placeholders(template: str) -> set[str]:
+    return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+
+
+def calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+                yield path, node
+
+
+def constants(node: ast.expr) -> list[str]:
+    """The strings that an argument may be: itself, or both ends of a choice."""
+    if isinstance(node, ast.IfExp):
+        return constants(node.body) + constants(node.orelse)
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+def literal_keys(node: ast.expr) -> set[str] | None:
+    """The names of values that are written out; None where they come from elsewhere."""
+    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
+        return None
+    return {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
+
+
+MESSAGES = list(calls("Message"))
+CHECKS = [(name, call) for name in SAID for _, call in calls(name)]
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_both_languages_say_the_same_values(code: str) -> None:
+    en, zh = words.SHIPPED[code]
+    assert en
+    assert zh
+    assert placeholders(en) == placeholders(zh)
+
+
+def test_a_missing_translation_would_be_found() -> None:
+    assert placeholders("{a} of {b:.1f}") == {"a", "b"} != placeholders("{a}")
+    assert len(MESSAGES) > 150
+    assert len(CHECKS) > 25
+
+
+def test_every_code_in_the_source_has_a_text() -> None:
+    used = {code for _, call in MESSAGES for code in constants(call.args[0])}
+    assert used - CODES == set()
+
+
+def test_values_that_are_written_out_are_those_of_the_text() -> None:
+    for path, call in MESSAGES:
+        given = literal_keys(call.args[1]) if len(call.args) > 1 else set()
+        for code in constants(call.args[0]):
+            if given is not None:
+                assert placeholders(words.SHIPPED[code][0]) == given, (path, code)
+
+
+def test_codes_are_put_together_in_known_families_alone() -> None:
+    """A code that is a variable comes from a table of codes; one that is a formatted string is of a family."""
+    for path, call in MESSAGES:
+        if isinstance(call.args[0], ast.JoinedStr) and path != SRC / "metrics" / "result.py":  # by the result of a check
+            start = call.args[0].values[0]
+            assert isinstance(start, ast.Constant), path
+            assert start.value in FAMILIES, path
+
+
+def test_every_text_is_used() -> None:
+    said = {
+        node.value
+        for tree in [*TREES.values(), ast.parse((SRC / "words" / "__init__.py").read_text())]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    ends = {f"{code}.{end}" for code in said for end in ("ok", "bad")}
+    unused = {code for code in CODES - said - ends if not code.startswith(tuple(FAMILIES))}
+    assert unused == set()
+
+
+def test_every_check_has_a_text_for_each_result() -> None:
+    """One that is only made where something is wrong has none for ok."""
+    pairs = {code for name, call in CHECKS if name == "judged" for code in constants(call.args[SAID[name]])}
+    for_wrong = {code for name, call in CHECKS if name == "failed" for code in constants(call.args[SAID[name]])}
+    # The code is a variable in one place, chosen between these two.
+    pairs |= {"check.covered", "check.covered_part", "check.accounted", "check.accounted_short"}
+    for_ok = {"check.reported_few", "check.accounted_short"}  # where nothing can be wrong
+    told = {code for code in CODES if code.startswith("check.")}
+    assert told == {
+        *(f"{code}.ok" for code in pairs),
+        *(f"{code}.bad" for code in (pairs | for_wrong) - for_ok),
+    }
+
+
+@pytest.mark.parametrize("code", sorted(code for code in CODES if code.endswith(".ok")))
+def test_the_text_of_a_check_agrees_with_its_result(code: str) -> None:
+    good = words.SHIPPED[code]
+    bad = words.SHIPPED.get(code.removesuffix("ok") + "bad")
+    for place, complaint in (
+        (0, r"without|\bnot\b|\bonly\b|above|exceed|more than|must|missing"),
+        (1, "未通过|仅覆盖|(?<!未)超过|不是|须低于"),
+    ):
+        assert not re.search(complaint, good[place]), good[place]
+        assert bad is None or bad[place] != good[place]
+
+
+def test_what_a_window_leaves_out_is_no_complaint() -> None:
+    """It read "ok: 904 questions without an answer"."""
+    told = {"pass": "infer", "items": 1000, "answered": 96, "nouns": words.items("question"), "missing": 904, "repeated": 0}
+    said = "infer: 96 of 1,000 questions have an answer, none has two; the window (--steps) leaves out the others"
+    assert words.text(Message("check.covered_part.ok", told)) == said
+    assert words.text(Message("check.covered_part.ok", told), "zh").startswith("infer：1,000 道题中有 96 道题有答案")
+
+
+def test_version_1_has_every_note_and_its_parts() -> None:
+    notes = {code for code in CODES if code.startswith("note.")}
+    assert notes == {code for code in version_1.NOTES if code.startswith("note.")}
+    for code, template in version_1.NOTES.items():
+        assert placeholders(template) == placeholders(words.SHIPPED[code][0]), code
+
+
+def test_every_unit_of_every_metric_has_a_text() -> None:
+    units = {"TFLOP/s", "GB/s", "MHz", "W"}  # of pages' own columns
+    for task in tasks.table().values():
+        for metric in table.of_task(task):
+            units |= {metric.unit} if isinstance(metric.unit, str) else set()
+            units |= {metric.base_unit}
+        units |= {f"{task.noun}s/s", f"{task.noun}s/J", f"J/{task.noun}"}
+        assert f"items.{task.noun}" in CODES
+    assert {f"unit.{unit}" for unit in units if unit} == {code for code in CODES if code.startswith("unit.")}
+
+
+def test_every_failure_has_a_sentence() -> None:
+    run = "".join(path.read_text() for path in (SRC / "run").glob("*.py"))
+    made = {*re.findall(r'(?:Verdict|Ended)\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
+    made -= {"running", "done", "request", "ended"}
+    told = {code.removeprefix("failure.") for code in CODES if code.startswith("failure.")}
+    assert made - told == set()
+    docs = (SRC.parents[1] / "docs" / "metrics.md").read_text()
+    assert [code for code in told - {"other"} if f"| `{code}` |" not in docs] == []
+
+
+@pytest.mark.parametrize("name", resolve.names())
+def test_every_text_of_a_shipped_case_has_a_translation(name: str) -> None:
+    told = tomllib.loads((resources.files("steelyard") / "cases" / f"{name}.toml").read_text())
+    texts = [told["title"], told["about"]]
+    texts += [row[key] for row in told.get("reference", []) for key in ("source", "note") if key in row]
+    for text in texts:
+        assert text in cases.CHINESE, text
+        assert words.case_text(text, "en") == text
+        assert re.search(r"[\u4e00-\u9fff]", words.case_text(text, "zh"))
+
+
+def test_a_text_of_a_users_own_case_stays_as_it_is() -> None:
+    assert words.case_text("My model", "zh") == "My model"
+
+
+@pytest.mark.parametrize("key", sorted(page.TABLE))
+def test_the_pages_own_words_say_the_same_values(key: str) -> None:
+    en, zh = page.TABLE[key]
+    assert placeholders(en) == placeholders(zh)
+
+
+def install(folder: Path, *lines: str) -> None:
+    """Texts of another package: a module, and metadata with entry points."""
+    names = [f"text_{number}" for number in range(len(lines))]
+    body = [f"{name} = Text({line})" for name, line in zip(names, lines, strict=True)]
+    (folder / "rhyme_texts.py").write_text("\n".join(["from steelyard.words import Text", *body]))
+    info = folder / "rhyme_texts-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rhyme_texts\nVersion: 1.0\n")
+    entries = [f"{name} = rhyme_texts:{name}" for name in names]
+    (info / "entry_points.txt").write_text("\n".join([f"[{words.GROUP}]", *entries]))
+
+
+def test_a_package_brings_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        tmp_path,
+        '"rhyme.no_pair", "no word rhymes with {word}", "没有词与 {word} 押韵"',
+        '"unit.rhymes/s", "rhymes/s", "韵/s"',
+        '"items.rhyme", "rhymes", "韵"',
+    )
+    monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = Message("rhyme.no_pair", {"word": "month"})
+    assert (words.text(said), words.text(said, "zh")) == ("no word rhymes with month", "没有词与 month 押韵")
+    assert (words.unit("rhymes/s", "en"), words.unit("rhymes/s", "zh"), words.unit("odes/s", "zh")) == (
+        "rhymes/s",
+        "韵/s",
+        "odes/s",
+    )
+    assert (words.items("rhyme"), words.items("ode")) == (Message("items.rhyme"), "odes")
+
+
+def test_a_text_that_is_there_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, '"quality.random", "other words", "别的话"')
+    monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RequestError, match=r"text 'quality\.random' is there twice"):
+        words.table()
+    assert words.text(Message("quality.random")) == "the weights are random"
+
+
+def test_a_text_of_a_package_that_is_gone_is_its_code_and_values() -> None:
+    assert words.text(Message("rhyme.no_pair", {"word": "month"}), "zh") == "rhyme.no_pair month"
+
+
+def test_lists_and_nested_messages() -> None:
+    keys = Message("note.question", {"keys": ("a", "b")})
+    assert words.text(keys) == "different question: a, b changed on the command line"
+    assert words.text(keys, "zh") == "题目与用例不同：命令行修改了 a、b"
+    both = words.both(Message("quality.random"), None, Message("quality.window"))
+    assert both is not None
+    assert words.text(both) == "the weights are random; the scope is a window"
+    assert words.text(both, "zh") == "权重为随机值；范围为窗口"
+    assert words.both(None, None) is None
+
+
+def test_values_are_never_templates() -> None:
+    assert words.text(Message("quality.no_base", {"metric": "{0.__class__}"})) == "{0.__class__} is unknown"

@@ -1,0 +1,142 @@
+"""Whole Chinese pages of published records: no English sentence is left but names and what is quoted."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.records import RUNS, SPECS
+from steelyard import report
+from steelyard.metrics import ceilings
+from steelyard.record import record, spec
+from steelyard.report import derived
+from steelyard.report.words import Words
+
+# Three words and more in a row. What touches a digit, a sign of a path or an equals sign is an identifier.
+ENGLISH = re.compile(r"(?<![\w.=/\\-])[A-Za-z]{2,}(?:[,;:]? [A-Za-z]{2,}){2,}(?![\w=/])")
+# Names and terms of the field, which Chinese texts keep too.
+NAMES = ("model flops utilization",)
+
+
+@cache
+def told(path: Path) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(path.read_bytes())
+    return table
+
+
+def smallest(**wanted: str) -> Path:
+    def fits(path: Path) -> bool:
+        one = told(path)
+        return all((one["case"] if key == "name" else one)[key] == value for key, value in wanted.items())
+
+    return min(filter(fits, RUNS), key=lambda path: path.stat().st_size)
+
+
+CASES = sorted({told(path)["case"]["name"] for path in RUNS})
+PAGES = {
+    **{name: smallest(name=name, status="valid") for name in CASES},
+    "failed": smallest(status="failed"),
+    "invalid": smallest(status="invalid"),
+}
+
+
+class Shown(HTMLParser):
+    """What a reader of a page sees of it, but for code: the tails of programs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside.append(tag)
+        self.text += "\n"
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.inside and self.inside.pop() != tag:
+            pass
+        self.text += "\n"
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "pre", "script"} & set(self.inside):
+            self.text += data
+
+
+def page(path: Path, format: str) -> str:
+    text = report.render([record.read(path)], format, "zh")
+    if format == "html":
+        shown = Shown()
+        shown.feed(text)
+        return shown.text
+    return re.sub(r"^    .*$", "", text, flags=re.MULTILINE)  # code
+
+
+def evidence(found: dict[str, Any]) -> Iterator[str]:
+    """What is no text of this program: names of machines and packages, sources, and what programs said."""
+    yield json.dumps(found["environment"], ensure_ascii=False)
+    yield json.dumps(found["engine"], ensure_ascii=False)
+    yield json.dumps([found["site"], found["data"], found["weights"], found["failure"], found["reasons"]], ensure_ascii=False)
+
+
+def english(text: str, known: str) -> list[str]:
+    plain = re.sub(r"\s+", " ", known)
+    return [one for one in ENGLISH.findall(text) if one not in plain and one not in NAMES]
+
+
+@pytest.mark.parametrize("format", ["text", "md", "html"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_chinese_page_is_chinese(name: str, format: str) -> None:
+    assert english(page(PAGES[name], format), " ".join(evidence(told(PAGES[name])))) == []
+
+
+def test_an_english_sentence_would_be_found() -> None:
+    said = "检查：train: every rank took all steps，micro_batch=4 与 NVIDIA H200"
+    assert english(said, "") == ["train: every rank took all steps"]
+    assert len(CASES) == 6
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
+def test_a_chinese_page_of_a_machine_is_chinese(path: Path) -> None:
+    found = ceilings.read(path)
+    texts = [one.reason or "" for one in found.benches] + [str(one.detail.get("how", "")) for one in found.benches]
+    names = [one.name for one in found.benches]
+    known = json.dumps([told(path)["environment"], texts, names], ensure_ascii=False)
+    page = report.render_spec([spec.read(path)], "md", "zh")
+    assert english(page, known) == []
+    assert "不稳定" in page or not any(one.note and one.note.startswith("not steady") for one in found.ceilings)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_is_derived_is_what_is_stored(name: str) -> None:
+    """In English a page says what a new record would hold; codes, names and results are those of the record."""
+    found = record.read(PAGES[name])
+    checks = derived.checks(found, Words("en"))
+    assert {(one.name, one.ok) for one in found.checks} <= {(one.name, one.ok) for one in checks}
+    assert [one.code for one in derived.reasons(found, Words("zh"))] == [one.code for one in found.reasons]
+    assert all(re.search(r"[\u4e00-\u9fff]", one.detail) for one in derived.checks(found, Words("zh")))
+    assert len(derived.notes(found, Words("zh"))) >= len(found.notes)
+    for metric, value in found.metrics.items():
+        assert bool(derived.metric_note(found, metric, Words("zh"))) == bool(value.note), metric
+    assert bool(derived.quality_note(found, Words("zh"))) == (not found.quality.evaluated)
+
+
+def test_a_failure_is_said_and_quoted() -> None:
+    found = record.read(PAGES["failed"])
+    first = derived.reasons(found, Words("zh"))[0]
+    assert first.quoted == found.reasons[0].text
+    assert first.whole(Words("zh")) == f"{first.text}：“{first.quoted}”"
+    other = found.model_copy(update={"reasons": [record.Reason(code="new_one", text="why")]})
+    assert derived.reasons(other, Words("en"))[0].whole(Words("en")) == "The run failed: “why”"
+
+
+def test_text_that_does_not_follow_from_samples_is_shown_as_it_is() -> None:
+    found = record.read(PAGES["llama2-7b-mmlu"])
+    checks = [record.Check(name="mine", ok=False, detail="what I found")]
+    forged = found.model_copy(update={"checks": checks, "notes": ["my note"]})
+    assert [one.detail for one in derived.checks(forged, Words("zh"))] == ["what I found"]
+    assert derived.notes(forged, Words("zh")) == ["my note"]
