@@ -3,6 +3,7 @@
 Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no builder has to remember.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,12 +12,16 @@ Align = Literal["left", "right"]
 Tone = Literal["plain", "strong", "muted", "good", "bad"]
 Point = tuple[float, float | None]
 RowKind = Literal["measured", "published", "total"]
+Priority = Literal[1, 2, 3]  # of a column: 1 stays on the narrowest page, 3 goes first
 
 
 @dataclass(frozen=True)
 class Heading:
+    """`anchor` is the id by which a link finds it."""
+
     level: int
     text: str
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,15 +57,17 @@ class Column:
     sub: str = ""
     align: Align = "left"
     strong: bool = False
+    priority: Priority = 1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`sub` is a second, quieter line."""
+    """`sub` is a second, quieter line. `link` is an anchor on the same page."""
 
     text: str
     sub: str = ""
     tone: Tone = "plain"
+    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,86 @@ class Stack:
     parts: tuple[Share, ...]
 
 
-Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack
+@dataclass(frozen=True)
+class Bar:
+    """A run in a chart of bars. `interval` is that of 95 %; a value of None is not drawn, and `text` says so."""
+
+    value: float | None
+    text: str
+    interval: tuple[float, float] | None = None
+    valid: bool = True
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A value from elsewhere, such as a published one: a marked line."""
+
+    value: float
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One metric of every run. The axis goes from `low` to `high`."""
+
+    title: str
+    unit: str
+    bars: tuple[Bar, ...]
+    references: tuple[Reference, ...] = ()
+    low: float = 0.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True)
+class BarLabel:
+    """Which run a row of bars belongs to."""
+
+    text: str
+    sub: str = ""
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Runs side by side, a row a run and a panel a metric. Only html draws it; the numbers are in the table below it."""
+
+    title: str
+    text: str  # what it shows, for those who do not see it
+    labels: tuple[BarLabel, ...]
+    panels: tuple[Panel, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the contents, with the lines below it."""
+
+    text: str
+    link: str
+    tone: Tone = "plain"
+    items: tuple["Entry", ...] = ()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Links to the parts of the page. Only html has them."""
+
+    title: str
+    items: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A part of the page that is closed until it is asked for, on paper too. Other formats print it at its place."""
+
+    heading: Heading
+    note: str
+    tone: Tone
+    blocks: tuple["Block", ...]
+
+
+Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
 
 
 @dataclass(frozen=True)
@@ -137,3 +223,11 @@ class Page:
     lang: Lang
     blocks: tuple[Block, ...]
     footer: str = ""
+
+
+def walk(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Every block, those inside of others too, in the order in which they are read."""
+    for block in blocks:
+        yield block
+        if isinstance(block, Fold):
+            yield from walk((block.heading, *block.blocks))
