@@ -66,8 +66,9 @@ def _block(block: Block) -> str:
             return f"{_strong(escape(status))} {escape(title)}: {escape(listed)}"
         case Table():
             return _table(block)
-        case Fold(heading, note, _, blocks):
-            return "\n\n".join(_parts((heading, Paragraph(note, "muted"), *blocks) if note else (heading, *blocks)))
+        case Fold(heading, note, _, blocks, sub):
+            said = " · ".join(part for part in (sub, note) if part)
+            return "\n\n".join(_parts((heading, *([Paragraph(said, "muted")] if said else []), *blocks)))
         case Lines() | Stack() | Bars() | Contents():
             return ""
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 Lang = Literal["en", "zh"]
 Align = Literal["left", "right"]
-Tone = Literal["plain", "strong", "muted", "good", "bad"]
+Tone = Literal["plain", "strong", "muted", "good", "bad", "lead"]
 Point = tuple[float, float | None]
 RowKind = Literal["measured", "published", "total"]
 Priority = Literal[1, 2, 3]  # of a column: 1 stays on the narrowest page, 3 goes first
@@ -61,13 +61,21 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Link:
+    """To an anchor on the same page."""
+
+    text: str
+    anchor: str
+
+
+@dataclass(frozen=True)
 class Cell:
-    """`sub` is a second, quieter line. `link` is an anchor on the same page."""
+    """`sub` is a second, quieter line. `links` say the same as `sub`, where a page can be clicked."""
 
     text: str
     sub: str = ""
     tone: Tone = "plain"
-    link: str = ""
+    links: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,12 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
+    """`pinned`: the first column stays in sight where the others are scrolled."""
+
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
     footnotes: tuple[str, ...] = ()
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,12 +148,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Bar:
-    """A run in a chart of bars. `interval` is that of 95 %; a value of None is not drawn, and `text` says so."""
+    """A value in a chart of bars; None is not drawn. `interval` is that of 95 %. `text` has both for those who read it."""
 
     value: float | None
+    shown: str
     text: str
     interval: tuple[float, float] | None = None
-    valid: bool = True
 
 
 @dataclass(frozen=True)
@@ -150,50 +161,40 @@ class Reference:
     """A value from elsewhere, such as a published one: a marked line."""
 
     value: float
+    mark: str
     text: str
-    label: str
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric of every run. The axis goes from `low` to `high`."""
+    """One metric of every row. Its axis goes from `low` to `high`; a `note` says so where it does not begin at 0."""
 
     title: str
     unit: str
     bars: tuple[Bar, ...]
-    references: tuple[Reference, ...] = ()
-    low: float = 0.0
-    high: float = 1.0
+    references: tuple[Reference, ...]
+    low: float
+    high: float
+    note: str = ""
 
 
 @dataclass(frozen=True)
-class BarLabel:
-    """Which run a row of bars belongs to."""
+class BarRow:
+    """Whose bars stand in a row. `colour` is the same for rows of the same kind; a row that is not `valid` is drawn hollow."""
 
     text: str
-    sub: str = ""
-    link: str = ""
+    sub: str
+    colour: int = 0
+    valid: bool = True
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Runs side by side, a row a run and a panel a metric. Only html draws it; the numbers are in the table below it."""
+    """Runs side by side, a row a run and a panel a metric. Only html draws it; the numbers are in the table beside it."""
 
     title: str
-    text: str  # what it shows, for those who do not see it
-    labels: tuple[BarLabel, ...]
+    rows: tuple[BarRow, ...]
     panels: tuple[Panel, ...]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A line of the contents, with the lines below it."""
-
-    text: str
-    link: str
-    tone: Tone = "plain"
-    items: tuple["Entry", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class Contents:
     """Links to the parts of the page. Only html has them."""
 
     title: str
-    items: tuple[Entry, ...]
+    items: tuple[Link, ...]
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,10 @@ class Fold:
     """A part of the page that is closed until it is asked for, on paper too. Other formats print it at its place."""
 
     heading: Heading
-    note: str
+    note: str  # its state, in a tone
     tone: Tone
     blocks: tuple["Block", ...]
+    sub: str = ""  # what tells it from others, quietly
 
 
 Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
