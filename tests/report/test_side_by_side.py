@@ -151,6 +151,8 @@ def test_published_rows_follow() -> None:
     assert row == [*name, "10,000", "50.0% nominal", "/", "33.0", "/", ""]
     assert found.rows[1].kind == "published"
     assert found.footnotes[1].startswith("Published, not measured here: [1];")
+    md = report.render([rated(1, 40000.0, case__reference=[PUBLISHED])], "md", "en")
+    assert "| _fp32_<br>ran fp16 |  | _10,000_ |" in md
 
 
 def test_bars_have_intervals_and_published_lines() -> None:

@@ -104,6 +104,6 @@ def _cell(cell: Cell, row: TableRow) -> str:
     said = escape(cell.text)
     if cell.tone in ("strong", "bad") and said:
         said = _strong(said)
-    if row.kind == "published":
+    if row.kind == "published" and said:
         said = f"_{said}_"
     return f"{said}<br>{escape(cell.sub)}" if cell.sub else said
