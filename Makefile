@@ -2,6 +2,8 @@
 # make test   sets up, runs the fast tests
 # make check  lint, types and all tests, as CI runs it
 # make engines  the tests of engines that live in a virtual environment of their own; a part of make check
+# make browser  the tests of the page in a real browser; a part of make check
+# make screenshots  the pictures of docs/images, anew
 # make long   the tests that take longer than CI may
 # make faults every fault of docs/faults.md, and its table anew
 # make hard   every attack of docs/faults.md, and its table anew
@@ -13,7 +15,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check engines engine-megatron engine-paddle long faults hard gpu-test lint types clean
+.PHONY: setup run test check engines engine-megatron engine-paddle browser screenshots long faults hard gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -39,8 +41,9 @@ types: setup
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/engine_paddle --ignore=tests/engine_megatron -m "not gpu and not long"
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/engine_paddle --ignore=tests/engine_megatron --ignore=tests/browser -m "not gpu and not long"
 	$(MAKE) engines
+	$(MAKE) browser
 
 engines: engine-megatron engine-paddle
 
@@ -65,6 +68,16 @@ engine-paddle: setup .venv-paddle/ready
 	mv .venv-megatron/seen.pth "$$(.venv-megatron/bin/python -c 'import site; print(site.getsitepackages()[0])')"
 	.venv-megatron/bin/python -m pip install --quiet -e '.[megatron]'
 	touch $@
+
+# Skipped with the reason (-rs) where there is no browser and none can be installed.
+browser: .venv-browser/ready
+	.venv-browser/bin/python -m pytest $(PARALLEL) -rs tests/browser
+
+screenshots: .venv-browser/ready
+	.venv-browser/bin/python tests/browser/screenshots.py docs/images
+
+.venv-browser/ready: .venv/ready tests/browser/setup.sh
+	BIN=$(BIN) sh tests/browser/setup.sh
 
 long: setup
 	$(BIN)/python -m pytest -m long

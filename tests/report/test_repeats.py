@@ -9,7 +9,7 @@ from fixtures.report import make
 from steelyard import report
 from steelyard.cli import repeats as verb
 from steelyard.record.record import Record
-from steelyard.report.document import Heading, Page, Paragraph, Table
+from steelyard.report.document import Heading, Page, Paragraph, Table, walk
 
 WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
 
@@ -70,15 +70,16 @@ def test_no_valid_run_is_named_without_a_table() -> None:
 
 def test_a_page_has_the_section_where_runs_were_repeated() -> None:
     def sections(records: list[Record], lang: Any) -> list[Any]:
-        blocks = report.page(records, lang).blocks
+        blocks = walk(report.page(records, lang).blocks)
         return [block for block in blocks if isinstance(block, Heading) and block.text in ("Repeats", "重复运行")]
 
     assert sections(RUNS, "en") == [Heading(3, "Repeats")]
     assert sections(RUNS, "zh") == [Heading(3, "重复运行")]
     assert sections(RUNS[:1], "en") == []
-    page = report.page(RUNS, "en")
-    at = page.blocks.index(Heading(3, "Repeats"))
-    assert page.blocks[at + 1] == Paragraph("Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200", "strong")
+    blocks = list(walk(report.page(RUNS, "en").blocks))
+    assert blocks[blocks.index(Heading(3, "Repeats")) + 1] == Paragraph(
+        "Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200", "strong"
+    )
     for format_ in report.FORMATS:
         assert "95.03" in report.render(RUNS, format_, "en")
 

@@ -1,26 +1,28 @@
 """The page in three formats and two languages, from made-up records."""
 
+import base64
+import hashlib
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from fixtures.report import ENVIRONMENT, METRICS, everything, failed, make, question, samples, training
+from fixtures.report import ENVIRONMENT, METRICS, everything, failed, hostile, make, question, samples, training
 from steelyard import report
 from steelyard.case.resolve import resolve
 from steelyard.errors import RequestError
 from steelyard.metrics import table as metrics
 from steelyard.record.record import Record
+from steelyard.report import as_html
 from steelyard.report.as_md import escape
-from steelyard.report.document import Cell, Column, Curve, Lines, Page, Stack, Table, TableRow
+from steelyard.report.document import Cell, Column, Curve, Lines, Page, Stack, Table, TableRow, walk
 from steelyard.report.numbers import counted, formed, spelled
 from steelyard.report.plain import clean, lines, width, wrap
 from steelyard.report.plot import plot
-
-HOSTILE = "<script>alert(1)</script>|`x`\x1b[31m**red**\x1b]0;title\x07\nnew\u202eline & <img src=http://evil.example/x>"
 
 
 def line_with(text: str, start: str) -> str:
@@ -69,6 +71,18 @@ class Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
+def own(name: str) -> str:
+    return (Path(as_html.__file__).parent / "templates" / name).read_text("utf-8")
+
+
+def scripts(text: str) -> list[str]:
+    return re.findall(r"<script>(.*?)</script>", text, re.S)
+
+
+def sha256(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
 VALUES = ["38,120", "38,645", "45,903", "46,387", "62.1%", "45.8%/45.8%", "31.3/139.8", "158,230"]
 
 
@@ -80,8 +94,10 @@ def test_rows_in_text() -> None:
     )
     assert line_with(text, "#1 torch").split() == ["#1", "torch", "bf16", "closed", "412.6", *VALUES]
     assert line_with(text, "valid, full") == "valid, full"
+    name = ["NVIDIA", "A100-SXM4-40GB", "×", "1"]
+    assert line_with(text, "NVIDIA A100-SXM4-40GB").split()[:4] == name
     published = ["fp32", "/", "4,143", "5,455", "5,469", "5,676", "5,952", "53.4%", "45.8%/45.8%", "35.0/40.0", "/"]
-    assert line_with(text, "published [2]").split() == ["published", "[2]", *published]
+    assert [line.split()[2:] for line in text.splitlines() if line.startswith("published [2] ")][1] == published
     assert "[2] Published, not measured here: 1x NVIDIA A100-SXM4-40GB" in text
     assert "Published as fp32, ran as tf32." in text
     assert "- Accelerator:             NVIDIA H200 (139.8 GiB)\n" in text
@@ -98,8 +114,8 @@ def test_rows_in_markdown() -> None:
     assert "| **#4 torch**<br>failed, full | fp32 | closed | / | / | / | / | **/** | **/** | / | / |" in en
     assert "| _published \\[1\\]_ | _fp16_ | _/_ | _2,558_ | _8,597_<br>tokens/s |" in en
     assert "| #2 torch<br>有效，窗口：1404 个样本 | bf16 | open |" in zh
-    assert "| **推理计算吞吐量** | **\\*p_infer_core** | 推理遍：不包含 IO 部分耗时 |" in zh
-    assert "## 4. 运行情况（llama2-7b-mmlu）" in zh
+    assert "| 推理计算吞吐量 | p_infer_core | 推理遍：不包含 IO 部分耗时 |" in zh
+    assert "\n## 对比\n" in zh
     assert "- Quality: acc = 25.1%, not evaluated: the scope is a window" in en
     assert en.count("Published as fp16, ran as fp16.") == 1
 
@@ -107,7 +123,7 @@ def test_rows_in_markdown() -> None:
 def test_rows_in_html() -> None:
     rows = html_text(report.render([make()], "html", "en")).rows
     assert ["#1 torch valid, full", "bf16", "closed", "412.6", *VALUES] in rows
-    assert ["#1 torch · bf16 · closed", "62.1%", "62.7%", "81.2%", "66.3%", "65.0%"] in rows
+    assert ["#1 NVIDIA H200 × 1 · torch · bf16 · closed", "62.1%", "62.7%", "81.2%", "66.3%", "65.0%"] in rows
     assert ["Inference rate, core", "p_infer_core", "46,387", "tokens/s", "46,302 – 46,473", ""] in rows
     assert [
         "Harness overhead",
@@ -125,8 +141,17 @@ def test_html_is_whole_and_loads_nothing(lang: str) -> None:
     text = report.render(everything(), "html", lang)
     page = html_text(text)
     assert page.open == []
-    assert page.tags.isdisjoint({"script", "img", "link", "iframe", "object", "a", "base", "form"})
-    assert {name for name, _ in page.attributes}.isdisjoint({"src", "href", "xlink:href", "srcset", "onload", "onerror"})
+    assert page.tags.isdisjoint({"img", "link", "iframe", "object", "base", "form"})
+    assert {name for name, _ in page.attributes}.isdisjoint({"src", "xlink:href", "srcset", "onload", "onerror", "style"})
+    ids = [value for name, value in page.attributes if name == "id"]
+    links = {value for name, value in page.attributes if name == "href"}
+    assert len(ids) == len(set(ids))
+    assert links == {f"#{one}" for one in ids if one != "open-all"}
+    assert scripts(text) == [own("page.js")]
+    policy = next(value for name, value in page.attributes if name == "content" and value and "default-src" in value)
+    assert policy.startswith(
+        f"default-src 'none'; style-src '{sha256(own('style.css'))}'; script-src '{sha256(own('page.js'))}';"
+    )
     assert "@import" not in text
     assert "url(" not in text
     assert f'<html lang="{ {"en": "en", "zh": "zh-CN"}[lang] }">' in text
@@ -134,46 +159,14 @@ def test_html_is_whole_and_loads_nothing(lang: str) -> None:
     assert {"svg", "path"} <= page.tags
 
 
-def hostile() -> Record:
-    """Every free text of a record is hostile."""
-
-    def poison(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: poison(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [poison(item) for item in value]
-        return HOSTILE if isinstance(value, str) else value
-
-    table = failed().model_dump(mode="json", by_alias=True)
-    kept = {key: table[key] for key in ("schema", "kind", "status", "scope", "samples")}
-    asked = table["case"]["question"]
-    question = {**asked, "precision": {**asked["precision"], "name": HOSTILE}}
-    question["data"] = {**asked["data"], "fingerprint": HOSTILE}
-    made = make().model_dump(mode="json")
-    out = {**poison(table), **kept, "telemetry": made["telemetry"], "samples": make().model_dump(by_alias=True)["samples"]}
-    out["case"] = {**out["case"], "question": question}
-    out["metrics"] = {
-        HOSTILE: {"value": 1.0, "unit": HOSTILE, "note": HOSTILE},
-        "mfu": {"value": None, "unit": "", "note": HOSTILE},
-    }
-    out |= {"checks": [{"name": HOSTILE, "ok": False, "detail": HOSTILE}], "budget": {HOSTILE: 2.0}, "site": {HOSTILE: HOSTILE}}
-    out |= {
-        "data": {"source": HOSTILE, "rows": 1, "fingerprint": HOSTILE, "published": None, HOSTILE: HOSTILE},
-        "weights": {"source": HOSTILE, HOSTILE: {HOSTILE: HOSTILE}},
-        "tune": {**table["tune"], "parallel": HOSTILE, "attention": HOSTILE},
-        "notes": [HOSTILE],
-        "hashes": {"record": HOSTILE},
-    }
-    return Record.model_validate(out)
-
-
 @pytest.mark.parametrize("lang", report.LANGS)
 def test_hostile_text_stays_text(lang: str) -> None:
     records = [hostile(), make()]
     html = report.render(records, "html", lang)
     page = html_text(html)
-    assert page.tags.isdisjoint({"script", "img"})
+    assert page.tags.isdisjoint({"img"})
     assert page.open == []
+    assert scripts(html) == [own("page.js")]
     assert "<script>alert(1)</script>" in page.text
     md = report.render(records, "md", lang)
     fenced = re.compile(r"^(`{3,})text\n.*?\n\1$", re.M | re.S)
@@ -182,7 +175,7 @@ def test_hostile_text_stays_text(lang: str) -> None:
     assert set(re.findall(r"<[^>]*>", outside)) == {"<br>"}
     assert not re.search(r"(?<!\\)`", outside)
     columns = {len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line.startswith("| ")}
-    assert columns <= {3, 4, 5, 7, 12, 13}
+    assert columns <= {3, 4, 5, 7, 11, 12, 13}
     text = report.render(records, "text", lang) + report.text(report.table(records, "zh" if lang == "zh" else "en"))
     for out in (html, md, text):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out)
@@ -254,7 +247,7 @@ def test_failed_and_invalid_say_why() -> None:
     assert "No metric could be derived from this run." in text
 
 
-def test_several_cases_share_one_environment() -> None:
+def test_sizes_of_a_case_have_tables_of_their_own() -> None:
     other = {**ENVIRONMENT, "software": {**ENVIRONMENT["software"], "driver": "999.1"}}
     smoke = {
         "case__size": "smoke",
@@ -265,11 +258,20 @@ def test_several_cases_share_one_environment() -> None:
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## llama2-7b-mmlu · full",
         "## llama2-7b-mmlu · smoke",
+        "## What the metrics mean",
+        "## Runs",
     ]
-    assert text.count("- Driver: 570.86") == 1
-    assert text.count("As E1 above.") == 1
-    assert text.count("The published rows are of size full; runs of size smoke cannot be compared with them.") == 1
-    assert "| #2 torch<br>valid, full, E2 |" in text
+    assert text.count("- Driver: 570.86") == 2
+    assert text.count("- Driver: 999.1") == 1
+    first, second = text.partition("## llama2-7b-mmlu · smoke")[::2]
+    alone = "The published rows are of size full; runs of size smoke cannot be compared with them."
+    assert (first.count(alone), second.partition("## What")[0].count(alone)) == (0, 2)  # below both tables of its values
+    assert "| NVIDIA H200 × 1<br>#1 |" in first
+    assert "| NVIDIA H200 × 1<br>#1, #2 |" in second
+    assert (
+        "- NVIDIA H200 × 1: AMD EPYC 9454 48-Core Processor, 16 cores, 128.0 GiB · Ubuntu 24.04 · driver 999.1 · 1 run\n"
+        in text
+    )
 
 
 def test_training_has_its_own_columns() -> None:
@@ -339,11 +341,11 @@ def test_training_in_every_format(format: str, lang: str) -> None:
 )
 def test_charts_of_training(lang: Any, titles: list[str]) -> None:
     record = trained(losses=[9.0, None, 7.0, 6.0], aside={1: ("evaluate", 0.5)})
-    loss, rate = [block for block in report.page([record], lang).blocks if isinstance(block, Lines)]
+    loss, rate = [block for block in walk(report.page([record], lang).blocks) if isinstance(block, Lines)]
     assert [loss.title, rate.title] == titles
     assert [one.points for one in loss.series] == [((0.0, 9.0), (1.0, None), (2.0, 7.0), (3.0, 6.0))]
     assert [[y for _, y in one.points] for one in rate.series] == [[50.0, 100.0, 100.0, 100.0], [50.0, 100 / 1.5, 100.0, 50.0]]
-    [alone, level] = [block for block in report.page([training()], lang).blocks if isinstance(block, Lines)]
+    [alone, level] = [block for block in walk(report.page([training()], lang).blocks) if isinstance(block, Lines)]
     assert (alone.level, level.level, level.level_label) == (None, 100 / 0.75, "p_core")
 
 
@@ -403,7 +405,7 @@ def test_what_no_machine_says_is_no_record(place: str, value: Any) -> None:
 
 
 def test_charts() -> None:
-    blocks = report.page([make()], "en").blocks
+    blocks = list(walk(report.page([make()], "en").blocks))
     charts = [block for block in blocks if isinstance(block, Lines)]
     assert [chart.title for chart in charts] == ["Rate of each batch, infer pass", "Device power", "Device clock"]
     first = make().samples[0]
@@ -413,13 +415,13 @@ def test_charts() -> None:
     [stack] = [block for block in blocks if isinstance(block, Stack)]
     assert [part.name for part in stack.parts] == ["val", "infer", "compile", "load", "import", "harness"]
     drawn = plot(Lines("t", "x", "y", (Curve("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),)))
-    assert drawn.paths[0].d == "M64.0 200.0h0L504.0 107.0M944.0 17.7h0"
+    assert drawn.paths[0].d == "M0.0 180.0h0L500.0 90.0M1000.0 3.6h0"
     assert [tick.text for tick in drawn.y_ticks] == ["0", "20", "40", "60", "80", "100"]
 
 
 def test_many_samples_are_put_together_as_totals() -> None:
     record = make(samples=samples(count=1000))
-    [chart, *_] = [block for block in report.page([record], "en").blocks if isinstance(block, Lines)]
+    [chart, *_] = [block for block in walk(report.page([record], "en").blocks) if isinstance(block, Lines)]
     points = chart.series[0].points
     assert len(points) == 334
     three = record.samples[:3]
@@ -458,7 +460,7 @@ def test_unknown_requests(format: str, lang: str, said: str) -> None:
 def test_steps_without_work_are_not_drawn() -> None:
     steps = [{**step, "pass": "val"} for step in samples(count=3)]
     steps.append({**steps[-1], "step": 3, "start_s": 2.2, "end_s": 2.3, "counts": {}})
-    [chart, *_] = [block for block in report.page([make(samples=steps)], "en").blocks if isinstance(block, Lines)]
+    [chart, *_] = [block for block in walk(report.page([make(samples=steps)], "en").blocks) if isinstance(block, Lines)]
     assert (chart.title, len(chart.series[0].points), chart.level) == ("Rate of each batch, val pass", 3, None)
 
 
@@ -511,7 +513,7 @@ def test_config_is_written_as_published_pages_do() -> None:
     plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "local"}
     record = make(plan=plan)
     text = report.render([record], "text", "en")
-    assert "#1 torch · bf16 · closed · 2x8 TP2PP1DP8" in text
+    assert "#1 NVIDIA H200 × 16 · torch · bf16 · closed · 2x8 TP2PP1DP8" in text
     assert "2x8 (nodes x devices), TP2PP1DP8, launcher local" in text
     assert line_with(text, "#1 torch  ").split()[:6] == ["#1", "torch", "bf16", "closed", "2x8", "TP2PP1DP8"]
     assert "torch 2x8 TP2PP1DP8" in report.text(report.table([record]))

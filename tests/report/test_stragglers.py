@@ -7,7 +7,7 @@ import pytest
 from fixtures.report import COUNTS, training
 from steelyard import report
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Heading, Paragraph, Table
+from steelyard.report.document import Block, Heading, Paragraph, Table, walk
 from steelyard.report.stragglers import section
 from steelyard.report.words import Words
 
@@ -92,7 +92,7 @@ def test_why_nothing_can_be_told():
 
 
 def headings(blocks: tuple[Block, ...]) -> list[str]:
-    return [block.text for block in blocks if isinstance(block, Heading)]
+    return [block.text for block in walk(blocks) if isinstance(block, Heading)]
 
 
 @pytest.mark.parametrize(("lang", "title"), [("en", "Stragglers"), ("zh", "慢进程")])

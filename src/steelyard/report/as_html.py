@@ -1,13 +1,21 @@
-"""A page as one html file: no script, nothing loaded from anywhere, every string escaped by the template engine."""
+"""A page as one html file: nothing loaded from anywhere, every string escaped by the template engine, no script but ours.
 
+The page's policy allows the one style and the one script that are in it, by their hashes, and nothing else. Without scripts
+all of it can be read and opened.
+"""
+
+import base64
+import hashlib
+from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from steelyard.report.document import Block, Page
+from steelyard.report import plot
+from steelyard.report.document import Block, Fold, Page
 from steelyard.report.plain import lines
-from steelyard.report.plot import plot
+from steelyard.report.words import Words
 
 
 def html(page: Page) -> str:
@@ -19,8 +27,20 @@ def html(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    blocks = [(_kind(block), block) for block in page.blocks]
-    return environment.get_template("page.html").render(page=page, blocks=blocks, plot=plot)
+    environment.globals |= {"kind_of": _kind, "plot": plot, "say": Words(page.lang)}
+    folded = any(isinstance(block, Fold) for block in page.blocks)  # nothing else needs the script
+    style, script = _own("style.css"), _own("page.js") if folded else ""
+    allowed = {"style": _hash(style), "script": _hash(script)}
+    return environment.get_template("page.html").render(page=page, style=Markup(style), script=Markup(script), allowed=allowed)  # noqa: S704
+
+
+def _own(name: str) -> str:
+    return resources.files("steelyard.report").joinpath("templates", name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    """Of what stands between the tags, as a browser counts it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _kind(block: Block) -> str:

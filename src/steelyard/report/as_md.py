@@ -1,14 +1,18 @@
 """A page as GitHub Markdown. What a record says stays text: no markup, no link text, no HTML of its own."""
 
 import re
+from collections.abc import Iterable
 
 from steelyard.report.document import (
+    Bars,
     Block,
     Cell,
     Code,
     Column,
+    Contents,
     Facts,
     Figures,
+    Fold,
     Heading,
     Lines,
     Page,
@@ -27,10 +31,14 @@ _TICKS = re.compile(r"`+")
 
 
 def md(page: Page) -> str:
-    parts = [part for part in (_block(block) for block in page.blocks) if part]
+    parts = _parts(page.blocks)
     if page.footer:
         parts.append(f"---\n\n{escape(page.footer)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _parts(blocks: Iterable[Block]) -> list[str]:
+    return [part for part in (_block(block) for block in blocks) if part]
 
 
 def escape(text: str) -> str:
@@ -58,7 +66,10 @@ def _block(block: Block) -> str:
             return f"{_strong(escape(status))} {escape(title)}: {escape(listed)}"
         case Table():
             return _table(block)
-        case Lines() | Stack():
+        case Fold(heading, note, _, blocks, sub):
+            said = " · ".join(part for part in (sub, note) if part)
+            return "\n\n".join(_parts((heading, *([Paragraph(said, "muted")] if said else []), *blocks)))
+        case Lines() | Stack() | Bars() | Contents():
             return ""
 
 
@@ -93,6 +104,6 @@ def _cell(cell: Cell, row: TableRow) -> str:
     said = escape(cell.text)
     if cell.tone in ("strong", "bad") and said:
         said = _strong(said)
-    if row.kind == "published":
+    if row.kind == "published" and said:
         said = f"_{said}_"
     return f"{said}<br>{escape(cell.sub)}" if cell.sub else said

@@ -1,6 +1,24 @@
 """A page as plain text: aligned columns, no escape sequence, nothing a terminal would obey."""
 
-from steelyard.report.document import Block, Cell, Code, Column, Facts, Figures, Heading, Lines, Page, Paragraph, Stack, Table
+from collections.abc import Iterable
+
+from steelyard.report.document import (
+    Bars,
+    Block,
+    Cell,
+    Code,
+    Column,
+    Contents,
+    Facts,
+    Figures,
+    Fold,
+    Heading,
+    Lines,
+    Page,
+    Paragraph,
+    Stack,
+    Table,
+)
 from steelyard.report.plain import clean, lines, pad, width, wrap
 
 _LINE = 100
@@ -10,10 +28,14 @@ _RULES = {1: "=", 2: "-", 3: "~"}
 
 
 def text(page: Page) -> str:
-    parts = [part for part in (_block(block) for block in page.blocks) if part]
+    parts = _parts(page.blocks)
     if page.footer:
         parts.append("\n".join(wrap(clean(page.footer), _LINE)))
     return "\n\n".join(parts) + "\n"
+
+
+def _parts(blocks: Iterable[Block]) -> list[str]:
+    return [part for part in (_block(block) for block in blocks) if part]
 
 
 def _block(block: Block) -> str:
@@ -32,7 +54,10 @@ def _block(block: Block) -> str:
             return clean(f"[{status}] {title}: {listed}")
         case Table():
             return _table(block)
-        case Lines() | Stack():
+        case Fold(heading, note, _, blocks, sub):
+            said = " · ".join(part for part in (sub, note) if part)
+            return "\n\n".join(_parts((heading, *([Paragraph(said, "muted")] if said else []), *blocks)))
+        case Lines() | Stack() | Bars() | Contents():
             return ""
 
 

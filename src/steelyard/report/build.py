@@ -1,4 +1,4 @@
-"""Records to pages: the whole page, and the short table after a run."""
+"""Records to pages: the whole page, comparison first, and the short table after a run."""
 
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.shipped import later, modified
@@ -6,71 +6,112 @@ from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report import engines, repeats, scaling
+from steelyard.report.bars import charts
 from steelyard.report.columns import layout
 from steelyard.report.details import details
-from steelyard.report.document import Block, Cell, Column, Figure, Figures, Heading, Lang, Page, Table, TableRow
-from steelyard.report.results import conventions, metric_list, values
-from steelyard.report.runs import STATUS_TONE, CaseName, Run, by_case, scope, shown, unit, with_unit
-from steelyard.report.setting import (
-    EnvironmentFacts,
-    NamedEnvironment,
-    data,
-    environment,
-    environments,
-    model,
-    parallel,
-    places,
-    setup,
+from steelyard.report.document import (
+    Block,
+    Cell,
+    Column,
+    Contents,
+    Figure,
+    Figures,
+    Fold,
+    Heading,
+    Lang,
+    Link,
+    Page,
+    Paragraph,
+    Table,
+    TableRow,
 )
+from steelyard.report.lead import summary
+from steelyard.report.machines import machines, measured
+from steelyard.report.meanings import meanings
+from steelyard.report.numbers import UNKNOWN
+from steelyard.report.results import conventions, values
+from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, unit, with_unit
+from steelyard.report.setting import data, environment, model, parallel, setup, tuned
+from steelyard.report.side_by_side import table as side_by_side
 from steelyard.report.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """The whole page. One case makes the page itself; of several, each is a part of it."""
+    """The comparison first: what ran and what came of it, case by case, then what metrics mean, then every run in full."""
     say = Words(lang)
     cases = by_case(records, lang)
-    known = places(cases, say)
     single = len(cases) == 1
-    title = " · ".join(next(iter(cases))) if single else say("report")
-    blocks: list[Block] = [Heading(1, title)]
+    title = _short(next(iter(cases)), say) if single else say("report")
+    parts: list[Block] = []
+    for number, (case, runs) in enumerate(cases.items(), 1):
+        name = say("side.comparison") if single else _short(case, say)
+        parts += [Heading(2, name, f"case-{number}"), *_apart(case), *_case(case, runs, 3, say)]
+    parts += [Heading(2, say("page.meanings"), "metrics"), *meanings(cases, 3, say), Heading(2, say("page.runs"), "runs")]
     for case, runs in cases.items():
-        if not single:
-            blocks.append(Heading(2, " · ".join(case)))
-        blocks += _case(case, runs, known, 2 if single else 3, say)
+        parts += [] if single else [Heading(3, _short(case, say))]
+        parts += [_run(run, 3 if single else 4, say) for run in runs]
+    links = tuple(Link(one.text, one.anchor) for one in parts if isinstance(one, Heading) and one.anchor)
+    head = (Heading(1, title), measured(records, say), machines(records, say), summary(cases, say))
     ids = ", ".join(record.id for record in records)
-    return Page(title, lang, tuple(blocks), say("footer", ids))
+    return Page(title, lang, (*head, Contents(say("page.contents"), links), *parts), say("footer", ids))
 
 
-def _case(
-    case: CaseName, runs: list[Run], known: dict[EnvironmentFacts, NamedEnvironment], level: int, say: Words
-) -> list[Block]:
-    names = {run.number: known[environment(run.record, say)].name for run in runs}
-    shown_kind = runs[0].record.task.kind
+def _short(case: CaseName, say: Words) -> str:
+    """A case's name and size, and in a word that its question is another one."""
+    name, size, *others = case
+    words = {"question.": "changed", "case: modified": "modified", "case: earlier": "earlier"}
+    said = [say(word) for start, word in words.items() if any(one.startswith(start) for one in others)]
+    return " · ".join([name, size, *said])
+
+
+def _apart(case: CaseName) -> list[Block]:
+    """In what a question is another one than that of the shipped case."""
+    return [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
+
+
+def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
+    """Charts and one table; then what only some cases have; what is looked up rarely is folded."""
+    out = [*charts(runs, case[0], say), side_by_side(runs, say)]
+    out += engines.section(runs, level, say)
+    out += scaling.section(runs, level, say)
     mfu = conventions(runs, say)
-    out: list[Block] = [
-        *(_figures(run, say) for run in runs),
-        Heading(level, f"1. {say(f'data.{shown_kind}')}"),
-        *data(runs, say),
-        Heading(level, f"2. {say('model')}"),
-        *model(runs, say),
-        Heading(level, f"3. {say('environment')}"),
-        *environments(case, runs, known, level + 1, say),
+    names = {run.number: accelerator(run.record) for run in runs}
+    every: list[Block] = [values(runs, names if len(set(names.values())) > 1 else {}, say)]
+    every += [] if mfu is None else [Heading(level + 1, say("mfu")), mfu]
+    repeated = repeats.section(runs, level, say)
+    out += [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
+    return [*out, Fold(Heading(level, say("side.all")), "", "plain", tuple(every))]
+
+
+def _run(run: Run, level: int, say: Words) -> Fold:
+    """All that is known of a run, in the order of a published page: data, model, environment, tool, results."""
+    record = run.record
+    name, hardware, software = environment(record, say)
+    blocks: list[Block] = [
+        _figures(run, say),
+        Heading(level + 1, say(f"data.{record.task.kind}")),
+        *data([run], say),
+        Heading(level + 1, say("model")),
+        *model([run], say),
+        Heading(level + 1, say("hardware")),
+        hardware,
+        Heading(level + 1, say("software")),
+        software,
         Heading(level + 1, say("setup")),
-        *setup(runs, say),
-        Heading(level, f"4. {say('results', case[0])}"),
-        Heading(level + 1, say("metrics")),
-        metric_list(runs, say),
-        Heading(level + 1, say("values")),
-        values(runs, names if len(known) > 1 else {}, say),
+        *setup([run], say),
+        *details(run, name, level + 1, say),
     ]
-    if mfu is not None:
-        out += [Heading(level + 1, say("mfu")), mfu]
-    out += repeats.section(runs, level + 1, say)
-    out += engines.section(runs, level + 1, say)
-    out += scaling.section(runs, level + 1, say)
-    for run in runs:
-        out += details(run, names[run.number], level + 1, say)
-    return out
+    codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
+    note = f"{say(record.status)}: {codes}" if codes else say(record.status)
+    heading = Heading(level, run.title, run.anchor)
+    return Fold(heading, note, STATUS_TONE[record.status], tuple(blocks), _told_apart(record, say))
+
+
+def _told_apart(record: Record, say: Words) -> str:
+    """Its rate, settings, scope and time."""
+    rate = with_unit(layout(record.task.kind).whole, record.metrics.get(layout(record.task.kind).whole))
+    known = (rate if rate != UNKNOWN else "", tuned(record), scope(record, say), record.created[:16].replace("T", " "))
+    return " · ".join(part for part in known if part)
 
 
 def _figures(run: Run, say: Words) -> Figures:

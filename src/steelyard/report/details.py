@@ -15,7 +15,7 @@ from steelyard.words import LANGS
 
 def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
     record = run.record
-    out: list[Block] = [Heading(level, say("run", run.title)), _facts(record, environment, say)]
+    out: list[Block] = [Heading(level, say("record")), _facts(record, environment, say)]
     sections: tuple[tuple[str, list[Block]], ...] = (
         ("reasons", _reasons(record, say)),
         ("failure", _failure(record, say)),
@@ -29,8 +29,8 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
     )
     for key, blocks in sections:
         if blocks:
-            out += [Heading(level + 1, say(key)), *blocks]
-    return [*out, *_breakdowns(record, level + 1, say), *charts.all_of(record, say)]
+            out += [Heading(level, say(key)), *blocks]
+    return [*out, *_breakdowns(record, level, say), *charts.all_of(record, say)]
 
 
 def _facts(record: Record, environment: str, say: Words) -> Facts:
@@ -127,6 +127,9 @@ def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
     answers, place = record.answers, LANGS.index(say.lang)
     out: list[Block] = []
     for one in record.task.breakdowns(answers) if answers is not None else []:
+        if not any(isinstance(value, float) and value for row in one.rows for value in row):
+            out.append(Paragraph(say("breakdown.empty", one.title[place], counted(len(one.rows))), "muted"))
+            continue
         names = [words[place] for words in one.columns]
         numeric = [all(not isinstance(row[i], str) for row in one.rows) for i in range(len(names))]
         heads = tuple(Column(name, align="right" if right else "left") for name, right in zip(names, numeric, strict=True))

@@ -3,6 +3,7 @@
 Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no builder has to remember.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,15 +11,19 @@ from steelyard import words
 
 Lang = words.Lang
 Align = Literal["left", "right"]
-Tone = Literal["plain", "strong", "muted", "good", "bad"]
+Tone = Literal["plain", "strong", "muted", "good", "bad", "lead"]
 Point = tuple[float, float | None]
 RowKind = Literal["measured", "published", "total"]
+Priority = Literal[1, 2, 3]  # of a column: 1 stays on the narrowest page, 3 goes first
 
 
 @dataclass(frozen=True)
 class Heading:
+    """`anchor` is the id by which a link finds it."""
+
     level: int
     text: str
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,15 +59,25 @@ class Column:
     sub: str = ""
     align: Align = "left"
     strong: bool = False
+    priority: Priority = 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """To an anchor on the same page."""
+
+    text: str
+    anchor: str
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`sub` is a second, quieter line."""
+    """`sub` is a second, quieter line. `links` say the same as `sub`, where a page can be clicked."""
 
     text: str
     sub: str = ""
     tone: Tone = "plain"
+    links: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,9 +88,12 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
+    """`pinned`: the first column stays in sight where the others are scrolled."""
+
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
     footnotes: tuple[str, ...] = ()
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +148,77 @@ class Stack:
     parts: tuple[Share, ...]
 
 
-Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack
+@dataclass(frozen=True)
+class Bar:
+    """A value in a chart of bars; None is not drawn. `interval` is that of 95 %. `text` has both for those who read it."""
+
+    value: float | None
+    shown: str
+    text: str
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A value from elsewhere, such as a published one: a marked line."""
+
+    value: float
+    mark: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One metric of every row. Its axis goes from `low` to `high`; a `note` says so where it does not begin at 0."""
+
+    title: str
+    unit: str
+    bars: tuple[Bar, ...]
+    references: tuple[Reference, ...]
+    low: float
+    high: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class BarRow:
+    """Whose bars stand in a row. `colour` is the same for rows of the same kind; a row that is not `valid` is drawn hollow."""
+
+    text: str
+    sub: str
+    colour: int = 0
+    valid: bool = True
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Runs side by side, a row a run and a panel a metric. Only html draws it; the numbers are in the table beside it."""
+
+    title: str
+    rows: tuple[BarRow, ...]
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Links to the parts of the page. Only html has them."""
+
+    title: str
+    items: tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A part of the page that is closed until it is asked for, on paper too. Other formats print it at its place."""
+
+    heading: Heading
+    note: str  # its state, in a tone
+    tone: Tone
+    blocks: tuple["Block", ...]
+    sub: str = ""  # what tells it from others, quietly
+
+
+Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
 
 
 @dataclass(frozen=True)
@@ -139,3 +227,11 @@ class Page:
     lang: Lang
     blocks: tuple[Block, ...]
     footer: str = ""
+
+
+def walk(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Every block, those inside of others too, in the order in which they are read."""
+    for block in blocks:
+        yield block
+        if isinstance(block, Fold):
+            yield from walk((block.heading, *block.blocks))

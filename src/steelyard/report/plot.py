@@ -1,14 +1,18 @@
-"""Where a chart's lines, ticks and labels lie. Geometry only: the template writes the svg, and escapes."""
+"""Where a chart's lines, bars, ticks and labels lie. Geometry only: the template writes the svg, and escapes.
+
+Lines are drawn in a box of WIDTH x HEIGHT that is stretched to the width of the page; labels are not, so they stay readable.
+Places along the width are shares of it, such as 12.5%.
+"""
 
 import math
 from dataclasses import dataclass
 
-from steelyard.report.document import Curve, Lines
+from steelyard.report.document import Bar, Curve, Lines, Panel, Stack
 
-WIDTH, HEIGHT = 960, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
+WIDTH, HEIGHT = 1000, 180
 _TICKS = 5
 _SMALLEST_STEP = 1e-9
+_LABEL = 0.09  # of a panel's width: what a mark needs
 _NEAR_START = 0.1  # of the time axis: a line that begins this early is drawn from zero
 
 
@@ -28,10 +32,6 @@ class Path:
 class Plot:
     width: int
     height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
     paths: tuple[Path, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
@@ -60,12 +60,12 @@ def plot(chart: Lines) -> Plot:
     y_step = _step(top)
     y_ticks = [y_step * index for index in range(math.ceil(top / y_step) + 1)]
     x_ticks = [x_step * index for index in range(math.ceil(first / x_step), math.floor(last / x_step) + 1)]
-    x = _Axis(first, last if last > first else first + 1.0, LEFT, WIDTH - RIGHT)
-    y = _Axis(0.0, y_ticks[-1] or 1.0, HEIGHT - BOTTOM, TOP)
+    x = _Axis(first, last if last > first else first + 1.0, 0, WIDTH)
+    y = _Axis(0.0, y_ticks[-1] or 1.0, HEIGHT, 0)
     return Plot(
-        *(WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM),
+        *(WIDTH, HEIGHT),
         tuple(Path(series.name, _path(series, x, y)) for series in chart.series),
-        tuple(Tick(f"{x.at(value):.1f}", _label(value, x_step)) for value in x_ticks),
+        tuple(Tick(f"{x.at(value) / WIDTH:.2%}", _label(value, x_step)) for value in x_ticks),
         tuple(Tick(f"{y.at(value):.1f}", _label(value, y_step)) for value in y_ticks),
         None if chart.level is None else f"{y.at(chart.level):.1f}",
     )
@@ -95,3 +95,61 @@ def _path(series: Curve, x: _Axis, y: _Axis) -> str:
         out.append(f"L{x.at(at):.1f} {y.at(value):.1f}" if pen_down else f"M{x.at(at):.1f} {y.at(value):.1f}h0")
         pen_down = True
     return "".join(out)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch along the width: where it begins and how long it is."""
+
+    at: str
+    width: str
+
+
+@dataclass(frozen=True)
+class BarPlace:
+    """Where a bar ends, and the ends of its interval."""
+
+    width: str
+    ends: tuple[str, str] | None
+
+
+def bar(one: Bar, panel: Panel) -> BarPlace | None:
+    if one.value is None:
+        return None
+    ends = None if one.interval is None else (_share(one.interval[0], panel), _share(one.interval[1], panel))
+    return BarPlace(_share(one.value, panel), ends)
+
+
+def marks(panel: Panel) -> list[Tick]:
+    """The lines of a panel's references. Those too close for a label of their own have one together."""
+    out: list[tuple[float, str]] = []
+    for one in sorted(panel.references, key=lambda one: one.value):
+        at = _place(one.value, panel)
+        if out and at - out[-1][0] < _LABEL:
+            out[-1] = out[-1][0], f"{out[-1][1]}, {one.mark}"
+        else:
+            out.append((at, one.mark))
+    return [Tick(f"{at:.2%}", f"[{text}]") for at, text in out]
+
+
+def lines_of(panel: Panel) -> list[str]:
+    """Where the lines of a panel's references stand."""
+    return [_share(one.value, panel) for one in panel.references]
+
+
+def spans(stack: Stack) -> list[Span]:
+    """The parts of a bar, one after the other."""
+    out, at = [], 0.0
+    total = sum(part.share for part in stack.parts) or 1.0
+    for part in stack.parts:
+        out.append(Span(f"{at:.3%}", f"{part.share / total:.3%}"))
+        at += part.share / total
+    return out
+
+
+def _share(value: float, panel: Panel) -> str:
+    return f"{_place(value, panel):.2%}"
+
+
+def _place(value: float, panel: Panel) -> float:
+    return min(1.0, max(0.0, (value - panel.low) / (panel.high - panel.low)))

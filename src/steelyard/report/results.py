@@ -1,4 +1,4 @@
-"""Section 4 of a case: metric list, one row a run, published rows, MFU by convention."""
+"""All values of a case: one row a run, published rows, MFU by convention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from steelyard import words
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.spans import devices
-from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Published, Record
 from steelyard.report.columns import Field, layout
@@ -16,10 +15,8 @@ from steelyard.report.document import Cell, Column, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, formed, real, spelled
 from steelyard.report.runs import Run, scope, shown, unit
 from steelyard.report.setting import changed, parallel
-from steelyard.report.settings import SETTINGS
 from steelyard.report.stages import stages
 from steelyard.report.words import Words
-from steelyard.tasks.task import Task
 
 _SETTINGS: dict[str, Callable[[Record], str]] = {
     "precision": lambda record: record.case.precision,
@@ -63,36 +60,12 @@ def fields(runs: list[Run], references: list[PublishedRow]) -> list[Field]:
     return [f for f in layout(runs[0].record.task.kind).fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]
 
 
-def metric_list(runs: list[Run], say: Words) -> Table:
-    chosen = fields(runs, published(runs))
-    first = [name for field in chosen for name in (field.metrics or (field.name,)) if name != "tool"]
-    rest = in_order({name for run in runs for name in run.record.metrics} - set(first))
-    strong = {field.name for field in chosen if field.strong}
-    rows = []
-    for name in [*first, *rest]:
-        title, text, index = _words(name, runs[0].record.task, say)
-        tone: Tone = "strong" if name in strong else "plain"
-        index = f"*{index}" if name in strong else index
-        rows.append(TableRow((Cell(title, tone=tone), Cell(index, tone=tone), Cell(text or UNKNOWN))))
-    heads = ("metrics.name", "metrics.index", "metrics.meaning")
-    return Table(tuple(Column(say(head)) for head in heads), tuple(rows))
-
-
-def _words(name: str, task: Task, say: Words) -> tuple[str, str, str]:
-    """Title, meaning and index of a column, be it a setting or a metric."""
-    setting = next((one for one in SETTINGS if one.name == name), None)
-    if setting is not None:
-        return *setting.words(say.lang), name
-    metric = metric_row(name, task=task)
-    return *metric.words(say.lang), metric.index
-
-
-def values(runs: list[Run], environments: dict[int, str], say: Words) -> Table:
-    """One row a run, then the published rows. `environments` is empty where there is only one."""
+def values(runs: list[Run], accelerators: dict[int, str], say: Words) -> Table:
+    """One row a run, then the published rows. `accelerators` is empty where there is only one."""
     references = published(runs)
     chosen = fields(runs, references)
     units = {field.name: _common_unit(field, runs, say) for field in chosen}
-    rows = [TableRow(tuple(_cell(field, run, units[field.name], environments, say) for field in chosen)) for run in runs]
+    rows = [TableRow(tuple(_cell(field, run, units[field.name], accelerators, say) for field in chosen)) for run in runs]
     rows += [TableRow(tuple(_published_cell(f, row, units[f.name], say) for f in chosen), "published") for row in references]
     notes = [say("stars"), *(_footnote(row, say) for row in references)]
     size = runs[0].record.case.size
@@ -116,10 +89,10 @@ def _common_unit(field: Field, runs: list[Run], say: Words) -> str | None:
     return units.pop() if len(units) == 1 else None
 
 
-def _cell(field: Field, run: Run, common: str | None, environments: dict[int, str], say: Words) -> Cell:
+def _cell(field: Field, run: Run, common: str | None, accelerators: dict[int, str], say: Words) -> Cell:
     record = run.record
     if field.name == "tool":
-        said = [say(record.status), scope(record, say), environments.get(run.number, "")]
+        said = [say(record.status), scope(record, say), accelerators.get(run.number, "")]
         tone: Tone = "plain" if record.status == "valid" else "bad"
         return Cell(f"{run.label} {record.engine.name}", say("comma").join(part for part in said if part), tone)
     if not field.metrics:

@@ -1,16 +1,19 @@
 """Records as a page sees them: numbered within their case, with the cells that several tables share."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from steelyard import words
 from steelyard.case.resolve import changed_question
+from steelyard.metrics.runs import kinds
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record, Value
 from steelyard.report.document import Lang, Tone
-from steelyard.report.numbers import UNKNOWN, formed
+from steelyard.report.numbers import UNKNOWN, formed, spelled
 from steelyard.report.words import Words
 
 T = TypeVar("T", bound=Hashable)
@@ -21,8 +24,11 @@ STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "ba
 
 @dataclass(frozen=True)
 class Run:
+    """`anchor` is the id of its part of a page, and its permanent link."""
+
     number: int
     record: Record
+    anchor: str = ""
 
     @property
     def label(self) -> str:
@@ -33,16 +39,31 @@ class Run:
         case = self.record.case
         plan = self.record.plan
         many = f" · {plan.config} {plan}" if plan.world > 1 else ""
-        return f"{self.label} {self.record.engine.name} · {case.precision} · {case.division}{many}"
+        engine = self.record.engine.name
+        return f"{self.label} {accelerator(self.record)} · {engine} · {case.precision} · {case.division}{many}"
+
+
+def accelerator(record: Record) -> str:
+    """The kind of device and how many of them the run had: NVIDIA H200 × 8."""
+    kind = ", ".join(kinds(record)) or spelled(record.environment.hardware.cpu)
+    return f"{kind} × {record.plan.world}"
 
 
 def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run]]:
     """Runs of one case and size together: its precisions and divisions are rows of one table."""
     out: dict[CaseName, list[Run]] = {}
+    anchors: Counter[str] = Counter()
     for record in records:
         runs = out.setdefault(_name(record, lang), [])
-        runs.append(Run(len(runs) + 1, record))
+        anchor = f"run-{slug(record.id[:8])}"
+        anchors[anchor] += 1
+        runs.append(Run(len(runs) + 1, record, anchor if anchors[anchor] == 1 else f"{anchor}-{anchors[anchor]}"))
     return out
+
+
+def slug(text: str) -> str:
+    """What may stand in an id."""
+    return re.sub(r"[^0-9A-Za-z]+", "-", text).strip("-").lower()
 
 
 def _name(record: Record, lang: Lang) -> CaseName:

@@ -1,16 +1,15 @@
-"""Sections 1 to 3 of a case: data, model and weights, environment, tool and strategy."""
+"""What a run was made with: data, model and weights, environment, tool and strategy."""
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from steelyard.record.facts import Hardware, PeakFacts, SourceFacts
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Fact, Facts, Heading, Paragraph
+from steelyard.report.document import Block, Fact, Facts, Paragraph
 from steelyard.report.identity import FRAMEWORKS
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
-from steelyard.report.runs import CaseName, Run, distinct, labels
+from steelyard.report.runs import Run, distinct, labels
 from steelyard.report.words import Words
 
 _DATA = {
@@ -111,38 +110,6 @@ def _source(source: SourceFacts, say: Words) -> str:
     return say(key, spelled(source.version), spelled(source.revision))
 
 
-@dataclass(frozen=True)
-class NamedEnvironment:
-    """Where on the page an environment is described, and what it is called there."""
-
-    name: str
-    case: CaseName
-
-
-def places(cases: dict[CaseName, list[Run]], say: Words) -> dict[EnvironmentFacts, NamedEnvironment]:
-    out: dict[EnvironmentFacts, NamedEnvironment] = {}
-    for case, runs in cases.items():
-        for run in runs:
-            out.setdefault(environment(run.record, say), NamedEnvironment(f"E{len(out) + 1}", case))
-    return out
-
-
-def environments(
-    case: CaseName, runs: list[Run], known: dict[EnvironmentFacts, NamedEnvironment], level: int, say: Words
-) -> list[Block]:
-    """The environments of a case. One that an earlier case described is only named."""
-    out: list[Block] = []
-    for found in distinct(runs, lambda run: environment(run.record, say)):
-        name, hardware, software = found
-        place = known[found]
-        out.append(Heading(level, f"{place.name}: {name}"))
-        if place.case != case:
-            out.append(Paragraph(say("environment.same", place.name)))
-            continue
-        out += [Heading(level + 1, say("hardware")), hardware, Heading(level + 1, say("software")), software]
-    return out
-
-
 def setup(runs: list[Run], say: Words) -> list[Block]:
     """Tool, optimisation and parallel strategy."""
 
@@ -170,6 +137,17 @@ def changed(record: Record, say: Words | None = None) -> str:
             where = f" ({say.known(f'origin.{origin}', origin)})" if say is not None else ""
             out.append(f"{key}={spelled(value, depth=1)}{where}")
     return ", ".join(out) or UNKNOWN
+
+
+def tuned(record: Record) -> str:
+    """Tuned values that are not the case's own: those that were typed, and defaults of an earlier version. Empty where none."""
+    out = []
+    for key, value in _told(record).items():
+        origin = _origin(key, record.case.origins) or "default"
+        default = type(record.tune).model_fields[key].get_default(call_default_factory=True)
+        if value != default if origin == "default" else not origin.startswith("case"):
+            out.append(f"{key}={spelled(value, depth=1)}")
+    return ", ".join(out)
 
 
 def _told(record: Record) -> dict[str, Any]:

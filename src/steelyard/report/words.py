@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from steelyard.report import words_comparing, words_explain, words_flagperf, words_spec
+from steelyard.report import words_comparing, words_explain, words_flagperf, words_page, words_spec
 from steelyard.report.document import Lang
 from steelyard.words import LANGS
 
@@ -34,8 +34,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "data.rows_evaluated": ("Queries evaluated", "评估问题数"),
     "data.published": ("The published set", "是否为公开数据集"),
     # 3 environment
-    "environment": ("Hardware, software and set-up", "软硬件配置与运行信息"),
-    "environment.same": ("As {0} above.", "同上文 {0}。"),
     "hardware": ("Hardware", "硬件环境"),
     "hardware.machine": ("Machine", "机器型号"),
     "hardware.accelerator": ("Accelerator", "加速卡型号"),
@@ -66,8 +64,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "plan": ("Parallel strategy", "并行策略"),
     "plan.text": ("{1} (nodes x devices), {0}, launcher {2}", "{1}（节点数 x 每节点卡数），{0}，启动器 {2}"),
     # 4 results
-    "results": ("Results ({0})", "运行情况（{0}）"),
-    "metrics": ("Metric list", "指标列表"),
     "metrics.name": ("Metric", "指标名称"),
     "metrics.index": ("Index", "指标值索引"),
     "metrics.meaning": ("What it means", "特殊说明"),
@@ -311,6 +307,7 @@ TABLE: dict[str, tuple[str, str]] = {
     **words_comparing.TABLE,
     **words_explain.TABLE,
     **words_flagperf.TABLE,
+    **words_page.TABLE,
     **words_spec.TABLE,
 }
 

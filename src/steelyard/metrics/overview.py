@@ -1,0 +1,154 @@
+"""The runs of a case side by side: repeats as one row, the best of each division, and accelerators against each other."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from steelyard.metrics import repeats, runs
+from steelyard.metrics.result import work_name
+from steelyard.metrics.runs import Estimate, Interval
+from steelyard.record.record import Record
+
+LARGEST = 1e30  # as of rates: squares stay finite
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that were asked the same. Numbers are those of valid runs; where none is valid, those of the finished ones."""
+
+    records: tuple[Record, ...]
+    rate: Estimate | None  # work of one device over wall time
+    mfu: Estimate | None
+    energy: Estimate | None  # J per token
+    mem: float | None  # GiB, the highest of the runs
+    quality: float | None
+    metric: str  # of the quality
+
+    @property
+    def first(self) -> Record:
+        return self.records[0]
+
+    @property
+    def valid(self) -> int:
+        return sum(record.status == "valid" for record in self.records)
+
+    @property
+    def status(self) -> str:
+        """The best of its runs."""
+        found = {record.status for record in self.records}
+        return next(status for status in ("valid", "invalid", "failed") if status in found)
+
+    @property
+    def accelerator(self) -> str:
+        return ", ".join(runs.kinds(self.first))
+
+    @property
+    def work(self) -> str:
+        return work_name(self.first)
+
+
+@dataclass(frozen=True)
+class Against:
+    """The best valid rows of two accelerators on one question."""
+
+    top: Row
+    base: Row
+    ratio: Estimate  # of their rates per device
+
+
+def rows(records: Iterable[Record]) -> list[Row]:
+    """Repeats together, in the order in which they came."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(runs.in_common(record, repeats.ALIKE), []).append(record)
+    return [_row(group) for group in groups.values()]
+
+
+def _row(group: Sequence[Record]) -> Row:
+    valid = [record for record in group if record.status == "valid"]
+    counted = valid or [record for record in group if record.status != "failed"]
+    metric = runs.quality(group)
+    sizes = [size for size in (runs.metric(record, "mem") for record in counted) if size is not None]
+    return Row(
+        records=tuple(group),
+        rate=_mean([_rate(record) for record in counted]),
+        mfu=_mean([_mfu(record) for record in counted]),
+        energy=_mean([_own(record, "energy_per_token") for record in counted]),
+        mem=max(sizes, default=None),
+        quality=_average([runs.metric(record, metric) for record in counted]),
+        metric=metric,
+    )
+
+
+def _rate(record: Record) -> Estimate | None:
+    found, devices = runs.rate(record), record.plan.world
+    return None if found is None else _scaled(found, 1 / devices)
+
+
+def _mfu(record: Record) -> Estimate | None:
+    """MFU is the rate times what is constant of a run, so its interval is the rate's."""
+    found, rate = _own(record, "mfu"), runs.rate(record)
+    if found is None or found.interval is not None or rate is None:
+        return found
+    return Estimate(found.value, _scaled(rate, found.value / rate.value).interval)
+
+
+def _own(record: Record, name: str) -> Estimate | None:
+    found = record.metrics.get(name)
+    if found is None or found.value is None or not abs(found.value) < LARGEST:
+        return None
+    return Estimate(found.value, found.interval)
+
+
+def _scaled(one: Estimate, factor: float) -> Estimate:
+    ends: Interval | None = None if one.interval is None else (one.interval[0] * factor, one.interval[1] * factor)
+    return Estimate(one.value * factor, ends)
+
+
+def _mean(found: Sequence[Estimate | None]) -> Estimate | None:
+    known = [one for one in found if one is not None]
+    return runs.over_runs(known)[0] if known else None
+
+
+def _average(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fsum(known) / len(known) if known else None
+
+
+def best(found: Iterable[Row]) -> dict[str, Row]:
+    """The valid row with the highest rate per device of each division. The closed one comes first."""
+    out: dict[str, Row] = {}
+    for row in _rated(found):
+        division = row.first.case.division
+        if division not in out or _value(row) > _value(out[division]):
+            out[division] = row
+    return dict(sorted(out.items(), key=lambda one: (one[0] != "closed", one[0])))
+
+
+def against(found: Iterable[Row]) -> list[Against]:
+    """Accelerators against the slowest of them, on the one question that most of them answered; of several such questions,
+    a closed one, and that of the highest rate. None where no question has valid rows of two accelerators."""
+    by_key: dict[str, dict[str, Row]] = {}
+    for row in _rated(found):
+        of_key = by_key.setdefault(row.first.case.key, {})
+        if row.accelerator not in of_key or _value(row) > _value(of_key[row.accelerator]):
+            of_key[row.accelerator] = row
+    chosen = max(by_key.values(), key=_worth, default={})
+    if len(chosen) < 2:
+        return []
+    base, *others = sorted(chosen.values(), key=_value)
+    pairs = [(row, row.rate, base.rate) for row in reversed(others)]
+    return [Against(row, base, runs.ratio(top, bottom)) for row, top, bottom in pairs if top is not None and bottom is not None]
+
+
+def _worth(of_key: dict[str, Row]) -> tuple[int, bool, float]:
+    members = list(of_key.values())
+    return len(members), members[0].first.case.division == "closed", max(map(_value, members))
+
+
+def _rated(found: Iterable[Row]) -> list[Row]:
+    return [row for row in found if row.valid and row.rate is not None]
+
+
+def _value(row: Row) -> float:
+    return 0.0 if row.rate is None else row.rate.value

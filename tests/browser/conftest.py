@@ -1,0 +1,68 @@
+"""One browser and the pages that it looks at. Skipped with the reason where there is no browser."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fixtures.browser import ARGUMENTS, CHROMIUM, ROOT, Made, View
+from fixtures.report import everything, failed, hostile, make, two_accelerators
+from steelyard import report
+from steelyard.record import record as records
+from steelyard.record.record import Record
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser installs it")
+    if not CHROMIUM.exists():
+        pytest.skip(f"no {CHROMIUM}: make browser installs it where root and apt-get are at hand")
+    with sync_api.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def look(browser: Any) -> Iterator[Callable[..., View]]:
+    contexts = []
+
+    def opened(url: str, width: int = 1200, scheme: str = "light", scripts: bool = True) -> View:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=scripts, offline=True
+        )
+        contexts.append(context)
+        view = View(context.new_page())
+        view.page.on("request", lambda request: view.requests.append(request.url))
+        view.page.on("console", lambda message: view.complaints.append(message.text))
+        view.page.on("pageerror", lambda error: view.complaints.append(str(error)))
+        view.page.on("dialog", lambda dialog: (view.complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        view.page.goto(url)
+        return view
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]:
+    """Pages by name and language, each made once."""
+    folder = tmp_path_factory.mktemp("pages")
+    read: dict[str, list[Record]] = {}
+    sources: dict[str, Callable[[], list[Record]]] = {
+        "h200": lambda: [records.read(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))],
+        "made": lambda: [*everything(), make(id="4d" * 16, case__size="smoke")],
+        "two": two_accelerators,
+        "hostile": lambda: [hostile(), make(), failed()],
+    }
+
+    def made(name: str, lang: str = "en") -> Made:
+        if name not in read:
+            read[name] = sources[name]()
+        path = folder / f"{name}-{lang}.html"
+        if not path.exists():
+            path.write_text(report.render(read[name], "html", lang), encoding="utf-8")
+        return Made(path, read[name])
+
+    return made

@@ -1,0 +1,61 @@
+"""The pictures of the page in docs/images, from the published records of one H200."""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fixtures.browser import ARGUMENTS, CHROMIUM, ROOT
+from steelyard import report
+from steelyard.record import record as records
+
+MOST_BYTES = 200_000
+# What a desktop would take for system-ui; a bare server has a much wider one.
+FONT = "body { font-family: Roboto, 'Noto Sans', sans-serif }"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """`case` is the place of the case that is shown; None is the top of the page."""
+
+    name: str
+    width: int
+    height: int
+    scheme: str
+    case: int | None = None
+
+
+PICTURES = (
+    Picture("report.png", 1200, 1130, "light"),
+    Picture("report-dark.png", 1200, 1000, "dark", 2),
+    Picture("report-phone.png", 400, 860, "light", 2),
+)
+
+
+def main(folder: Path) -> int:
+    """Writes them all; 1 where one is too large."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [records.read(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))]
+    with tempfile.TemporaryDirectory() as made, sync_playwright() as play:
+        page = Path(made, "page.html")
+        page.write_text(report.render(found, "html", "en"), encoding="utf-8")
+        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        for one in PICTURES:
+            size = {"width": one.width, "height": one.height}
+            view = browser.new_page(viewport=size, color_scheme=one.scheme, bypass_csp=True)
+            view.goto(page.as_uri())
+            view.add_style_tag(content=FONT)
+            view.evaluate(f"document.getElementById('case-{one.case}')?.scrollIntoView()")
+            view.screenshot(path=folder / one.name)
+        browser.close()
+    large = [one.name for one in PICTURES if (folder / one.name).stat().st_size > MOST_BYTES]
+    print("\n".join(f"{one.name} {(folder / one.name).stat().st_size} bytes" for one in PICTURES))
+    return 1 if large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,249 @@
+"""The comparison of a page: its head, its summary, its charts and its table, from made-up records."""
+
+from typing import Any
+
+import pytest
+
+from fixtures.report import everything, failed, make, rated, two_accelerators
+from steelyard import report
+from steelyard.record.record import Record
+from steelyard.report import bars, plot
+from steelyard.report.document import Bars, Contents, Fact, Facts, Fold, Heading, Link, Panel, Paragraph, Reference, Table
+from steelyard.report.machines import machines, measured
+from steelyard.report.runs import by_case
+from steelyard.report.side_by_side import table
+from steelyard.report.words import Words
+
+EN = Words("en")
+PUBLISHED = {
+    "source": "page",
+    "config": "8x NVIDIA A100-SXM4-40GB (1x8), PyTorch 1.8",
+    "published_as": "fp32",
+    "ran_as": "fp16",
+    "note": None,
+    "values": {"p_infer_whole": 80000.0, "mfu_nominal": 0.5, "mem": 33.0},
+}
+
+
+def kinds(page: report.Page) -> list[str]:
+    return [type(block).__name__ for block in page.blocks]
+
+
+def said(records: list[Record], lang: Any = "en") -> str:
+    [text] = [one.text for one in report.page(records, lang).blocks if isinstance(one, Paragraph) and one.tone == "lead"]
+    return text
+
+
+def shown(found: Table) -> list[list[str]]:
+    return [[f"{cell.text} {cell.sub}".strip() for cell in row.cells] for row in found.rows]
+
+
+def only_table(records: list[Record]) -> Table:
+    [runs] = by_case(records).values()
+    return table(runs, EN)
+
+
+def only_chart(records: list[Record]) -> Bars:
+    [runs] = by_case(records).values()
+    [chart] = bars.charts(runs, "c", EN)
+    assert isinstance(chart, Bars)
+    return chart
+
+
+def test_the_comparison_comes_first() -> None:
+    page = report.page(two_accelerators(), "en")
+    names = kinds(page)
+    head = ["Heading", "Paragraph", "Facts", "Paragraph", "Contents", "Heading", "Bars", "Table"]
+    assert names[: len(head)] == head
+    anchors = [block.anchor for block in page.blocks if isinstance(block, Heading) and block.anchor]
+    assert anchors == ["case-1", "metrics", "runs"]
+    [contents] = [block for block in page.blocks if isinstance(block, Contents)]
+    assert [link.anchor for link in contents.items] == anchors
+    runs = [block for block in page.blocks if isinstance(block, Fold) and block.heading.anchor]
+    assert page.blocks[-5:] == tuple(runs)
+    assert runs[0].heading == Heading(3, "#1 NVIDIA H200 × 1 · torch · bf16 · closed", "run-00000001")
+    assert (runs[2].note, runs[2].tone) == ("invalid: interval", "bad")
+
+
+def test_runs_of_one_id_have_anchors_of_their_own() -> None:
+    [runs] = by_case([make(), make(), make(id='Ab" x<9')]).values()
+    assert [run.anchor for run in runs] == ["run-0f3c9a7e", "run-0f3c9a7e-2", "run-ab-x-9"]
+
+
+def test_a_day_is_a_day() -> None:
+    assert measured([make(), make(created="2026-03-01T00:00:00+00:00")], EN).text == "Measured 2026-01-02 to 2026-03-01"
+    assert measured([make(created="<script>")], EN).text == "Measured /"
+
+
+def test_machines_are_one_line_each() -> None:
+    host = "AMD EPYC 9454 48-Core Processor, 16 cores, 128.0 GiB · Ubuntu 24.04 · driver 570.86"
+    assert machines(two_accelerators(), EN) == Facts(
+        (Fact("NVIDIA H200 × 1", f"{host} · 3 runs"), Fact("NVIDIA A100 × 1", f"{host} · 2 runs"))
+    )
+    named = make(site={"machine": "rack 7"})
+    assert machines([make(), named], EN) == Facts((Fact("NVIDIA H200 × 1", f"{host} · rack 7 · 2 runs"),))
+
+
+def test_the_summary_compares_accelerators() -> None:
+    assert said(two_accelerators()) == (
+        "5 runs of 1 case on NVIDIA H200 × 1, NVIDIA A100 × 1. Best valid results, each per device: llama2-7b-mmlu: "
+        "42,000 tokens/s at 42.0% MFU (NVIDIA H200 × 1, transformers, bf16, closed). On llama2-7b-mmlu (bf16, closed), NVIDIA "
+        "H200 is 2.000 times as fast per device as NVIDIA A100 (95 % interval 1.933 – 2.067). Not valid, 1 run: 95 % interval "
+        "too wide (1)."
+    )
+    chinese = (
+        "在 llama2-7b-mmlu（bf16，closed） 上，NVIDIA H200 的单卡速度是 NVIDIA A100 的 2.000 倍（95 % 区间 1.933 – 2.067）。"
+    )
+    assert chinese in said(two_accelerators(), "zh")
+
+
+def test_the_summary_of_one_accelerator() -> None:
+    text = said([rated(1, 40000.0), rated(2, None, status="failed", reasons=[{"code": "oom", "text": "x"}])])
+    assert text == (
+        "2 runs of 1 case on NVIDIA H200 × 1. Best valid results, each per device: llama2-7b-mmlu: 40,000 tokens/s at 40.0% "
+        "MFU (torch, bf16, closed). Not valid, 1 run: out of memory (1)."
+    )
+    assert said([failed()]).startswith(
+        "1 run of 1 case on NVIDIA H200 × 1. No run of llama2-7b-mmlu is valid. Not valid, 1 run"
+    )
+    assert said([rated(1, 1.0)]).endswith("All runs are valid.")
+
+
+def test_smoke_runs_are_no_result() -> None:
+    text = said([rated(1, 40000.0), rated(2, 90000.0, case__size="smoke")])
+    assert "90,000" not in text
+    assert "1 run of size smoke show that the cases run; they say nothing about the hardware." in text
+
+
+def test_rows_of_the_table() -> None:
+    found = only_table(two_accelerators())
+    heads = [(column.title, column.sub, column.priority) for column in found.columns]
+    assert heads == [
+        ("accelerator", "", 1),
+        ("engine", "plan", 1),
+        ("precision", "division", 2),
+        ("settings changed", "scope", 3),
+        ("rate per device", "tokens/s", 1),
+        ("MFU", "", 1),
+        ("acc", "", 2),
+        ("mem", "GiB", 2),
+        ("energy", "J/token", 2),
+        ("status", "", 1),
+    ]
+    fast, torch, other, *rest = shown(found)
+    asked = ["transformers TP1PP1DP1", "bf16 closed", "order=1 full"]
+    assert fast == ["NVIDIA H200 × 1 #2", *asked, "42,000 41,000 – 43,000", "42.0%", "/", "22.0", "0.01429", "valid"]
+    assert (torch[0], torch[4], torch[-1]) == (
+        "NVIDIA H200 × 1 #1, #3",  # asked the same: one row, of which only the valid run counts
+        "40,000 39,000 – 41,000",
+        "valid 1 of 2 valid, interval",
+    )
+    assert other[0] == "NVIDIA A100 × 1 #5"
+    assert found.pinned
+    assert found.rows[0].cells[0].links == (Link("#2", "run-00000002"),)
+    assert [row[0] for row in rest[:1]] == ["NVIDIA A100 × 1 #4"]
+
+
+def test_published_rows_follow() -> None:
+    found = only_table([rated(1, 40000.0, case__reference=[PUBLISHED])])
+    row = shown(found)[1]
+    name = ["NVIDIA A100-SXM4-40GB × 8 published [1]", "PyTorch 1.8", "fp32 ran fp16", ""]
+    assert row == [*name, "10,000", "50.0% nominal", "/", "33.0", "/", ""]
+    assert found.rows[1].kind == "published"
+    assert found.footnotes[1].startswith("Published, not measured here: [1];")
+    md = report.render([rated(1, 40000.0, case__reference=[PUBLISHED])], "md", "en")
+    assert "| _fp32_<br>ran fp16 |  | _10,000_ |" in md
+
+
+def test_bars_have_intervals_and_published_lines() -> None:
+    chart = only_chart(
+        [
+            rated(1, 40000.0, (39000.0, 41000.0), case__reference=[PUBLISHED]),
+            rated(2, 20000.0, status="invalid", case__precision="fp16", case__reference=[PUBLISHED]),
+        ]
+    )
+    rate, mfu, energy = chart.panels
+    assert [row.text for row in chart.rows] == ["NVIDIA H200 × 1 · torch"] * 2
+    assert [(row.sub, row.valid) for row in chart.rows] == [("bf16 · closed", True), ("fp16 · closed · invalid", False)]
+    assert (rate.bars[0].value, rate.bars[0].interval) == (40000.0, (39000.0, 41000.0))
+    assert rate.bars[0].text == "Throughput per device: 40,000 tokens/s, 95 % interval 39,000 – 41,000"
+    assert rate.references == (Reference(10000.0, "1", "published [1]: 10,000, NVIDIA A100-SXM4-40GB"),)
+    assert mfu.references == (Reference(0.5, "1", "published [1]: 50.0%, nominal convention, NVIDIA A100-SXM4-40GB"),)
+    assert (rate.low, rate.high, rate.note, energy.references) == (0.0, pytest.approx(41820.0), "", ())
+
+
+def test_an_axis_is_cut_where_nothing_could_be_seen_and_says_so() -> None:
+    first, *_ = only_chart(
+        [rated(1, 40000.0, case__reference=[]), rated(2, 39000.0, case__precision="fp16", case__reference=[])]
+    ).panels
+    assert (first.low, first.high) == (37000.0, 40800.0)
+    assert first.note == "The axis starts at 37,000: all values are within 2.5% of the highest."
+    alone, *_ = only_chart([rated(1, 40000.0)]).panels
+    assert (alone.low, alone.note) == (0.0, "")
+
+
+def test_a_smoke_run_has_no_published_line() -> None:
+    chart = only_chart([rated(1, 40000.0, case__size="smoke", case__reference=[PUBLISHED])])
+    assert [panel.references for panel in chart.panels] == [(), (), ()]
+
+
+def test_units_of_rates_have_charts_of_their_own() -> None:
+    per_s = {"samples_per_s": {"value": 300.0, "unit": "questions/s"}}
+    [runs] = by_case([rated(1, 40000.0), make(id="9" * 32, case__division="open", metrics=per_s)]).values()
+    charts = bars.charts(runs, "c", EN)
+    assert [chart.panels[0].unit for chart in charts if isinstance(chart, Bars)] == ["tokens/s", "questions/s"]
+    assert [row[4] for row in shown(table(runs, EN))][:2] == ["40,000", "300.0 questions/s"]
+
+
+def test_nothing_to_draw_is_no_chart() -> None:
+    [runs] = by_case([failed()]).values()
+    assert bars.charts(runs, "c", EN) == []
+    [runs] = by_case([rated(1, 1e20)]).values()
+    assert bars.charts(runs, "c", EN) == []
+
+
+def test_places_are_shares_of_the_width() -> None:
+    chart = only_chart([rated(1, 40000.0, (30000.0, 50000.0), case__reference=[PUBLISHED])])
+    panel = chart.panels[0]
+    assert plot.bar(panel.bars[0], panel) == plot.BarPlace("78.43%", ("58.82%", "98.04%"))
+    assert plot.lines_of(panel) == ["19.61%"]
+    close = tuple(Reference(value, mark, "") for value, mark in ((10.0, "1"), (12.0, "2"), (90.0, "3")))
+    assert [(mark.at, mark.text) for mark in plot.marks(Panel("", "", (), close, 0.0, 100.0))] == [
+        ("10.00%", "[1, 2]"),
+        ("90.00%", "[3]"),
+    ]
+
+
+@pytest.mark.parametrize("format", report.FORMATS)
+@pytest.mark.parametrize("lang", report.LANGS)
+def test_every_format_has_the_same_order(format: str, lang: str) -> None:
+    text = report.render(everything(), format, lang)
+    words = Words("zh" if lang == "zh" else "en")
+    marks = ["llama2-7b-mmlu", "2026-01-02", "NVIDIA H200 × 1", words("side.tune"), words("page.meanings"), words("setup")]
+    body = text[text.index("<main>") :] if format == "html" else text
+    places = [body.index(mark) for mark in marks[:4]] + [body.rindex(mark) for mark in marks[4:]]
+    assert places == sorted(places)
+
+
+def test_a_breakdown_of_zeros_is_one_line() -> None:
+    from steelyard.report.details import _breakdowns
+
+    class Task:
+        def __init__(self, rows: Any) -> None:
+            self.rows = rows
+
+        def breakdowns(self, answers: Any) -> list[Any]:
+            from steelyard.tasks.task import Breakdown
+
+            return [Breakdown(("By subject", "x"), (("Subject", "x"), ("val", "val")), self.rows)]
+
+    class Stub:
+        answers = 1
+
+        def __init__(self, rows: Any) -> None:
+            self.task = Task(rows)
+
+    [line] = _breakdowns(Stub((("a", 0.0), ("b", None))), 5, EN)  # type: ignore[arg-type]
+    assert line == Paragraph("By subject: 2 rows, nothing but zeros.", "muted")
+    found = _breakdowns(Stub((("a", 0.0), ("b", 0.5))), 5, EN)  # type: ignore[arg-type]
+    assert [type(one).__name__ for one in found] == ["Heading", "Table"]
