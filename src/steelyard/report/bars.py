@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from steelyard import words
 from steelyard.metrics.overview import Row
 from steelyard.metrics.runs import Estimate
 from steelyard.report.document import Bar, BarRow, Bars, Block, Panel, Reference
@@ -65,7 +66,7 @@ def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
         if (value := real(one.values.get(name))) is not None
     ]
     return (
-        _Metric(say("side.throughput"), "number", its, lambda row: row.rate, _best(rate, "number", say)),
+        _Metric(say("side.throughput"), "number", words.unit(its, say.lang), lambda row: row.rate, _best(rate, "number", say)),
         _Metric(say("side.mfu"), "percent", "", lambda row: row.mfu, _best(mfu, "percent", say)),
         _Metric(say("side.joules"), "number", "", lambda row: row.energy, hint=say("bars.lower")),
     )

@@ -59,8 +59,8 @@ def page(records: list[Record], lang: Lang) -> Page:
 def _short(case: CaseName, say: Words) -> str:
     """A case's name and size, and in a word that its question is another one."""
     name, size, *others = case
-    words = {"question.": "changed", "case: modified": "modified", "case: earlier": "earlier"}
-    said = [say(word) for start, word in words.items() if any(one.startswith(start) for one in others)]
+    starts = {"question.": "changed", **{say(word): word for word in ("modified", "earlier")}}
+    said = [say(word) for start, word in starts.items() if any(one.startswith(start) for one in others)]
     return " · ".join([name, size, *said])
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from steelyard import words
 from steelyard.metrics import overview
 from steelyard.metrics.overview import Against, Row
 from steelyard.record.record import Record
@@ -54,7 +55,7 @@ def _best(chosen: Rows, say: Words) -> list[str]:
 def _result(row: Row, several: bool, say: Words) -> str:
     """A rate and how it was reached; on what, where there is more than one kind."""
     case = row.first.case
-    rate = say("summary.rate", formed("number", row.rate.value if row.rate else None), unit(row))
+    rate = say("summary.rate", formed("number", row.rate.value if row.rate else None), words.unit(unit(row), say.lang))
     if row.mfu is not None:
         rate = say("summary.at", rate, formed("percent", row.mfu.value))
     how = [accelerator(row.first)] if several else []

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from steelyard import words
 from steelyard.metrics import overview, rates
 from steelyard.metrics.overview import Row
 from steelyard.metrics.runs import Estimate
@@ -94,8 +95,13 @@ def table(runs: list[Run], say: Words) -> Table:
 
 def _head(column: _Column, at: _Context) -> Column:
     say = at.say
-    subs = {"engine": say("side.plan"), "precision": say("side.division"), "tune": say("side.scope"), "rate": at.unit}
-    subs |= {"mem": "GiB", "energy": "J/token", "quality": "" if at.judged else say("not_evaluated")}
+    subs = {
+        "engine": say("side.plan"),
+        "precision": say("side.division"),
+        "tune": say("side.scope"),
+        "rate": words.unit(at.unit, say.lang),
+    }
+    subs |= {"mem": "GiB", "energy": words.unit("J/token", say.lang), "quality": "" if at.judged else say("not_evaluated")}
     title = metric_row(at.metric).index if column.name == "quality" else say(f"side.{column.name}")
     align: Align = "right" if column.right else "left"
     return Column(title, subs.get(column.name, ""), align, column.name == "rate", column.priority)
@@ -133,7 +139,7 @@ def _rate(side: Side, at: _Context) -> Cell:
     cell = estimate("number", side.row.rate, "strong" if side.row.valid else "muted")
     if cell.text == UNKNOWN or unit(side.row) == at.unit:
         return cell
-    return Cell(f"{cell.text} {unit(side.row)}", cell.sub, cell.tone)
+    return Cell(f"{cell.text} {words.unit(unit(side.row), at.say.lang)}", cell.sub, cell.tone)
 
 
 def estimate(form: str, one: Estimate | None, tone: Tone = "plain") -> Cell:
