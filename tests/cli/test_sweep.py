@@ -60,6 +60,7 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
     assert told["sweep"]["scaling"] == []
 
 
+@pytest.mark.full
 def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
     done = shell(*SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out)
     assert done.code == 0, done.err

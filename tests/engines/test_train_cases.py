@@ -113,6 +113,7 @@ print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.determin
 """
 
 
+@pytest.mark.full
 def test_the_same_bits_where_asked(shell: Shell) -> None:
     """On a CPU runs are alike anyway, so that torch was told is looked at on its own."""
     told = subprocess.run([sys.executable, "-c", WHICH], env=shell.env(), capture_output=True, text=True, check=True)

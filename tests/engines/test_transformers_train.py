@@ -224,6 +224,7 @@ def test_refusals(settings: tuple[str, ...], dp: int, words: str) -> None:
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.full
 def test_command_line(shell: Shell) -> None:
     done = shell(
         "run", CASES[0], "--size", "smoke", "--accelerator", "cpu", "--engine", "transformers", "--out", shell.out, "--json"

@@ -68,6 +68,7 @@ def test_without_any_room_it_is_printed(
     assert line == f"{why}: File too large; it stands above, as JSON"
 
 
+@pytest.mark.full
 def test_a_run_whose_folder_vanishes_keeps_its_record(tmp_path: Path, faulty_package: Path) -> None:
     shell = Shell(tmp_path, (faulty_package,))
     command = (*SMOKE, "--engine", "faulty", "--passes", "val", "--out", str(shell.out))

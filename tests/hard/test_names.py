@@ -163,6 +163,7 @@ def test_the_command_line_asks_the_earlier_question_again(tmp_path: Path) -> Non
     assert asked.case.key(found.fingerprint) == found.case.key == "4c8d255b4e04c557"
 
 
+@pytest.mark.full
 def test_a_case_file_of_ones_own_with_a_shipped_name(tmp_path: Path, shell: Shell) -> None:
     text = (resources.files("steelyard") / f"cases/{CASE}.toml").read_text()
     path = tmp_path / "mine.toml"

@@ -65,6 +65,7 @@ def test_the_same_files_make_the_same_record(ended: Ended) -> None:
     assert (made.status, made.failure, len(made.ranks)) == ("valid", None, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_any_change_of_a_rank_file_ends_in_a_record(ended: Ended, rank: int, tmp_path: Path, attacks: Attacks) -> None:
     """A change may leave a file that is as good; then the checks of a record judge it."""

@@ -15,6 +15,7 @@ from steelyard.metrics import verify
 from steelyard.record import record
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
+QUICK = "mmlu-smoke-open"  # of which the fast tests are content
 NAMES = (
     "mmlu-smoke-open",
     "mmlu-full-closed",
@@ -91,7 +92,7 @@ def shown(path: Path) -> None:
     assert report.render([record.read(path)], "html", "en").startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one == QUICK else pytest.mark.full) for one in NAMES])
 def test_one_odd_value(name: str, tmp_path: Path) -> None:
     table, path = read(name), tmp_path / "record.json"
     every = [(place, odd) for place in places(table) for odd in ODD]

@@ -119,6 +119,7 @@ def hard(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_target_that_is_not_reached(shell: Shell, hard: Path) -> None:
     record = ran(shell, "run", hard, "--size", "smoke", "--accelerator", "cpu", "--division", "open", code=1)
     assert record["status"] == "invalid"
@@ -143,6 +144,7 @@ def test_it_goes_on_with_the_same_losses_and_dropout(shell: Shell, reached: dict
             break
 
 
+@pytest.mark.full
 def test_a_run_that_reached_its_target_has_nothing_left_to_do(shell: Shell) -> None:
     ran(shell, *RUN, "--division", "open", "--checkpoint-every", "25")
     [path] = shell.out.glob("*.json")

@@ -56,6 +56,7 @@ def test_its_fields_are_settable_and_checked(shell: Shell) -> None:
     assert "question.data.made: Input should be greater than or equal to 1 (it is 0)" in done.err
 
 
+@pytest.mark.full
 def test_its_own_data(shell: Shell) -> None:
     words = shell.folder / "words.txt"
     words.write_text("lake cake stone\nnight kite\n")
@@ -67,6 +68,7 @@ def test_its_own_data(shell: Shell) -> None:
     assert "no tokenizer found" in done.err
 
 
+@pytest.mark.full
 def test_without_the_package_its_records_are_refused_in_one_line(shell: Shell, tmp_path: Path) -> None:
     assert shell(*RUN, "--size", "smoke", "--passes", "val", "--out", shell.out).code == 0
     done = Shell(tmp_path)("verify", shell.out)

@@ -141,6 +141,7 @@ print(max(highest, anonymous()) - before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 @pytest.mark.parametrize("way", ["streamed", "copied"])
 def test_host_memory(way: str, tmp_path: Path) -> None:
