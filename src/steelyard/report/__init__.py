@@ -9,7 +9,7 @@ from steelyard.record.spec import SpecRecord
 from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text
-from steelyard.report.build import page, table
+from steelyard.report.build import page
 from steelyard.report.compare import page as comparison
 from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
@@ -17,6 +17,7 @@ from steelyard.report.history import page as history
 from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
 from steelyard.report.spec import page as spec_page
+from steelyard.report.summary import brief, table
 from steelyard.report.waterfall import page as explain
 from steelyard.report.words import LANGS
 
@@ -28,6 +29,7 @@ __all__ = [
     "LANGS",
     "Lang",
     "Page",
+    "brief",
     "comparison",
     "engines",
     "explain",

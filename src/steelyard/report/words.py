@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from steelyard.report import words_comparing, words_explain, words_spec
+from steelyard.report import words_comparing, words_explain, words_spec, words_terminal
 from steelyard.report.document import Lang
 
 LANGS: tuple[Lang, ...] = ("en", "zh")
@@ -306,6 +306,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     **words_comparing.TABLE,
     **words_explain.TABLE,
     **words_spec.TABLE,
+    **words_terminal.TABLE,
 }
 
 
