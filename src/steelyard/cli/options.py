@@ -68,9 +68,7 @@ AcceleratorOption = Annotated[
 ]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the records.", rich_help_panel=OUTPUT)]
 Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]
-Format = Annotated[
-    str, typer.Option("--format", metavar="FORMAT", help="text, md or html.", autocompletion=complete.formats)
-]
+Format = Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or html.", autocompletion=complete.formats)]
 Lang = Annotated[str, typer.Option(metavar="LANG", help="en or zh.", autocompletion=complete.langs)]
 To = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")]
 Threshold = Annotated[float, typer.Option(metavar="SHARE", help="Smaller changes of the rate do not count.")]

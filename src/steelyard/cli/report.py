@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard import files
-from steelyard.cli.options import Format, Json, Lang, Records, To
+from steelyard.cli import terminal
+from steelyard.cli.options import Format, Json, Lang, Records, To, Wide
 from steelyard.cli.out import answer, dump, one_line, say
 from steelyard.errors import RequestError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from steelyard.record.record import Record
     from steelyard.record.signature import Signature
     from steelyard.record.spec import SpecRecord
+    from steelyard.report import Page
 
 
 def report_(
@@ -26,26 +28,46 @@ def report_(
     explain: Annotated[
         bool, typer.Option("--explain", help="Only why the rate is not higher: where the time of a step goes.")
     ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Text: every detail and all columns, not one screen a case.")] = False,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """The result page of records: environment, strategy, what each metric means, values, published rows.
+    """Show records on the terminal, or write a page (md, html).
+
+    The terminal shows one screen a case; --full prints all of the page.
 
     \b
     Examples:
-      steelyard report records/*.json --format html --to page.html
-      steelyard report records/*.json --explain
+      steelyard report records/
+      steelyard report records/ --full
+      steelyard report records/ --format html --to page.html
+      steelyard report records/ --explain
     """
     from steelyard import report
     from steelyard.cli import repeats
 
     check_format(format_, lang)
+    columns = _columns(to, as_json or full, wide)
     specs = _specs(paths(records))
     if specs:
-        show(report.render_spec(specs, format_, lang), to, as_json, format_, lang)
+        show(report.render_spec(specs, format_, lang, columns), to, as_json, format_, lang)
         return
     found = read(records)
-    page = report.render(found, format_, lang, report.explain if explain else report.page)
+    short = format_ == "text" and not full and not as_json
+    made = report.explain if explain else report.brief if short else report.page
+    page = report.render(found, format_, lang, made, columns)
     show(page, to, as_json, format_, lang, {"repeats": repeats.as_json(found)} if as_json else {})
+
+
+def rendered(page: "Page", format_: str, to: Path | None, as_json: bool, wide: bool) -> str:
+    """A page in one of the formats; text as wide as the terminal, and in a file as wide as it likes."""
+    from steelyard import report
+
+    return report.as_format(page, format_, _columns(to, as_json, wide))
+
+
+def _columns(to: Path | None, whole: bool, wide: bool) -> int | None:
+    return terminal.columns(wide or whole or to is not None)
 
 
 def check_format(format_: str, lang: str) -> None:
@@ -115,13 +137,14 @@ def verify(
     records: Records,
     signers: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Who may sign, as ssh's allowed_signers; a record must have one's signature."),
+        typer.Option(metavar="FILE", help="SSH allowed_signers file; every record must be signed by one of them."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Recompute every metric of records from their raw samples, check their hashes, and say who signed them.
+    """Check records: metrics, hashes and signatures.
 
-    A record whose question is not that of the shipped case of its name is sound, and that is said beside it.
+    Every metric is computed again from the raw samples. A record that asks another question than the shipped case of its name verifies, with a remark. Exit code 0: all
+    verify; 1: one does not.
 
     \b
     Examples:
@@ -169,10 +192,12 @@ def _verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
 
 
 def schema(
-    of: Annotated[str, typer.Argument(metavar="[record|spec|worker|rank]", help="What to print the schema of.")] = "record",
+    of: Annotated[str, typer.Argument(metavar="[record|spec|worker|rank]", help="Which schema to print.")] = "record",
     as_json: Json = False,
 ) -> None:
-    """The JSON Schema of a record, of one of kind spec, of what a worker is told (worker), or of what it leaves (rank).
+    """Print the JSON Schema of records and of worker files.
+
+    record: of a run. spec: a record of kind spec. worker: a worker's input. rank: what a rank writes.
 
     \b
     Examples:

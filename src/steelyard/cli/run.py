@@ -50,7 +50,7 @@ def run(
     cases: Annotated[
         list[str],
         typer.Argument(
-            metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.", autocompletion=complete.cases
+            metavar="CASE", help="Cases, your own .toml files, or smoke: every case, tiny.", autocompletion=complete.cases
         ),
     ],
     data: Annotated[
@@ -84,7 +84,9 @@ def run(
     devices: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Devices per host. Default: the site's, else 1; smoke: what each case names.", rich_help_panel=MAIN
+            metavar="N",
+            help="Devices per host. Default: the site's, else 1; smoke: what each case names.",
+            rich_help_panel=MAIN,
         ),
     ] = None,
     precision: PrecisionOption = None,
@@ -167,7 +169,9 @@ def run(
     ] = None,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Save a checkpoint every N steps, under checkpoints/ in --out.", rich_help_panel=TRAINING),
+        typer.Option(
+            metavar="N", help="Save a checkpoint every N steps, under checkpoints/ in --out.", rich_help_panel=TRAINING
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -183,7 +187,9 @@ def run(
     ] = False,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="With --explain: keep the trace (Chrome format) beside the record.", rich_help_panel=DETAIL),
+        typer.Option(
+            "--trace", help="With --explain: keep the trace (Chrome format) beside the record.", rich_help_panel=DETAIL
+        ),
     ] = False,
     out: Out = Path("records"),
     as_json: Json = False,
@@ -356,9 +362,7 @@ def hosts(runs: "list[Ready]", output: Output) -> "AbstractContextManager[Alloca
     return scheduler.allocated(runs[0].site, nodes, waiting)
 
 
-def carry_out(
-    one: "Ready", output: Output, allocation: "Allocation | None", place: tuple[int, int] = (1, 1)
-) -> "Record":
+def carry_out(one: "Ready", output: Output, allocation: "Allocation | None", place: tuple[int, int] = (1, 1)) -> "Record":
     """One run, with what a user sees of it; `place` is its number of how many."""
     from rich.console import Console
 

@@ -29,6 +29,7 @@ __all__ = [
     "LANGS",
     "Lang",
     "Page",
+    "as_format",
     "brief",
     "comparison",
     "engines",
@@ -46,14 +47,25 @@ __all__ = [
 ]
 
 
-def render(records: list[Record], format: str, lang: str, made: Callable[[list[Record], Lang], Page] = page) -> str:
-    """A page of these records, the whole one or another, as text in one of FORMATS."""
-    return FORMATS[_known(format)](made(_some(records), _spoken(lang)))
+def render(
+    records: list[Record],
+    format: str,
+    lang: str,
+    made: Callable[[list[Record], Lang], Page] = page,
+    columns: int | None = None,
+) -> str:
+    """A page of these records, the whole one or another, as text in one of FORMATS; `columns` limits plain text."""
+    return as_format(made(_some(records), _spoken(lang)), format, columns)
 
 
-def render_spec(records: list[SpecRecord], format: str, lang: str) -> str:
+def render_spec(records: list[SpecRecord], format: str, lang: str, columns: int | None = None) -> str:
     """The same of records of what a machine can do."""
-    return FORMATS[_known(format)](spec_page(_some(records), _spoken(lang)))
+    return as_format(spec_page(_some(records), _spoken(lang)), format, columns)
+
+
+def as_format(page: Page, format: str, columns: int | None = None) -> str:
+    known = _known(format)
+    return text(page, columns) if known == "text" else FORMATS[known](page)
 
 
 def _known(format: str) -> str:

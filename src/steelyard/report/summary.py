@@ -48,7 +48,10 @@ def brief(records: list[Record], lang: Lang = "en") -> Page:
         members = [run.record for run in runs]
         fields = [_named("terminal.device", lambda one, _: ", ".join(kinds(one)) or UNKNOWN), *_asked(members, brief=True)]
         fields += [*_found(members, say), _energy(members)]
-        out += [Heading(2, " · ".join(case)), *_blocks(members, fields, say, [say("terminal.run")], [run.label for run in runs])]
+        out += [
+            Heading(2, " · ".join(case)),
+            *_blocks(members, fields, say, [say("terminal.run")], [run.label for run in runs]),
+        ]
     return Page("", lang, (*out, Paragraph(say("terminal.interval"), "muted"), Paragraph(say("terminal.more"), "muted")))
 
 
