@@ -35,8 +35,9 @@ def compare(
 ) -> int:
     """Compare two runs of one case, with a test of significance.
 
-    It prints the ratio of their rates, the answers, metrics and phases, and what differs between the runs. Give folders of repeats (run --repeat 5) for a test between runs. Exit code 0: not slower; 1: NEW is significantly
-    slower by more than the threshold, or a side has no valid run; 2: the questions differ.
+    It prints the ratio of their rates, the answers, metrics and phases, and what differs between the runs. Give folders
+    of repeats (run --repeat 5) for a test between runs. Exit code 0: not slower; 1: NEW is significantly slower by more
+    than the threshold, or a side has no valid run; 2: the questions differ.
 
     \b
     Examples:

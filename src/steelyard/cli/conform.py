@@ -40,8 +40,8 @@ def conform(
 ) -> int:
     """Check that an engine computes what engine torch computes.
 
-    Both run every case at size smoke. It compares loss and gradient norm of step 1, scores, answers and counts, each with a tolerance. Records of this
-    version of the engine say the result. Exit code 0: it conforms; 1: it does not.
+    Both run every case at size smoke. It compares loss and gradient norm of step 1, scores, answers and counts, each
+    with a tolerance. Records of this version of the engine say the result. Exit code 0: it conforms; 1: it does not.
 
     \b
     Examples:

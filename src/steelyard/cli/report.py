@@ -143,8 +143,8 @@ def verify(
 ) -> int:
     """Check records: metrics, hashes and signatures.
 
-    Every metric is computed again from the raw samples. A record that asks another question than the shipped case of its name verifies, with a remark. Exit code 0: all
-    verify; 1: one does not.
+    Every metric is computed again from the raw samples. A record that asks another question than the shipped case of
+    its name verifies, with a remark. Exit code 0: all verify; 1: one does not.
 
     \b
     Examples:

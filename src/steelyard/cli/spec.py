@@ -31,8 +31,9 @@ def spec(
 ) -> int:
     """Measure what this machine can do, against its datasheet.
 
-    Matmul by precision and shape, memory, copies, attention, collectives. Every kernel is checked against fp64, run until its rate is steady, and compared with the datasheet. It writes a
-    record of kind spec, which verify and report read. Exit code 0: measured; 1: failed, the record says why.
+    Matmul by precision and shape, memory, copies, attention, collectives. Every kernel is checked against fp64, run
+    until its rate is steady, and compared with the datasheet. It writes a record of kind spec, which verify and report
+    read. Exit code 0: measured; 1: failed, the record says why.
 
     \b
     Examples:
