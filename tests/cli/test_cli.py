@@ -101,7 +101,7 @@ def test_run_json(shell: Shell) -> None:
         ((*SMOKE, "--passes", "val,val"), "name each pass once"),
         ((*SMOKE, "--passes", ","), "name each pass once"),
         ((*SMOKE, "--precision", "fp8"), "precision 'fp8' is not known; allowed for score: fp32, tf32, fp16, bf16"),
-        ((*SMOKE, "--precision", "tf32"), "precision 'tf32' is not there on a CPU"),
+        ((*SMOKE, "--precision", "tf32"), "a CPU has no precision 'tf32'"),
         ((*SMOKE, "--division", "ajar"), "division"),
         ((*SMOKE, "--size", "huge"), "size 'huge' is not known; allowed: smoke, full"),
         ((*SMOKE, "--devices", "0"), "must be at least 1"),
@@ -121,7 +121,7 @@ def test_run_json(shell: Shell) -> None:
             (*SMOKE, "--engine", "tensorflow"),
             "no engine 'tensorflow'; known: flagscale, megatron, paddle, reference, torch, transformers",
         ),
-        (("run", CASE, "--accelerator", "abacus", "--size", "smoke"), "accelerator 'abacus' is unknown; known are cuda, cpu"),
+        (("run", CASE, "--accelerator", "abacus", "--size", "smoke"), "accelerator 'abacus' is not known; known: cuda, cpu"),
         ((*SMOKE, "--weights", "no/such"), "--weights 'no/such' does not exist"),
         ((*SMOKE, "--data", "no/such"), "--data 'no/such' does not exist"),
         ((*SMOKE, "--site", "no.toml"), "--site 'no.toml' cannot be read"),
@@ -343,7 +343,7 @@ def test_smoke_runs_on_the_devices_that_a_case_names(
 
 def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     show_on(monkeypatch, 1, 2)
-    with pytest.raises(RequestError, match="accelerator 'slide-rule' is unknown"):
+    with pytest.raises(RequestError, match="accelerator 'slide-rule' is not known"):
         asked("smoke", "--accelerator", "slide-rule")
 
 

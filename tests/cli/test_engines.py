@@ -190,7 +190,7 @@ def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, c
     assert verb.run_engines(asked(division="open"), 1, as_json=False) == 0
     told = capsys.readouterr()
     assert told.out.splitlines()[0].split()[:3] == ["case", "size", "engine"]
-    assert told.err.splitlines()[-1] == "no table of engines: it takes finished runs of two engines"
+    assert told.err.splitlines()[-1] == "no engine table: it needs finished runs of two engines"
 
 
 def test_where_each_engine_lives() -> None:
@@ -204,8 +204,8 @@ def test_where_each_engine_lives() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--sweep", "batch_tokens=1,2"), "--engine all and --sweep: a sweep is of one engine; name it, or leave --sweep out"),
-        (("--resume", "x.json"), "--engine all and --resume: a checkpoint is of one engine; name it, or leave --resume out"),
+        (("--sweep", "batch_tokens=1,2"), "--engine all and --sweep cannot be combined; name one engine, or drop --sweep"),
+        (("--resume", "x.json"), "--engine all and --resume cannot be combined; name the engine of the checkpoint"),
         (
             ("--set", "engine.python=venv/bin/python"),
             "--set 'engine.python=venv/bin/python': with --engine all a setting names its engine, such as "

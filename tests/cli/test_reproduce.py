@@ -30,9 +30,7 @@ def test_what_is_asked_cannot_be_changed(shell: Shell) -> None:
     path = published(NAME, shell.folder)
     done = shell.ask("reproduce", path, "--set", "tune.batch_tokens=4")
     assert (done.code, shell.records()) == (2, [])
-    assert done.err == (
-        "error: --set 'tune.batch_tokens=4': what is asked is the record's; only engine.KEY=VALUE says where things lie\n"
-    )
+    assert done.err == ("error: --set 'tune.batch_tokens=4': reproduce takes only engine.KEY=VALUE; all else is the record's\n")
     assert shell.ask("reproduce", path, "--repeat", "0", "--accelerator", "cpu").code == 2
     assert shell.ask("reproduce", path, "--data", "x").code == 2
     assert shell.ask("reproduce", "none.json").code == 2
@@ -55,7 +53,7 @@ def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
     other = trained(shell.folder / "other", "ab" * 32)
     done = shell.ask("reproduce", other, "--weights", "hf")
     assert (done.code, shell.records()) == (2, [])
-    assert done.err == (f"error: other weights: weights.header_sha256: {'ab' * 32} / {digest}; name those of the record\n")
+    assert done.err == (f"error: other weights: weights.header_sha256: {'ab' * 32} / {digest}; give those of the record\n")
     same = read(trained(shell.folder / "same", digest))
     verb._check_weights(same, ready(again.request(same, again.Where(weights=shell.folder / "hf"))))
     (shell.folder / "none").mkdir()
@@ -69,7 +67,7 @@ def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
     base = compare.side("record", [read(one)])
     with pytest.raises(RequestError) as caught:
         verb._after(base, [read(other)], (), 0.01, False, 1)
-    assert str(caught.value) == "not the same run: weights.seed: 0 / 3; it was made all the same, as record 02000200"
+    assert str(caught.value) == "not the same run: weights.seed: 0 / 3; the new run is kept as record 02000200"
 
 
 def test_the_comparison_is_printed_and_its_exit_code_is_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def test_an_interrupt_leaves_a_record_and_nobody(shell: Shell):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--accelerator", "tpu"), "accelerator 'tpu' is unknown; known are cuda, cpu"),
+        (("--accelerator", "tpu"), "accelerator 'tpu' is not known; known: cuda, cpu"),
         (("--accelerator", "cpu", "--devices", "0"), "--devices 0: must be at least 1"),
     ],
 )

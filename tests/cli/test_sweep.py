@@ -180,7 +180,7 @@ def test_several_cases_have_all_points_each(shell: Shell, carried: list[Ready]) 
         (CASE, 1),
     ]
     assert done.lines[0] == f"point 1 of 4: {TRAIN[1]} closed nodes=1 tune.warmup=0"
-    assert "no scaling table: it takes valid records on two numbers of devices" in done.lines
+    assert "no scaling table: it needs valid records with two device counts" in done.lines
 
 
 def test_a_failure_goes_on_and_an_interrupt_does_not(

@@ -67,9 +67,7 @@ def test_a_vocabulary_needs_its_special_pieces(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("piece", "shown"), [("", "''"), (" os", "' os'"), ("two words ", "'two words '"), ("os", "'os'")])
 def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
     path = vocabulary(tmp_path, piece, *PIECES)
-    assert refusal(path) == (
-        f"{path}: line 1 is {shown}; allowed: one piece a line, with no space around it, that stands nowhere else"
-    )
+    assert refusal(path) == (f"{path}: line 1 is {shown}; allowed: one piece a line, with no space around it, each once")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_the_default_of_each_case():
     [
         ("TP3", 3, "TP3 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
         ("TP16", 16, "TP16 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
-        ("PP2", 2, "PP2: aquila2-34b-lambada scores, and scoring has no pipeline; allowed: PP1"),
+        ("PP2", 2, "PP2: aquila2-34b-lambada is an inference case, which has no pipeline; allowed: PP1"),
     ],
 )
 def test_a_model_that_cannot_be_divided_so(parallel, devices, says):

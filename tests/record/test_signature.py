@@ -150,9 +150,7 @@ def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: S
     locked = key(tmp_path, "locked", "a secret")
     done = shell.ask("sign", record, "--key", locked)
     assert done.code == 2
-    assert done.err == (
-        f"error: key '{locked}' has a passphrase; hand it to ssh-agent with ssh-add {locked}, then sign again\n"
-    )
+    assert done.err == (f"error: key '{locked}' has a passphrase; add it to ssh-agent with ssh-add {locked}, then sign again\n")
     assert not signature.beside(record).exists()
 
 

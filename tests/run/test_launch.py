@@ -75,7 +75,7 @@ def test_hosts_that_are_not_there(launcher: str, hosts: list[str], nodes: int, w
 
 
 def test_an_unknown_launcher() -> None:
-    with pytest.raises(RequestError, match="--launcher 'pbs' is unknown; known: local, ssh, slurm"):
+    with pytest.raises(RequestError, match="--launcher 'pbs' is not known; known: local, ssh, slurm"):
         launch.named("pbs")
 
 

@@ -315,9 +315,9 @@ def test_evaluation_is_all_of_it_the_longest_first(division: Literal["closed", "
 
 
 def test_rows_that_are_none() -> None:
-    with pytest.raises(RequestError, match="no samples to train on; allowed: one and more"):
+    with pytest.raises(RequestError, match="no samples to train on; allowed: 1 or more"):
         ClozeRows([], [SHORT], "open", 1, 0, START, END)
-    with pytest.raises(RequestError, match="a global batch of 0 samples; allowed: 1 and more"):
+    with pytest.raises(RequestError, match="a global batch of 0 samples; allowed: 1 or more"):
         ClozeRows([SHORT], [SHORT], "open", 0, 0, START, END)
 
 

@@ -106,7 +106,7 @@ def _main() -> None:
         sys.exit(1)
     except Exception:  # noqa: BLE001  our own bug, never blamed on a user's file
         say(traceback.format_exc())
-        say(f"error: a defect of steelyard {__version__}, not of your request; please report it with the lines above")
+        say(f"error: a bug in steelyard {__version__}, not in your request; please report it with the lines above")
         sys.exit(DEFECT)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -57,11 +57,11 @@ def conform(
     row = engines.row(engine)
     of_engine, others = engine_settings(settings or [])
     if others:
-        raise RequestError(f"--set {others[0]!r}: here only where the engine lives, such as engine.python=venv/bin/python")
+        raise RequestError(f"--set {others[0]!r}: conform takes only engine.KEY=VALUE, such as engine.python=venv/bin/python")
     if engine == YARDSTICK:
-        raise RequestError(f"engine {YARDSTICK!r} is what others are compared with; name another")
+        raise RequestError(f"engine {YARDSTICK!r} is the reference; name another engine")
     if row.checkout:
-        raise RequestError(f"engine {engine!r} draws weights and rows of its own: no step of it can be compared with another's")
+        raise RequestError(f"engine {engine!r} has its own weights and rows, so its steps cannot be compared")
     rows: list[Compared] = []
     packages: dict[str, str] | None = None
     chosen = _cases(row, cases)

@@ -26,9 +26,9 @@ class LeftOut:
 
 def check_all(engine: str, sweeps: bool, resumes: bool) -> None:
     if engine == ALL and sweeps:
-        raise RequestError("--engine all and --sweep: a sweep is of one engine; name it, or leave --sweep out")
+        raise RequestError("--engine all and --sweep cannot be combined; name one engine, or drop --sweep")
     if engine == ALL and resumes:
-        raise RequestError("--engine all and --resume: a checkpoint is of one engine; name it, or leave --resume out")
+        raise RequestError("--engine all and --resume cannot be combined; name the engine of the checkpoint")
 
 
 def chosen(engine: str, settings: list[str]) -> "tuple[list[tuple[str, EngineSettings]], list[str]]":
@@ -124,7 +124,7 @@ def _print(done: "list[Record]", wide: bool) -> None:
     if page is not None:
         tell(paged(page, wide))
     else:
-        say("no table of engines: it takes finished runs of two engines")
+        say("no engine table: it needs finished runs of two engines")
     repeats.show(done, wide)
 
 

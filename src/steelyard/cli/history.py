@@ -44,7 +44,7 @@ def history(
 
     check_format(format_, lang)
     if no_index and index_file is not None:
-        raise RequestError("--index and --no-index: leave one of the two out")
+        raise RequestError("--index and --no-index cannot be combined; drop one")
     for place in places:
         if not place.exists():
             raise RequestError(f"{str(place)!r} does not exist; give folders of records")

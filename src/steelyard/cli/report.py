@@ -100,7 +100,7 @@ def _specs(every: list[Path]) -> "list[SpecRecord]":
     of_spec = [path for path in every if sealed.kind(path) == "spec"]
     if of_spec and len(of_spec) < len(every):
         runs = next(path for path in every if path not in of_spec)
-        raise RequestError(f"{of_spec[0]} is of kind spec, and {runs} is a run: they make two pages; report them apart")
+        raise RequestError(f"{of_spec[0]} is a spec record and {runs} is a run; report them separately")
     return [ceilings.read(path) for path in of_spec]
 
 

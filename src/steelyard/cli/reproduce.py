@@ -88,7 +88,7 @@ def reproduce(
     found = (base.finished or base.records)[0]
     of_engine, others = engine_settings(settings or [])
     if others:
-        raise RequestError(f"--set {others[0]!r}: what is asked is the record's; only engine.KEY=VALUE says where things lie")
+        raise RequestError(f"--set {others[0]!r}: reproduce takes only engine.KEY=VALUE; all else is the record's")
     where = again.Where(
         accelerator=accelerator,
         launcher=launcher,
@@ -114,7 +114,7 @@ def reproduce(
 def _check_plan(found: "Record", one: "Ready") -> None:
     told, now = found.plan, one.plan
     if (told.tp, told.pp, told.dp) != (now.tp, now.pp, now.dp):
-        raise RequestError(f"record {found.id} ran as {told}, and its tune makes {now} of these devices here")
+        raise RequestError(f"record {found.id} ran as {told}; here its tune gives {now}; use the same number of devices")
 
 
 def _check_weights(found: "Record", one: "Ready") -> None:
@@ -138,7 +138,7 @@ def _say_before(found: "Record", before: "tuple[Field, ...]") -> None:
 
     for said in again.remarks(found):
         say(one_line(said))
-    say(f"differs here: {len(before)} field(s) (record / here)" if before else "nothing known differs here")
+    say(f"different here: {len(before)} field(s) (record / here)" if before else "nothing known is different here")
     for one in before:
         say(f"  {one_line(fields.line([one]))}")
 
@@ -167,7 +167,7 @@ def _after(
     other = [one for made in done for one in again.differs(found, made)]
     if other:
         ids = ", ".join(made.id[:8] for made in done)
-        raise RequestError(f"not the same run: {fields.line(other)}; it was made all the same, as record {ids}")
+        raise RequestError(f"not the same run: {fields.line(other)}; the new run is kept as record {ids}")
     compared = compare.compare(base, compare.side("reproduced", done), [], threshold)
     if output.json:
         told: dict[str, Any] = {"records": [record.to_table(made) for made in done], "here": [field(one) for one in before]}

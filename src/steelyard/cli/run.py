@@ -228,7 +228,7 @@ def run(
     engines, settings = chosen(engine, settings or [])
     axes = sweep.axes(sweeps or [], _given(settings, devices, nodes, parallel, checkpoint_every, precision, division))
     if axes and resume is not None:
-        raise RequestError("--sweep and --resume: a sweep begins every run anew; leave one of the two out")
+        raise RequestError("--sweep and --resume cannot be combined; drop one")
     where = sites.find(site)
     if where is not None and site is None and not output.silent:
         say(f"site: {where}")
@@ -390,7 +390,7 @@ def _sign(path: Path, key: Path) -> Path:
     try:
         return signature.sign(path, key)
     except RequestError as error:
-        raise LostError(f"the record is written, {path}, and not signed: {error}; see steelyard sign") from error
+        raise LostError(f"record {path} is written but not signed: {error}; sign it with steelyard sign") from error
 
 
 def interrupted(made: "Record") -> bool:

@@ -112,7 +112,7 @@ def _print(done: list[Done], over_devices: bool, wide: bool) -> None:
     if page is not None:
         tell("\n" + paged(page, wide))
     elif over_devices:
-        say("no scaling table: it takes valid records on two numbers of devices")
+        say("no scaling table: it needs valid records with two device counts")
 
 
 def _repeated(done: list[Done]) -> "list[Record]":

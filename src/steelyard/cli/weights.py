@@ -105,16 +105,16 @@ def _model(name: str | None) -> "LlamaModel | None":
 
     model = None if name is None else resolve(name).case.question.model
     if model is not None and not isinstance(model, LlamaModel):
-        raise RequestError(f"--case {name}: its model is of family {model.family}; only those of a Llama are converted")
+        raise RequestError(f"--case {name}: its model is of family {model.family}; only Llama models can be converted")
     return model
 
 
 def _ready(folder: Path) -> None:
     """What can be known before torch is imported, which takes seconds."""
     if not folder.is_dir():
-        raise RequestError(f"{str(folder)!r} is no folder; give a Hugging Face folder or a Megatron checkpoint")
+        raise RequestError(f"{str(folder)!r} is not a folder; give a Hugging Face folder or a Megatron checkpoint")
     if find_spec("torch") is None:
-        raise RequestError("torch is not installed, and weights need it; pip install 'steelyard[torch]', then run again")
+        raise RequestError("torch is not installed, which weights need; run pip install 'steelyard[torch]'")
 
 
 def _convert(source: Path, target: Path, to: str, tp: int, model: "LlamaModel | None", quiet: bool) -> "Conversion":

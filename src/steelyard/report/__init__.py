@@ -83,5 +83,5 @@ def _spoken(lang: str) -> Lang:
 
 def _some(records: list[Kind]) -> list[Kind]:
     if not records:
-        raise RequestError("no record to report; give the path of at least one")
+        raise RequestError("no records; give the path of at least one")
     return records
