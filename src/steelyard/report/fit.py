@@ -23,7 +23,7 @@ class Fitted:
 
 def fit(table: Table, columns: int | None) -> Fitted:
     """First text is wrapped between words; then columns go, the least important and of these the last first; then words are
-    broken. A column of priority 1 never goes."""
+    broken. A column of priority 1 never goes, and text of priority 3 is on one line or not shown."""
     places = list(range(len(table.columns)))
     needed = [_needed(table, place) for place in places]
     if columns is not None:
@@ -60,6 +60,8 @@ def _needed(table: Table, place: int) -> _Needed:
         numbers = max([words, *map(width, cleaned[2:])])
         return _Needed(min(whole, UNLIMITED), numbers, numbers)
     most = min(whole, MAX_CELL)
+    if column.priority == 3:
+        return _Needed(most, most, most)
     word = max((width(word) for text in cleaned for word in text.split()), default=0)
     return _Needed(most, min(most, word), min(most, LEAST))
 
