@@ -7,7 +7,7 @@ import typer
 
 from steelyard.cli import terminal
 from steelyard.cli.options import AcceleratorOption, Json
-from steelyard.cli.out import Output, answer, begin, dump, one_line
+from steelyard.cli.out import Output, answer, begin, dump, wrapped
 
 if TYPE_CHECKING:
     from steelyard.metrics.fit import Row
@@ -42,17 +42,15 @@ def check(
 
 
 def _lines(rows: "list[Row]") -> list[str]:
-    from steelyard.report.plain import wrap
-
     name_width = max(len(row.name) for row in rows)
     indent = " " * (7 + 2 + name_width + 2)
     room = (terminal.columns() or terminal.COLUMNS) - len(indent)
     out = []
     for row in rows:
-        first, *more = wrap(one_line(row.found), room)
+        first, *more = wrapped(row.found, room)
         out += [f"{row.level:<7}  {row.name:<{name_width}}  {first}", *(indent + line for line in more)]
         if row.step is not None:
-            first, *more = wrap(one_line(row.step), room - 2)
+            first, *more = wrapped(row.step, room - 2)
             out += [f"{indent}→ {first}", *(f"{indent}  {line}" for line in more)]
     return out
 

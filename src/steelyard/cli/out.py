@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,11 @@ def one_line(text: object) -> str:
     """Names and values in a text come from files and command lines, and may hold anything."""
     shown = escaped(" ".join(str(text).split()))
     return "".join(c if c.isprintable() else " " for c in shown)
+
+
+def wrapped(text: object, columns: int) -> list[str]:
+    """A text in lines; a word that is longer, such as a hash, stays whole."""
+    return textwrap.wrap(one_line(text), max(1, columns), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def plain(value: Any) -> str:

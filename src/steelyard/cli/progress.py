@@ -17,17 +17,19 @@ LINES_S = 60.0  # between two lines where there is no terminal
 
 
 class Display:
-    """A title, then how far it is. Quiet where the console is."""
+    """A title, then how far it is. Quiet where the console is. Where there is no terminal, the title of a run that stands
+    alone is left out: whoever started it knows."""
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Console, title: str, alone: bool = True) -> None:
         self._console, self._title = console, one_line(title)
-        able = console.is_terminal and not console.is_dumb_terminal and not console.quiet
-        self._live = Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._render) if able else None
+        self._titled = not console.quiet and (console.is_terminal or not alone)
         self._begin_s = self._said_s = now()
         self._last: PhaseProgress | None = None
+        able = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._live = Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._render) if able else None
 
     def __enter__(self) -> Self:
-        if not self._console.quiet:
+        if self._titled:
             say(self._title)
         self._begin_s = self._said_s = now()
         if self._live is not None:

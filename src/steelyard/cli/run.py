@@ -371,7 +371,7 @@ def carry_out(one: "Ready", output: Output, allocation: "Allocation | None", pla
 
     number, runs = place
     title = f"[{number}/{runs}] {_label(one.request)}" if runs > 1 else _label(one.request)
-    with Display(Console(stderr=True, quiet=output.silent), title) as display:
+    with Display(Console(stderr=True, quiet=output.silent), title, alone=runs == 1) as display:
         made, path = run_case(one, display.show, allocation, lambda warning: say(f"warning: {warning}"))
     if not output.silent or (made.status != "valid" and not output.json):
         say(f"{made.status}: {path}")

@@ -6,7 +6,7 @@ import typer
 
 from steelyard.cli import complete, terminal
 from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
-from steelyard.cli.out import answer, dump, one_line, plain
+from steelyard.cli.out import answer, dump, plain, wrapped
 
 if TYPE_CHECKING:
     from steelyard.case.case import Case
@@ -52,14 +52,11 @@ def list_(as_json: Json = False) -> None:
 
 def _columns(pairs: list[tuple[str, str]]) -> list[str]:
     """Names of one width, and beside each its text, wrapped."""
-    from steelyard.report.plain import wrap
-
     indent = 2 + max((len(name) for name, _ in pairs), default=0) + 2
+    room = (terminal.columns() or terminal.COLUMNS) - indent
     out = []
     for name, text in pairs:
-        room = (terminal.columns() or terminal.COLUMNS) - indent
-        whole = max(map(len, text.split()), default=0) > room  # a hash is copied in one piece
-        first, *more = [one_line(text)] if whole else wrap(one_line(text), room) or [""]
+        first, *more = wrapped(text, room)
         out += [f"  {name:<{indent - 2}}{first}".rstrip(), *(" " * indent + line for line in more)]
     return out
 
