@@ -75,7 +75,7 @@ def test_runs_and_specs_make_two_pages(shell: Shell, tmp_path: Path):
     run = next((Path(__file__).parents[2] / "results").rglob("*.json"))
     done = shell("report", of_spec, run)
     assert (done.code, len(done.lines)) == (2, 1)
-    assert "they make two pages; report them apart" in done.lines[0]
+    assert "report them separately" in done.lines[0]
     assert "square 512" in shell("report", of_spec).out
     assert shell("schema", "spec").json()["title"] == "Steelyard spec record"
 

@@ -18,7 +18,7 @@ llama2-7b-mmlu  bf16       valid             59.38 questions/s      /  45.8%*
 open
 llama2-7b-mmlu  fp16       invalid: quality    45,903 tokens/s  62.1%   45.8%
 llama2-7b-mmlu  fp32       failed: oom                       /      /       /
-* reported, not checked
+* quality is reported, not checked
 Not shown: scope, p_infer_whole, p_infer_core, mem, e2e_time. --wide shows all
 columns.
 """
@@ -35,7 +35,7 @@ run  precision  status                         rate    MFU     acc  J/token
 #2   bf16 open  valid             59.38 questions/s      /  45.8%*        /
 #3   fp16       invalid: quality    45,903 tokens/s  62.1%   45.8%  0.01458
 #4   fp32       failed: oom                       /      /       /        /
-* reported, not checked
+* quality is reported, not checked
 Not shown: scope. --wide shows all columns.
 
 rate: all devices together. ±: half of its 95 % interval. /: unknown, --full

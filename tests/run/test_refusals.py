@@ -221,7 +221,10 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
     (path,) = (tmp_path / "records").glob("*.json")
     assert json.loads(path.read_text())["metrics"]["flops_nominal"]["value"] is None
     page = subprocess.run(
-        [sys.executable, "-m", "steelyard", "report", str(smoke), str(path)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "steelyard", "report", str(smoke), str(path), "--full"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert "llama2-7b-mmlu · smoke · question.model.layers=1" in page
     assert "another question than the case's: question.model.layers changed on the command line" in " ".join(page.split())

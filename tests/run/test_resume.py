@@ -206,7 +206,7 @@ def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_fro
     assert done.code == 0, done.err
     [again] = records(shell.folder / "again")
     assert (again["restarts"][0]["step"], losses(again)) == (9, losses(unbroken))
-    assert "resumed after step 9" in shell("report", shell.folder / "again").out
+    assert "resumed after step 9" in shell("report", shell.folder / "again", "--full").out
 
 
 def _flip(path: Path) -> None:

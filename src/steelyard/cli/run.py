@@ -1,13 +1,14 @@
 """The verb run."""
 
 import shlex
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli import complete
+from steelyard.cli import complete, terminal
 from steelyard.cli.options import (
     OUTPUT,
     PART,
@@ -339,8 +340,8 @@ def _run(requests: "list[Request]", output: Output) -> int:
 
 
 def hint(out: Path, output: Output) -> None:
-    """What a newcomer does next."""
-    if not output.silent:
+    """What a newcomer does next, who looks at a terminal."""
+    if not output.silent and terminal.is_terminal(sys.stderr):
         say(f"more: steelyard report {shlex.quote(str(out))}")
 
 

@@ -105,7 +105,7 @@ def _times(records: list[Record]) -> list[_Field]:
         ("mem", lambda _: "mem"),
         ("e2e_time", lambda _: "e2e_time"),
     )
-    return [_Field(title, _metric(name), 3, "right") for title, name in columns]
+    return [_Field(title, _metric(name), 3, "right", optional=True) for title, name in columns]
 
 
 def _metric(name: Callable[[Record], str]) -> Callable[[Record, Words], Cell]:

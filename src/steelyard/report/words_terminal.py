@@ -2,7 +2,7 @@
 
 TABLE: dict[str, tuple[str, str]] = {
     "terminal.left_out": ("Not shown: {0}. --wide shows all columns.", "未显示：{0}。--wide 显示全部列。"),
-    "terminal.unchecked": ("* reported, not checked", "* 仅报告，未检查"),
+    "terminal.unchecked": ("* quality is reported, not checked", "* 质量仅报告，未检查"),
     "terminal.no_mfu": ("No MFU: {0}.", "无 MFU：{0}。"),
     "terminal.plan": ("plan", "并行"),
     "terminal.rate": ("rate", "吞吐量"),
