@@ -190,7 +190,7 @@ def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, c
     ran(monkeypatch, {"torch": "A" * 8})
     assert verb.run_engines(asked(division="open"), 1, Output()) == 0
     told = capsys.readouterr()
-    assert told.out.startswith(f"case {CASE} · size full · division closed · engine torch · precision bf16\n")
+    assert told.out.startswith(f"{CASE} · size full · closed · torch · bf16\n")
     assert told.err.splitlines()[-1] == "no engine table: it needs finished runs of two engines"
 
 

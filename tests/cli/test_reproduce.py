@@ -10,6 +10,7 @@ from fixtures.commands import SMOKE, Shell
 from fixtures.records import changed, published
 from fixtures.series import series
 from steelyard.cli import reproduce as verb
+from steelyard.cli.out import Output
 from steelyard.errors import RequestError
 from steelyard.metrics import compare
 from steelyard.metrics.verify import read, verify
@@ -66,20 +67,20 @@ def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
     [other] = series(tmp_path / "b", [1.0], day=2, weights__seed=3)
     base = compare.side("record", [read(one)])
     with pytest.raises(RequestError) as caught:
-        verb._after(base, [read(other)], (), 0.01, False, 1)
+        verb._after(base, [read(other)], (), 0.01, Output(), 1)
     assert str(caught.value) == "not the same run: weights.seed: 0 / 3; the new run is kept as record 02000200"
 
 
 def test_the_comparison_is_printed_and_its_exit_code_is_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = compare.side("record", [read(path) for path in series(tmp_path / "a", [1.0, 1.001])])
     slow = [read(path) for path in series(tmp_path / "b", [1.5, 1.501], day=2)]
-    assert verb._after(base, slow, (), 0.01, False, 2) == 1
+    assert verb._after(base, slow, (), 0.01, Output(), 2) == 1
     assert "slower: significant" in capsys.readouterr().out
-    assert verb._after(base, list(base.records), (), 0.01, True, 2) == 0
+    assert verb._after(base, list(base.records), (), 0.01, Output(json=True), 2) == 0
     told = json.loads(capsys.readouterr().out)
     assert sorted(told) == ["comparison", "here", "records", "remarks"]
     assert told["comparison"]["ratio"]["value"] == 1.0
-    assert verb._after(base, list(base.records), (), 0.01, False, 3) == 1  # one of three runs is missing
+    assert verb._after(base, list(base.records), (), 0.01, Output(), 3) == 1  # one of three runs is missing
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
     first = shell(*TWO, "--out", shell.out)
     assert (first.code, begin(first.lines)) == (0, [names[0], "valid", names[1], "valid"])
     said = first.out.splitlines()
-    assert said[0].startswith(f"case {CASE} · size smoke · ")
+    assert said[0].startswith(f"{CASE} · size smoke · ")
     assert said[2].split()[:2] == ["point", "status"]
     assert [row.split()[:2] for row in said if row.startswith("tune")] == [
         [f"tune.batch_tokens={n}", "valid"] for n in (4096, 8192)
@@ -64,7 +64,7 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
 
 
 def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
-    done = shell(*SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out)
+    done = shell(*SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out, "--wide")
     assert done.code == 0, done.err
     assert done.lines[0] == "point 1 of 2: devices=1"
     told = done.out[done.out.index("Scaling: ") :].splitlines()
@@ -103,7 +103,7 @@ def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
         ((*SMOKE, "--sweep", "question.precision=fp32", "--precision", "bf16"), "is also set by --precision bf16"),
         ((*SMOKE, "--sweep", "question.division=open", "--division", "open"), "is also set by --division open"),
         ((*TRAIN, "--sweep", "checkpoint_every=1,2", "--checkpoint-every", "1"), "is also set by --checkpoint-every 1"),
-        ((*TRAIN, "--sweep", "micro_batch=1,2", "--resume", "x.json"), "--sweep and --resume: "),
+        ((*TRAIN, "--sweep", "micro_batch=1,2", "--resume", "x.json"), "--sweep and --resume cannot be combined; drop one"),
         (
             (*SMOKE, "--sweep", "batch_tokens=64,many"),
             "point tune.batch_tokens=many: case 'llama2-7b-mmlu': tune.batch_tokens: ",
@@ -205,7 +205,7 @@ def test_one_invalid_point_is_exit_code_1(shell: Shell, carried: list[Ready], mo
 
 
 def test_scaling_of_points(shell: Shell, carried: list[Ready]) -> None:
-    done = shell.ask(*SMOKE, "--sweep", "devices=1,2", "--repeat", "2", "--out", shell.out)
+    done = shell.ask(*SMOKE, "--sweep", "devices=1,2", "--repeat", "2", "--out", shell.out, "--wide")
     rows = [line.split() for line in done.out.splitlines() if re.match(r"\dx\d ", line)]
     assert [row[:3] for row in rows] == [["1x1", "TP1PP1DP1", "2"], ["1x2", "TP1PP1DP2", "2"]]
     assert [row[4:] for row in rows] == [

@@ -486,5 +486,5 @@ def test_config_is_written_as_published_pages_do() -> None:
     assert "#1 torch · bf16 · closed · 2x8 TP2PP1DP8" in text
     assert "2x8 (nodes x devices), TP2PP1DP8, launcher local" in text
     assert line_with(text, "#1 torch  ").split()[:6] == ["#1", "torch", "bf16", "closed", "2x8", "TP2PP1DP8"]
-    assert "engine torch · plan 2x8 TP2DP8" in report.text(report.table([record]))
+    assert "torch · plan 2x8 TP2DP8" in report.text(report.table([record]))
     assert "2x8（节点数 x 每节点卡数），TP2PP1DP8，启动器 local" in report.render([record], "text", "zh")

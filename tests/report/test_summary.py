@@ -9,7 +9,7 @@ from steelyard.report.fit import fit
 from steelyard.report.plain import width
 
 AFTER_RUNS = """\
-size full · engine torch
+size full · torch
 
 case            precision  status                         rate    MFU     acc
 --------------  ---------  ----------------  -----------------  -----  ------
@@ -27,7 +27,7 @@ ONE_SCREEN = """\
 llama2-7b-mmlu · full
 ---------------------
 
-device NVIDIA H200 · engine torch · plan 1x1
+NVIDIA H200 · torch · plan 1x1
 
 run  precision  status                         rate    MFU     acc  J/token
 ---  ---------  ----------------  -----------------  -----  ------  -------
@@ -66,7 +66,7 @@ def test_wide_shows_every_column() -> None:
 
 def test_what_all_runs_have_in_common_is_said_once() -> None:
     said = report.text(report.table([make(), make()]), 120).splitlines()
-    assert said[0] == "case llama2-7b-mmlu · size full · division closed · engine torch · precision bf16"
+    assert said[0] == "llama2-7b-mmlu · size full · closed · torch · bf16"
     assert said[2].split() == ["status", "rate", "MFU", "acc", "p_infer_whole", "p_infer_core", "mem", "e2e_time"]
     assert said[5:7] == [said[5]] * 2
     assert said[5].split()[:4] == ["valid", "45,903", "62.1%", "45.8%"]

@@ -16,6 +16,7 @@ from steelyard.report.runs import STATUS_TONE, by_case, scope, shown, with_unit
 from steelyard.report.words import Words
 
 UNCHECKED = "*"
+_EXPLAINED = ("size", "terminal.plan")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _blocks(records: list[Record], fields: list[_Field], say: Words, first: list
     """The table, after what all rows have in common; rows begin with their names where they have some."""
     cells = {field.title: [field.cell(record, say) for record in records] for field in fields}
     shared = [field for field in fields if field.shared and len(set(cells[field.title])) == 1]
-    told = " · ".join(f"{say(field.title)} {cells[field.title][0].text}" for field in shared)
+    told = " · ".join(_told(field, cells[field.title][0].text, say) for field in shared)
     empty = [field for field in fields if field.optional and {cell.text for cell in cells[field.title]} == {UNKNOWN}]
     kept = [field for field in fields if field not in (*shared, *empty)]
     columns = [*(Column(title) for title in first), *(_column(field, say) for field in kept)]
@@ -141,6 +142,11 @@ def _blocks(records: list[Record], fields: list[_Field], say: Words, first: list
     notes = [say("terminal.unchecked")] if starred else []
     notes += _no_mfu(records, say) if any(field.title == "MFU" for field in empty) else []
     return [*([Paragraph(told)] if told else []), Table(tuple(columns), tuple(rows), tuple(notes))]
+
+
+def _told(field: _Field, text: str, say: Words) -> str:
+    """A value that all rows have; with its name where it does not explain itself."""
+    return f"{say(field.title)} {text}" if field.title in _EXPLAINED else text
 
 
 def _no_mfu(records: list[Record], say: Words) -> list[str]:
