@@ -10,7 +10,7 @@ from steelyard import plugins
 from steelyard.accelerators import cpu, nvml, variables
 from steelyard.accelerators.peaks import Peak, shipped
 from steelyard.accelerators.row import Accelerator, Found
-from steelyard.errors import RequestError, known
+from steelyard.errors import RequestError
 
 GROUP = "steelyard.accelerators"
 
@@ -56,7 +56,7 @@ def table() -> dict[str, Accelerator]:
 def named(name: str) -> Accelerator:
     rows = table()
     if name not in rows:
-        raise RequestError(f"accelerator {name!r} is not known; {known(name, rows)}")
+        raise RequestError(f"accelerator {name!r} is not known; known: {', '.join(rows)}")
     return rows[name]
 
 

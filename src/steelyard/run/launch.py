@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from steelyard import plugins
-from steelyard.errors import RequestError, known
+from steelyard.errors import RequestError
 from steelyard.run.site import Site
 
 NODE = ["-P", "-m", "steelyard.run.node"]  # -P: what lies in the current folder is not imported
@@ -93,7 +93,7 @@ def table() -> dict[str, Launcher]:
 def named(name: str) -> Launcher:
     rows = table()
     if name not in rows:
-        raise RequestError(f"--launcher {name!r} is not known; {known(name, rows)}")
+        raise RequestError(f"--launcher {name!r} is not known; known: {', '.join(rows)}")
     return rows[name]
 
 
