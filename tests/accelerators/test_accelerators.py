@@ -269,8 +269,8 @@ def test_a_third_party_row_without_devices(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OTHER_CPU", "accelerator 'cpu' is there twice"),
-        ("A", "accelerator 'a' .* is no Accelerator"),
+        ("OTHER_CPU", "accelerator 'cpu' is defined twice"),
+        ("A", "accelerator 'a' .* is not of type Accelerator"),
         ("NOTHING", "accelerator 'nothing' .*; fix or uninstall its package"),
     ],
 )
@@ -336,7 +336,7 @@ def test_the_cpu_device() -> None:
     assert device.attention("bf16", True) == "rows"
     for precision in ("fp32", "fp16", "bf16"):
         device.set_precision(precision)
-    with pytest.raises(RequestError, match="a CPU has no precision 'tf32'; choose one of fp32, fp16, bf16"):
+    with pytest.raises(RequestError, match="a CPU has no precision 'tf32'; use --precision with one of: fp32, fp16, bf16"):
         device.set_precision("tf32")
 
 

@@ -86,7 +86,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, reason in (
         ("none", "does not exist; give the prefix or the folder"),
-        ("other.npy", "no token file; allowed: NAME_ids.npy or NAME_idx.npz"),
+        ("other.npy", "not a token file; allowed: NAME_ids.npy or NAME_idx.npz"),
         ("empty", r"no \*_ids.npy in it"),
     ):
         with pytest.raises(RequestError, match=reason):
@@ -181,9 +181,9 @@ SHORT = npy(LENS).replace(b"(4,), }", b"(9,), }")
         ),
         (archive(lens=npy(LENS), docs=npy(np.array([1, 2, 4]))), "docs goes from 1 to 4; allowed: increasing from 0 to 4"),
         (archive(lens=npy(LENS), docs=npy(np.array([0, 2, 3]))), "docs goes from 0 to 3; allowed: increasing from 0 to 4"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 3, 4]))), "docs goes from 0 to 4; allowed: ever larger"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, -3, 4]))), "docs goes from 0 to 4; allowed: ever larger"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 2, 4], np.uint64))), "docs goes from 0 to 4; allowed: ever larger"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 3, 4]))), "docs goes from 0 to 4; allowed: increasing"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, -3, 4]))), "docs goes from 0 to 4; allowed: increasing"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 2, 4], np.uint64))), "docs goes from 0 to 4; allowed: increasing"),
     ],
 )
 def test_bad_indexes_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -263,7 +263,7 @@ def test_splits(documents: int, train: int, valid: int, test: int) -> None:
 
 @pytest.mark.parametrize("documents", [1, 2])
 def test_too_few_documents_are_refused(documents: int) -> None:
-    with pytest.raises(RequestError, match=f"^{documents} documents; allowed: 3 and more"):
+    with pytest.raises(RequestError, match=f"^{documents} documents; allowed: 3 or more"):
         CorpusRows(corpus(*[[1, 2]] * documents), 2, 1, 0, 1)
 
 

@@ -99,7 +99,7 @@ def test_ends_keys_and_empty_documents(tmp_path: Path) -> None:
     tokenize([source], Endless(512), tmp_path / "d", key="content", append_end=False)
     tokenize([source], Ending(512), tmp_path / "e", key="content")
     assert documents(open_corpus(tmp_path / "e")) == Ending(512).encode(["one", "two"])
-    with pytest.raises(RequestError, match=r"does not tell which token ends a text; .*--no-append-end"):
+    with pytest.raises(RequestError, match=r"does not say which token ends a text; .*--no-append-end"):
         tokenize([source], Endless(512), tmp_path / "f", key="content")
 
 
@@ -158,7 +158,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", TEXTS)
     for inputs, out, reason in (
         ([source, tmp_path / "none"], "c", "none' is not a file; give .jsonl or .jsonl.gz files"),
-        ([tmp_path], "c", "is no file; give .jsonl"),
+        ([tmp_path], "c", "is not a file; give .jsonl"),
         ([source], "", "a folder; add a name for the pair, such as .*/corpus"),
         ([source], "no/c", "no folder .*no'; make it, or choose another"),
     ):
@@ -284,7 +284,7 @@ def test_progress_is_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     lines(tmp_path / "in.jsonl", TEXTS)
     assert run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")[0] == 0
-    assert "c  MiB  " in stderr.getvalue()
+    assert "MiB  " in stderr.getvalue()
     assert "0/1" in stderr.getvalue()  # whole MiB of a small file
 
 

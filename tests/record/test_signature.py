@@ -181,7 +181,7 @@ def test_what_cannot_sign(record: Path, ours: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot sign: "):
         signature.try_key(tmp_path / "text")
     signature.sign(record, ours)
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         signature.sign(record, ours)
 
 
@@ -213,7 +213,7 @@ def test_run_refuses_a_key_that_cannot_sign_before_it_starts(tmp_path: Path, she
 
 
 def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
-    with pytest.raises(LostError, match=r"the record is written, .*, and not signed: key .* no such file"):
+    with pytest.raises(LostError, match=r"record .* is written but not signed: key .* no such file"):
         run._sign(record, tmp_path / "gone")
 
 

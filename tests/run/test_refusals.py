@@ -170,7 +170,7 @@ def test_all_requests_are_checked_before_the_first_is_run(tmp_path):
 def test_smoke_is_no_name_for_another_size(tmp_path):
     command = [sys.executable, "-m", "steelyard", "run", "smoke", "--size", "full", "--out", str(tmp_path / "records")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    refused(done, tmp_path, "smoke is a size")
+    refused(done, tmp_path, "smoke runs every case at size smoke")
 
 
 def test_an_accelerator_that_is_not_there(tmp_path):

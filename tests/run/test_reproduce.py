@@ -96,7 +96,7 @@ REAL = {"weights": {"source": "huggingface", "header_sha256": "ab" * 32}}
         ({}, Where(data=Path("d")), "was made with data that its task makes: leave --data out"),
         (REAL, Where(), "was made with weights of source 'huggingface'; give them with --weights"),
         ({"data__source": "mmlu"}, Where(), "was made with data of source 'mmlu'; give them with --data"),
-        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, Where(), "goes on from a checkpoint"),
+        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, Where(), "resumed from a checkpoint"),
     ],
 )
 def test_what_is_refused_before_anything_starts(changes: dict[str, Any], where: Where, said: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_is_refused_before_anything_starts(changes: dict[str, Any], where: 
 
 
 def test_a_failed_run_is_not_reproduced() -> None:
-    with pytest.raises(RequestError, match="is of a run that failed"):
+    with pytest.raises(RequestError, match="is of a failed run"):
         reproduce.request(make(status="failed", data={}), Where())
 
 

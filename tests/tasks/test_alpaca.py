@@ -244,7 +244,9 @@ def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for path in (plain, packed):
         assert refusal(path) == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
     monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size - 1)
-    assert refusal(packed).startswith(f"{packed}: larger than {packed.stat().st_size - 1} bytes, which a packed file has")
+    assert refusal(packed).startswith(
+        f"{packed}: larger than {packed.stat().st_size - 1} bytes, the limit for a compressed file"
+    )
 
 
 def test_a_file_that_unpacks_without_end_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

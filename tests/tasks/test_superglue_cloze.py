@@ -456,7 +456,7 @@ def test_the_made_vocabulary() -> None:
     assert max(found) < ClozeTokenizer(31).vocab
     with pytest.raises(RequestError) as caught:
         ClozeTokenizer(30)
-    assert str(caught.value) == "a made vocabulary of 30 pieces; allowed: 31 and more, all words of the made task"
+    assert str(caught.value) == "a made vocabulary of 30 pieces; allowed: 31 or more, all words of the made task"
 
 
 def test_made_queries_are_read_with_the_made_vocabulary() -> None:

@@ -254,7 +254,7 @@ def test_a_folder_without_them(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "val.jsonl").mkdir()
     assert missing(tmp_path) == f"{tmp_path}: no val.jsonl (.gz) in it; {advice}"
-    assert missing(tmp_path / "train.jsonl") == f"data {str(tmp_path / 'train.jsonl')!r} is no folder; {whole}"
+    assert missing(tmp_path / "train.jsonl") == f"data {str(tmp_path / 'train.jsonl')!r} is not a folder; {whole}"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the
 
 app = typer.Typer(
     help="Make token files for training from text, and inspect them.\n\n"
-    "Example: steelyard data inspect data/llama_openwebtext_100k",
+    "Example: steelyard data pack texts.jsonl --tokenizer tokenizer.model --out corpus",
     no_args_is_help=True,
 )
 

@@ -22,16 +22,13 @@ class Fitted:
 
 
 def fit(table: Table, columns: int | None) -> Fitted:
-    """First text is wrapped between words; then columns go, the least important and of these the last first; then words are
-    broken. A column of priority 1 never goes, and text of priority 3 is on one line or not shown."""
+    """Columns of priority 3 are shown where all fit without wrapping. Then text is wrapped between words; then columns of
+    priority 2 go, the last first; then words are broken. A column of priority 1 never goes."""
     places = list(range(len(table.columns)))
     needed = [_needed(table, place) for place in places]
     if columns is not None:
-        while _total([needed[place].least for place in places]) > columns:
-            least_important = max(places, key=lambda place: (table.columns[place].priority, place))
-            if table.columns[least_important].priority == 1:
-                break
-            places.remove(least_important)
+        _drop(3, places, table, [one.most for one in needed], columns)
+        _drop(2, places, table, [one.least for one in needed], columns)
     limits = _limits([needed[place] for place in places], columns)
     return Fitted(
         tuple(table.columns[place] for place in places),
@@ -39,6 +36,14 @@ def fit(table: Table, columns: int | None) -> Fitted:
         tuple(tuple(row.cells[place] for place in places) for row in table.rows),
         tuple(column for place, column in enumerate(table.columns) if place not in places),
     )
+
+
+def _drop(priority: int, places: list[int], table: Table, widths: list[int], columns: int) -> None:
+    """Take columns of this priority away, the last first, until the others have room."""
+    for place in [place for place in reversed(places) if table.columns[place].priority == priority]:
+        if _total([widths[one] for one in places]) <= columns:
+            return
+        places.remove(place)
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,6 @@ def _needed(table: Table, place: int) -> _Needed:
         numbers = max([words, *map(width, cleaned[2:])])
         return _Needed(min(whole, UNLIMITED), numbers, numbers)
     most = min(whole, MAX_CELL)
-    if column.priority == 3:
-        return _Needed(most, most, most)
     word = max((width(word) for text in cleaned for word in text.split()), default=0)
     return _Needed(most, min(most, word), min(most, LEAST))
 

@@ -45,7 +45,7 @@ class Query:
 def find(folder: Path) -> tuple[Path, Path]:
     """The files of training and of evaluation in a folder."""
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
+        what = "is not a folder" if folder.exists() else "does not exist"
         raise RequestError(
             f"data {str(folder)!r} {what}; give the folder that holds ReCoRD's train.jsonl and val.jsonl with --data"
         )
