@@ -93,12 +93,12 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
             open_corpus(tmp_path / source)
     kept = (tmp_path / "c_ids.npy").rename(tmp_path / "away")
     for source in ("c", "c_idx.npz", ""):
-        with pytest.raises(RequestError, match=r"c_ids.npy is missing, and its partner needs it"):
+        with pytest.raises(RequestError, match=r"c_ids.npy is missing; a pair needs both files"):
             open_corpus(tmp_path / source)
     kept.rename(tmp_path / "c_ids.npy")
     (tmp_path / "c_idx.npz").unlink()
     for source in ("c", "c_ids.npy", ""):
-        with pytest.raises(RequestError, match=r"c_idx.npz is missing, and its partner needs it"):
+        with pytest.raises(RequestError, match=r"c_idx.npz is missing; a pair needs both files"):
             open_corpus(tmp_path / source)
 
 
