@@ -1,5 +1,15 @@
 """The errors a user meets as one line: a request that cannot be carried out as it was made, a lost answer, a bad network."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def known(name: str, names: Iterable[str], word: str = "known") -> str:
+    """What to write instead of a name that is none of these: the one it looks like, else all of them."""
+    every = list(names)
+    near = get_close_matches(name[:200].lower(), every, 1)
+    return f"did you mean {near[0]!r}?" if near else f"{word}: {', '.join(every)}"
+
 
 class RequestError(Exception):
     """One line: the value, what is allowed, the next step. The command ends with exit code 2 and leaves no record."""

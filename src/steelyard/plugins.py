@@ -19,9 +19,9 @@ def rows(group: str, kind: type[Kind], noun: str) -> list[Kind]:
         try:
             row = entry.load()
         except (ImportError, AttributeError) as error:
-            raise RequestError(f"{about}: {error}; mend or uninstall its package") from error
+            raise RequestError(f"{about}: {error}; fix or uninstall its package") from error
         if not isinstance(row, kind):
-            raise RequestError(f"{about} is no {kind.__name__}; mend or uninstall its package")
+            raise RequestError(f"{about} is not of type {kind.__name__}; fix or uninstall its package")
         found.append(row)
     return found
 
@@ -38,7 +38,7 @@ def table(shipped: list[Kind], group: str, kind: type[Kind], noun: str) -> dict[
     for row in [*shipped, *rows(group, kind, noun)]:
         name = str(getattr(row, "name"))  # noqa: B009  every kind of row has one
         if name in out:
-            raise RequestError(f"{noun} {name!r} is there twice; uninstall one of the packages that bring it")
+            raise RequestError(f"{noun} {name!r} is defined twice; uninstall one of the packages that define it")
         out[name] = row
     return out
 

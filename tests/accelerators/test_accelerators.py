@@ -110,7 +110,7 @@ def test_a_broken_driver_is_an_error(fake: str) -> None:
     version_mismatch = "18"
     assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (
         "NVML: RM has detected an NVML/RM version mismatch; "
-        "mend the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
+        "fix the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
     )
 
 
@@ -138,7 +138,7 @@ def test_visible_devices(visible: str | None, expected: list[Found]) -> None:
 
 
 def test_a_part_of_a_device_is_refused() -> None:
-    with pytest.raises(RequestError, match="'MIG-1', a part of a device; give whole devices"):
+    with pytest.raises(RequestError, match="'MIG-1', a part of a device; use whole devices"):
         nvml.select([A, B], "MIG-1")
 
 
@@ -269,9 +269,9 @@ def test_a_third_party_row_without_devices(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OTHER_CPU", "accelerator 'cpu' is there twice"),
-        ("A", "accelerator 'a' .* is no Accelerator"),
-        ("NOTHING", "accelerator 'nothing' .*; mend or uninstall its package"),
+        ("OTHER_CPU", "accelerator 'cpu' is defined twice"),
+        ("A", "accelerator 'a' .* is not of type Accelerator"),
+        ("NOTHING", "accelerator 'nothing' .*; fix or uninstall its package"),
     ],
 )
 def test_a_bad_third_party_row(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
@@ -281,7 +281,7 @@ def test_a_bad_third_party_row(monkeypatch: pytest.MonkeyPatch, name: str, messa
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(RequestError, match="accelerator 'tpu' is unknown; known are cuda, cpu"):
+    with pytest.raises(RequestError, match="accelerator 'tpu' is not known; known: cuda, cpu"):
         accelerators.named("tpu")
 
 
@@ -336,7 +336,7 @@ def test_the_cpu_device() -> None:
     assert device.attention("bf16", True) == "rows"
     for precision in ("fp32", "fp16", "bf16"):
         device.set_precision(precision)
-    with pytest.raises(RequestError, match="precision 'tf32' is not there on a CPU; choose one of fp32, fp16, bf16"):
+    with pytest.raises(RequestError, match="a CPU has no precision 'tf32'; use --precision with one of: fp32, fp16, bf16"):
         device.set_precision("tf32")
 
 

@@ -68,7 +68,7 @@ def test_names_that_are_none(tmp_path: Path) -> None:
         "no case 'llama2-7b-mmul'; did you mean 'llama2-7b-mmlu'? (a file of your own ends in .toml)"
     )
     known = ", ".join(resolve.names())
-    assert refusal("zzz") == f"no case 'zzz'; known cases: {known} (a file of your own ends in .toml)"
+    assert refusal("zzz") == f"no case 'zzz'; known cases: {known}, smoke (a file of your own ends in .toml)"
     for path in (str(tmp_path / "absent.toml"), "../../etc/passwd.toml"):
         assert refusal(path) == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known}"
     folder = tmp_path / "folder.toml"

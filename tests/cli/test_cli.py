@@ -1,5 +1,6 @@
 """The command line as its users meet it: answers on stdout, everything else on stderr, and one line for a mistake."""
 
+import io
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from fixtures.commands import CASE, SMOKE, Shell, finish
 from steelyard import accelerators, cli
@@ -21,33 +23,10 @@ from steelyard.accelerators import Accelerator, Found
 from steelyard.case import resolve
 from steelyard.case.request import Request
 from steelyard.cli import app
-from steelyard.cli.progress import clock, line
+from steelyard.cli.out import Output
+from steelyard.cli.progress import Display, clock, line
 from steelyard.errors import RequestError
 from steelyard.run.session import PhaseProgress
-
-VERBS = (
-    *("list", "show", "check", "run", "spec", "report", "compare", "history", "reproduce", "verify", "sign"),
-    *("schema", "conform"),
-)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_has_an_example(shell: Shell, verb: str) -> None:
-    done = shell(verb, "--help")
-    assert (done.code, done.err) == (0, "")
-    assert re.search(r"Examples?:", done.out)
-    assert f"steelyard {verb}" in done.out.split("Example", 1)[1]
-    assert "--json" in done.out
-
-
-def test_help_names_every_verb_and_a_start(shell: Shell) -> None:
-    done = shell("--help")
-    assert (done.code, done.err) == (0, "")
-    assert "steelyard run smoke" in done.out
-    listed = re.findall(r"^  ([a-z]+)  ", done.out.split("Commands:")[1], re.MULTILINE)
-    assert listed == [*VERBS, "weights", "data"]
-    assert shell().out == done.out
-    assert shell("--version").out == "0.1.0\n"
 
 
 def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) -> None:
@@ -86,12 +65,16 @@ def test_run_json(shell: Shell) -> None:
 @pytest.mark.parametrize(
     "arguments,said",
     [
-        (("run", CASE, "--sise", "smoke"), "No such option"),
+        (("run", CASE, "--sise", "smoke"), "No such option --sise; did you mean --size? See steelyard run -h"),
+        (("run", CASE, "--xyzzy"), "No such option --xyzzy; see steelyard run -h"),
+        (("run", CASE, "--devices"), "Option '--devices' requires an argument"),
+        ((*SMOKE, "--engine", "torhc"), "no engine 'torhc'; did you mean 'torch'?"),
+        (("show", "smoke", "--size", "full"), "smoke runs every case at size smoke; name a case to use --size full"),
         (("run",), "Missing argument"),
         (("run", "lama2-7b-mmlu"), "no case 'lama2-7b-mmlu'; did you mean 'llama2-7b-mmlu'?"),
         (("show", "nothing-like-it"), "no case 'nothing-like-it'; known cases: "),
         (("show", "./none.toml"), "case file './none.toml' does not exist"),
-        (("rum", CASE), "No such command 'rum'"),
+        (("rum", CASE), "No such command 'rum'; did you mean 'run'? See steelyard -h"),
         ((*SMOKE, "--set", "tune.batch_tokens"), "is not of the form key=value"),
         ((*SMOKE, "--set", "tune.batch_token=5"), "did you mean 'tune.batch_tokens'?"),
         ((*SMOKE, "--set", "tune.batch_tokens=many"), "tune.batch_tokens"),
@@ -101,7 +84,7 @@ def test_run_json(shell: Shell) -> None:
         ((*SMOKE, "--passes", "val,val"), "name each pass once"),
         ((*SMOKE, "--passes", ","), "name each pass once"),
         ((*SMOKE, "--precision", "fp8"), "precision 'fp8' is not known; allowed for score: fp32, tf32, fp16, bf16"),
-        ((*SMOKE, "--precision", "tf32"), "precision 'tf32' is not there on a CPU"),
+        ((*SMOKE, "--precision", "tf32"), "a CPU has no precision 'tf32'"),
         ((*SMOKE, "--division", "ajar"), "division"),
         ((*SMOKE, "--size", "huge"), "size 'huge' is not known; allowed: smoke, full"),
         ((*SMOKE, "--devices", "0"), "must be at least 1"),
@@ -121,7 +104,7 @@ def test_run_json(shell: Shell) -> None:
             (*SMOKE, "--engine", "tensorflow"),
             "no engine 'tensorflow'; known: flagscale, megatron, paddle, reference, torch, transformers",
         ),
-        (("run", CASE, "--accelerator", "abacus", "--size", "smoke"), "accelerator 'abacus' is unknown; known are cuda, cpu"),
+        (("run", CASE, "--accelerator", "abacus", "--size", "smoke"), "accelerator 'abacus' is not known; known: cuda, cpu"),
         ((*SMOKE, "--weights", "no/such"), "--weights 'no/such' does not exist"),
         ((*SMOKE, "--data", "no/such"), "--data 'no/such' does not exist"),
         ((*SMOKE, "--site", "no.toml"), "--site 'no.toml' cannot be read"),
@@ -246,9 +229,13 @@ def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
     wanted = {(name, one) for name in resolve.names() for one in resolve.resolve(name, "smoke").case.divisions}
     assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted
     assert {one["case"]["size"] for one in records} == {"smoke"}
-    # Without a terminal, stderr holds one line a record and nothing else; the table is the answer.
-    assert sorted(done.lines) == sorted(f"valid: {path}" for path in shell.out.iterdir())
-    assert done.out.count("valid") == len(records)
+    # Without a terminal, stderr holds two lines a record and nothing else; the table is the answer.
+    number = len(records)
+    begun, ended = done.lines[::2], done.lines[1::2]
+    assert [line.split()[0] for line in begun] == [f"[{i}/{number}]" for i in range(1, number + 1)]
+    assert sorted(ended) == sorted(f"valid: {path}" for path in shell.out.iterdir())
+    assert done.out.count("valid") == number
+    assert max(map(len, done.out.splitlines())) <= 80
     assert "\x1b" not in done.out + done.err
 
 
@@ -259,7 +246,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
     def ask(*arguments: str) -> list[Request]:
         made: list[Request] = []
 
-        def keep(requests: list[Request], as_json: bool) -> int:
+        def keep(requests: list[Request], output: Output) -> int:
             made.extend(requests)
             return 0
 
@@ -343,7 +330,7 @@ def test_smoke_runs_on_the_devices_that_a_case_names(
 
 def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     show_on(monkeypatch, 1, 2)
-    with pytest.raises(RequestError, match="accelerator 'slide-rule' is unknown"):
+    with pytest.raises(RequestError, match="accelerator 'slide-rule' is not known"):
         asked("smoke", "--accelerator", "slide-rule")
 
 
@@ -368,6 +355,16 @@ def test_progress_line(progress: PhaseProgress, text: str) -> None:
     assert line(progress) == text
 
 
+def test_progress_line_fits_the_terminal() -> None:
+    """The bar gives way first; what is left of a line is cut by the terminal's own width."""
+    long = PhaseProgress("a phase with a rather long name", 14042, 140420, 3600.0)
+    rest = "14042/140420  3.90/s  1:00:00, 9:00:00 left"
+    assert line(long) == f"a phase with a rather long name  {rest}"
+    assert line(long, 100) == f"a phase with a rather long name  {'━━' + '╌' * 19}  {rest}"
+    assert len(line(long, 100)) == 99
+    assert line(long, 200, bar=False) == f"a phase with a rather long name  {rest}"
+
+
 def test_clock() -> None:
     assert [clock(s) for s in (0.0, 59.99, 60.0, 3599.0, 3600.0, 36061.0)] == [
         "0:00",
@@ -379,11 +376,43 @@ def test_clock() -> None:
     ]
 
 
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_without_a_terminal_progress_is_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    time = Clock()
+    monkeypatch.setattr("steelyard.cli.progress.now", time)
+    with Display(Console(file=io.StringIO()), "[1/2] a case", alone=False) as display:
+        for minute in range(3):
+            for second in (0, 30, 59):
+                time.now_s = 60.0 * minute + second
+                display.show(PhaseProgress("infer", 10 * minute + 1, 100, time.now_s))
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "[1/2] a case",
+        "  infer  11/100  0.18/s  1:00, 8:05 left",
+        "  infer  21/100  0.17/s  2:00, 7:31 left",
+    ]
+    with Display(Console(file=io.StringIO(), quiet=True), "a case") as display:
+        time.now_s = 1000.0
+        display.show(PhaseProgress("infer", 1, 100, 1.0))
+    assert capsys.readouterr().err == ""
+
+
 def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, str, str]:
     """Exit code, stdout, and what the terminal saw."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "steelyard", *arguments]
-    env = shell.env(TERM="xterm-256color", COLUMNS="160", **variables)
+    env = shell.env(**{"TERM": "xterm-256color", "COLUMNS": "80", **variables})
     process = subprocess.Popen(command, cwd=shell.folder, stdout=subprocess.PIPE, stderr=theirs, env=env, text=True)
     os.close(theirs)
     seen = b""
@@ -405,11 +434,28 @@ def test_progress_on_a_terminal(tmp_path: Path, faulty_package: Path) -> None:
     command = (*SMOKE, "--engine", "faulty", "--out", str(shell.out))
     code, out, seen = on_terminal(shell, *command, FAULTY_STEP_S="0.4")
     assert code == 0, seen
-    assert re.search(rf"{CASE} closed fp32 faulty  (data|prepare val)  0:0\d", seen)
+    assert seen.startswith("steelyard 0.1.0: preparing …\r\n" + f"{CASE} closed fp32 faulty\r\n")
+    assert re.search(r"starting  0:0\d", seen)
+    assert re.search(r"(data|prepare val)  0:0\d", seen)
     assert re.search(r"val  ━{6}╌{18}  1/4  \d\.\d\d/s  0:0\d, 0:0\d left", seen)
     assert re.search(r"infer  ━{18}╌{6}  3/4  \d\.\d\d/s  0:0\d, 0:0\d left", seen)
-    assert f"valid: {shell.out}" in seen.replace("\r\n", "")
+    assert f"\x1b[32mvalid\x1b[0m: {shell.out}" in seen.replace("\r\n", "")
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
+def test_a_terminal_without_colours(shell: Shell, variables: dict[str, str]) -> None:
+    code, _, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), **variables)
+    assert code == 0, seen
+    assert f"valid: {shell.out}" in seen
+    assert not re.search(r"\x1b\[[0-9;]*m", seen)
+    assert ("\x1b" in seen) == ("NO_COLOR" in variables)  # a line that changes is no colour
+
+
+def test_quiet_says_nothing_but_the_result(shell: Shell) -> None:
+    code, out, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), "--quiet")
+    assert (code, seen) == (0, "")
+    assert "valid" in out
 
 
 def test_json_is_silent_on_a_terminal_too(shell: Shell) -> None:

@@ -57,7 +57,7 @@ def test_different_questions_end_with_exit_code_2(sides: Shell) -> None:
     published("llama2-7b-mmlu-smoke-open", sides.folder / "open")
     done = sides.ask("compare", "old", "open")
     assert done.code == 2
-    assert done.err.startswith("error: different questions, and so nothing to compare: question.division: closed / open; ")
+    assert done.err.startswith("error: the questions differ: question.division: closed / open; ")
     across = sides.ask("compare", "old", "open", "--across", "question.division", "--json")
     assert across.json()["across"] == [{"field": "question.division", "base": ["closed"], "new": ["open"]}]
     assert across.json()["unit"] == "questions/s"
@@ -136,7 +136,7 @@ def test_history_without_an_index_or_with_another(sides: Shell) -> None:
     assert (sides.folder / "all.sqlite").is_file()
     assert not (sides.folder / "old" / index.NAME).exists()
     both = sides.ask("history", "old", "--no-index", "--index", "all.sqlite")
-    assert (both.code, both.err) == (2, "error: --index and --no-index: leave one of the two out\n")
+    assert (both.code, both.err) == (2, "error: --index and --no-index cannot be combined; drop one\n")
     (sides.folder / "mine.txt").write_text("mine")
     other = sides.ask("history", "old", "--index", "mine.txt")
     assert (other.code, (sides.folder / "mine.txt").read_text()) == (2, "mine")

@@ -13,6 +13,7 @@ from steelyard import engines
 from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import resolve
 from steelyard.cli import engines as verb
+from steelyard.cli.out import Output
 from steelyard.errors import RequestError
 
 INSTALLED = ("torch", "transformers", "reference")
@@ -109,7 +110,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
     """Where runs are only told of."""
     names: list[str] = []
 
-    def carry_out(one: Any, console: Any, allocation: Any) -> Any:
+    def carry_out(one: Any, output: Any, allocation: Any, place: Any) -> Any:
         names.append(one.request.engine)
         return scored(one.request.engine, answers[one.request.engine], id=f"{len(names):032x}")
 
@@ -119,7 +120,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
 
 def test_repeated_engines_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
-    assert verb.run_engines(asked(), 3, as_json=False) == 0
+    assert verb.run_engines(asked(), 3, Output()) == 0
     assert names == ["torch", "transformers"] * 3
     told = capsys.readouterr()
     assert [line.split(":")[:2] for line in told.err.splitlines()] == [
@@ -131,7 +132,7 @@ def test_repeated_engines_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_json_has_the_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
-    assert verb.run_engines(asked(), 1, as_json=True) == 0
+    assert verb.run_engines(asked(), 1, Output(json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert [one["id"] for one in told["records"]] == [f"{n:032x}" for n in (1, 2)]
     assert [one["engine"] for one in told["engines"]["left_out"]] == ["reference", "megatron", "paddle", "flagscale"]
@@ -153,7 +154,7 @@ def test_json_has_the_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_an_interrupted_run_is_the_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 8})
     monkeypatch.setattr(verb, "interrupted", lambda made: len(names) == 2)
-    assert verb.run_engines(asked(), 2, as_json=False) == 1
+    assert verb.run_engines(asked(), 2, Output()) == 1
     assert names == ["torch", "transformers"]
     capsys.readouterr()
 
@@ -163,7 +164,7 @@ def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
 ) -> None:
     names: list[str] = []
 
-    def carry_out(one: Any, console: Any, allocation: Any) -> Any:
+    def carry_out(one: Any, output: Any, allocation: Any, place: Any) -> Any:
         names.append(one.request.engine)
         if one.request.engine in unable:
             raise RequestError("weights of another layout")
@@ -171,7 +172,7 @@ def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
 
     monkeypatch.setattr(verb, "carry_out", carry_out)
     unable = {"transformers"}
-    assert verb.run_engines(asked(), 2, as_json=True) == 0
+    assert verb.run_engines(asked(), 2, Output(json=True)) == 0
     assert names == ["torch", "transformers", "torch"]
     told = capsys.readouterr()
     assert json.loads(told.out)["engines"]["left_out"][-1] == {
@@ -182,15 +183,15 @@ def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
     assert told.err.splitlines()[-1] == "left out: transformers: weights of another layout"
     unable = {"torch", "transformers"}
     with pytest.raises(RequestError, match="no engine can do it: torch: weights of another layout; transformers: weights"):
-        verb.run_engines(asked(), 2, as_json=True)
+        verb.run_engines(asked(), 2, Output(json=True))
 
 
 def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ran(monkeypatch, {"torch": "A" * 8})
-    assert verb.run_engines(asked(division="open"), 1, as_json=False) == 0
+    assert verb.run_engines(asked(division="open"), 1, Output()) == 0
     told = capsys.readouterr()
-    assert told.out.splitlines()[0].split()[:3] == ["case", "size", "engine"]
-    assert told.err.splitlines()[-1] == "no table of engines: it takes finished runs of two engines"
+    assert told.out.startswith(f"{CASE} · size full · closed · torch · bf16\n")
+    assert told.err.splitlines()[-1] == "no engine table: it needs finished runs of two engines"
 
 
 def test_where_each_engine_lives() -> None:
@@ -204,8 +205,8 @@ def test_where_each_engine_lives() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--sweep", "batch_tokens=1,2"), "--engine all and --sweep: a sweep is of one engine; name it, or leave --sweep out"),
-        (("--resume", "x.json"), "--engine all and --resume: a checkpoint is of one engine; name it, or leave --resume out"),
+        (("--sweep", "batch_tokens=1,2"), "--engine all and --sweep cannot be combined; name one engine, or drop --sweep"),
+        (("--resume", "x.json"), "--engine all and --resume cannot be combined; name the engine of the checkpoint"),
         (
             ("--set", "engine.python=venv/bin/python"),
             "--set 'engine.python=venv/bin/python': with --engine all a setting names its engine, such as "
@@ -236,5 +237,5 @@ def test_engines_run_in_turn_and_answer_alike(shell: Shell) -> None:
     assert [one["engine"]["name"] for one in told["records"]][:2] == ["torch", "transformers"]
     assert rows["torch"]["answers"] is None
     assert rows["transformers"]["answers"]["chosen"] == {"items": 48, "other": 0, "largest": None}
-    page = shell("report", shell.out)
+    page = shell("report", shell.out, "--full")
     assert (page.code, "other answers" in page.out, "0 of 48" in page.out) == (0, True, True)

@@ -10,6 +10,7 @@ from fixtures.commands import SMOKE, Shell
 from fixtures.records import changed, published
 from fixtures.series import series
 from steelyard.cli import reproduce as verb
+from steelyard.cli.out import Output
 from steelyard.errors import RequestError
 from steelyard.metrics import compare
 from steelyard.metrics.verify import read, verify
@@ -30,9 +31,7 @@ def test_what_is_asked_cannot_be_changed(shell: Shell) -> None:
     path = published(NAME, shell.folder)
     done = shell.ask("reproduce", path, "--set", "tune.batch_tokens=4")
     assert (done.code, shell.records()) == (2, [])
-    assert done.err == (
-        "error: --set 'tune.batch_tokens=4': what is asked is the record's; only engine.KEY=VALUE says where things lie\n"
-    )
+    assert done.err == ("error: --set 'tune.batch_tokens=4': reproduce takes only engine.KEY=VALUE; all else is the record's\n")
     assert shell.ask("reproduce", path, "--repeat", "0", "--accelerator", "cpu").code == 2
     assert shell.ask("reproduce", path, "--data", "x").code == 2
     assert shell.ask("reproduce", "none.json").code == 2
@@ -55,7 +54,7 @@ def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
     other = trained(shell.folder / "other", "ab" * 32)
     done = shell.ask("reproduce", other, "--weights", "hf")
     assert (done.code, shell.records()) == (2, [])
-    assert done.err == (f"error: other weights: weights.header_sha256: {'ab' * 32} / {digest}; name those of the record\n")
+    assert done.err == (f"error: other weights: weights.header_sha256: {'ab' * 32} / {digest}; give those of the record\n")
     same = read(trained(shell.folder / "same", digest))
     verb._check_weights(same, ready(again.request(same, again.Where(weights=shell.folder / "hf"))))
     (shell.folder / "none").mkdir()
@@ -68,20 +67,20 @@ def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
     [other] = series(tmp_path / "b", [1.0], day=2, weights__seed=3)
     base = compare.side("record", [read(one)])
     with pytest.raises(RequestError) as caught:
-        verb._after(base, [read(other)], (), 0.01, False, 1)
-    assert str(caught.value) == "not the same run: weights.seed: 0 / 3; it was made all the same, as record 02000200"
+        verb._after(base, [read(other)], (), 0.01, Output(), 1)
+    assert str(caught.value) == "not the same run: weights.seed: 0 / 3; the new run is kept as record 02000200"
 
 
 def test_the_comparison_is_printed_and_its_exit_code_is_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = compare.side("record", [read(path) for path in series(tmp_path / "a", [1.0, 1.001])])
     slow = [read(path) for path in series(tmp_path / "b", [1.5, 1.501], day=2)]
-    assert verb._after(base, slow, (), 0.01, False, 2) == 1
+    assert verb._after(base, slow, (), 0.01, Output(), 2) == 1
     assert "slower: significant" in capsys.readouterr().out
-    assert verb._after(base, list(base.records), (), 0.01, True, 2) == 0
+    assert verb._after(base, list(base.records), (), 0.01, Output(json=True), 2) == 0
     told = json.loads(capsys.readouterr().out)
     assert sorted(told) == ["comparison", "here", "records", "remarks"]
     assert told["comparison"]["ratio"]["value"] == 1.0
-    assert verb._after(base, list(base.records), (), 0.01, False, 3) == 1  # one of three runs is missing
+    assert verb._after(base, list(base.records), (), 0.01, Output(), 3) == 1  # one of three runs is missing
 
 
 @pytest.mark.full

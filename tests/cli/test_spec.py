@@ -61,7 +61,7 @@ def test_an_interrupt_leaves_a_record_and_nobody(shell: Shell):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--accelerator", "tpu"), "accelerator 'tpu' is unknown; known are cuda, cpu"),
+        (("--accelerator", "tpu"), "accelerator 'tpu' is not known; known: cuda, cpu"),
         (("--accelerator", "cpu", "--devices", "0"), "--devices 0: must be at least 1"),
     ],
 )
@@ -75,7 +75,7 @@ def test_runs_and_specs_make_two_pages(shell: Shell, tmp_path: Path):
     run = next((Path(__file__).parents[2] / "results").rglob("*.json"))
     done = shell("report", of_spec, run)
     assert (done.code, len(done.lines)) == (2, 1)
-    assert "they make two pages; report them apart" in done.lines[0]
+    assert "report them separately" in done.lines[0]
     assert "square 512" in shell("report", of_spec).out
     assert shell("schema", "spec").json()["title"] == "Steelyard spec record"
 

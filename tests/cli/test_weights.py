@@ -265,7 +265,7 @@ def test_convert_interrupted(run: Run, worker: Worker) -> None:
     "arguments,said",
     [
         (("inspect",), "Missing argument"),
-        (("inspect", "none"), "'none' is no folder; give a Hugging Face folder or a Megatron checkpoint"),
+        (("inspect", "none"), "'none' is not a folder; give a Hugging Face folder or a Megatron checkpoint"),
         (("look", "src"), "No such command 'look'"),
         (("convert", "src", "dst"), "Missing option '--to'"),
         (("convert", "src", "--to", "hf"), "Missing argument"),
@@ -298,5 +298,5 @@ def test_without_torch(run: Run, worker: Worker, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("steelyard.cli.weights.find_spec", lambda name: None)
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert err == "error: torch is not installed, and weights need it; pip install 'steelyard[torch]', then run again\n"
+    assert err == "error: torch is not installed, which weights need; run pip install 'steelyard[torch]'\n"
     assert worker.asked == []

@@ -86,19 +86,19 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, reason in (
         ("none", "does not exist; give the prefix or the folder"),
-        ("other.npy", "no token file; allowed: NAME_ids.npy or NAME_idx.npz"),
+        ("other.npy", "not a token file; allowed: NAME_ids.npy or NAME_idx.npz"),
         ("empty", r"no \*_ids.npy in it"),
     ):
         with pytest.raises(RequestError, match=reason):
             open_corpus(tmp_path / source)
     kept = (tmp_path / "c_ids.npy").rename(tmp_path / "away")
     for source in ("c", "c_idx.npz", ""):
-        with pytest.raises(RequestError, match=r"c_ids.npy is missing, and its partner needs it"):
+        with pytest.raises(RequestError, match=r"c_ids.npy is missing; a pair needs both files"):
             open_corpus(tmp_path / source)
     kept.rename(tmp_path / "c_ids.npy")
     (tmp_path / "c_idx.npz").unlink()
     for source in ("c", "c_ids.npy", ""):
-        with pytest.raises(RequestError, match=r"c_idx.npz is missing, and its partner needs it"):
+        with pytest.raises(RequestError, match=r"c_idx.npz is missing; a pair needs both files"):
             open_corpus(tmp_path / source)
 
 
@@ -170,8 +170,8 @@ SHORT = npy(LENS).replace(b"(4,), }", b"(9,), }")
         (archive(lens=npy(LENS.astype(float)), docs=npy(DOCS)), "lens.npy: float64 of shape"),
         (archive(lens=SHORT, docs=npy(DOCS)), "lens.npy: 9 int32 in 144 bytes"),
         (archive(lens=npy(np.ones(7, np.int32)), docs=npy(DOCS)), "7 int32 in 156 bytes; allowed: at most 6"),
-        (archive(lens=npy(LENS[:0]), docs=npy(DOCS)), "0 lens and 4 docs; allowed: 1 and more"),
-        (archive(lens=npy(LENS), docs=npy(DOCS[:0])), "4 lens and 0 docs; allowed: 1 and more"),
+        (archive(lens=npy(LENS[:0]), docs=npy(DOCS)), "0 lens and 4 docs; allowed: 1 or more"),
+        (archive(lens=npy(LENS), docs=npy(DOCS[:0])), "4 lens and 0 docs; allowed: 1 or more"),
         (archive(lens=npy(np.array([7, -1])), docs=npy(DOCS)), "lens holds -1; allowed: 1 to 6"),
         (archive(lens=npy(np.array([6, 0])), docs=npy(DOCS)), "lens holds 0; allowed: 1 to 6"),
         (archive(lens=npy(np.array([1 << 62] * 4)), docs=npy(DOCS)), "lens holds 4611686018427387904; allowed: 1 to 6"),
@@ -179,11 +179,11 @@ SHORT = npy(LENS).replace(b"(4,), }", b"(9,), }")
             archive(lens=npy(np.array([2, 2, 1])), docs=npy(DOCS)),
             "lens adds up to 5; the tokens are 6; the two files are not a pair",
         ),
-        (archive(lens=npy(LENS), docs=npy(np.array([1, 2, 4]))), "docs goes from 1 to 4; allowed: ever larger from 0 to 4"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 2, 3]))), "docs goes from 0 to 3; allowed: ever larger from 0 to 4"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 3, 4]))), "docs goes from 0 to 4; allowed: ever larger"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, -3, 4]))), "docs goes from 0 to 4; allowed: ever larger"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 2, 4], np.uint64))), "docs goes from 0 to 4; allowed: ever larger"),
+        (archive(lens=npy(LENS), docs=npy(np.array([1, 2, 4]))), "docs goes from 1 to 4; allowed: increasing from 0 to 4"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 2, 3]))), "docs goes from 0 to 3; allowed: increasing from 0 to 4"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 3, 4]))), "docs goes from 0 to 4; allowed: increasing"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, -3, 4]))), "docs goes from 0 to 4; allowed: increasing"),
+        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 2, 4], np.uint64))), "docs goes from 0 to 4; allowed: increasing"),
     ],
 )
 def test_bad_indexes_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -263,7 +263,7 @@ def test_splits(documents: int, train: int, valid: int, test: int) -> None:
 
 @pytest.mark.parametrize("documents", [1, 2])
 def test_too_few_documents_are_refused(documents: int) -> None:
-    with pytest.raises(RequestError, match=f"^{documents} documents; allowed: 3 and more"):
+    with pytest.raises(RequestError, match=f"^{documents} documents; allowed: 3 or more"):
         CorpusRows(corpus(*[[1, 2]] * documents), 2, 1, 0, 1)
 
 

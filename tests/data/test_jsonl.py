@@ -44,7 +44,7 @@ def test_limits_count_what_stands_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345\n12345")
     assert len(list(jsonl.read(path, "", 5, 11))) == 2
-    assert refusal(path, 4) == "line 1 has more than 4 bytes, which a line has at most; a line is 1"
+    assert refusal(path, 4) == "line 1 has more than 4 bytes, the limit for a line; a line is 1"
     assert refusal(path, 5, 10) == "larger than 10 bytes; it has 2 MB"
 
 

@@ -99,7 +99,7 @@ def test_ends_keys_and_empty_documents(tmp_path: Path) -> None:
     tokenize([source], Endless(512), tmp_path / "d", key="content", append_end=False)
     tokenize([source], Ending(512), tmp_path / "e", key="content")
     assert documents(open_corpus(tmp_path / "e")) == Ending(512).encode(["one", "two"])
-    with pytest.raises(RequestError, match=r"does not tell which token ends a text; .*--no-append-end"):
+    with pytest.raises(RequestError, match=r"does not say which token ends a text; .*--no-append-end"):
         tokenize([source], Endless(512), tmp_path / "f", key="content")
 
 
@@ -120,7 +120,7 @@ GOOD = b'{"text": "one"}\n'
         (GOOD + b'{"texts": "one"}\n', "line 2 is {'texts': 'one'}; a line is"),
         (GOOD + b'{"text": 1}\n', "line 2 is {'text': 1}; a line is"),
         (GOOD + b'{"text": null}\n', "line 2 is {'text': None}; a line is"),
-        (GOOD + b'{"text": "\\ud83d"}\n', "line 2 has the text '.*'; a text is whole characters"),
+        (GOOD + b'{"text": "\\ud83d"}\n', "line 2 has the text '.*'; a text must be valid Unicode"),
         (GOOD + b'{"text": "' + b"x" * 200 + b'"}\n', "line 2 has more than 100 bytes"),
         (gzip.compress(GOOD * 1000, mtime=0)[:-20], "cannot be read: Compressed file ended"),
         (gzip.compress(GOOD, mtime=0)[:-8] + bytes(8), "cannot be read: CRC check failed"),
@@ -141,7 +141,7 @@ def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", TEXTS)
     tokenize([source], MADE, tmp_path / "c")
     for kept in ("c_ids.npy", "c_idx.npz"):
-        with pytest.raises(RequestError, match=f"{kept} exists; choose another --out, or write over it with --force"):
+        with pytest.raises(RequestError, match=f"{kept} exists; choose another --out, or overwrite it with --force"):
             tokenize([source], MADE, tmp_path / "c")
         (tmp_path / "c_ids.npy").unlink(missing_ok=True)
     tokenize([source], MADE, tmp_path / "c", force=True)
@@ -157,8 +157,8 @@ def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
 def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", TEXTS)
     for inputs, out, reason in (
-        ([source, tmp_path / "none"], "c", "none' is no file; give .jsonl or .jsonl.gz files"),
-        ([tmp_path], "c", "is no file; give .jsonl"),
+        ([source, tmp_path / "none"], "c", "none' is not a file; give .jsonl or .jsonl.gz files"),
+        ([tmp_path], "c", "is not a file; give .jsonl"),
         ([source], "", "a folder; add a name for the pair, such as .*/corpus"),
         ([source], "no/c", "no folder .*no'; make it, or choose another"),
     ):
@@ -264,7 +264,7 @@ def test_the_verbs(run: Run, tmp_path: Path) -> None:
 def test_mistakes_end_in_one_line(run: Run, tmp_path: Path) -> None:
     for arguments, reason in (
         (("inspect", "none"), "error: data 'none' does not exist; "),
-        (("pack", "none", "--tokenizer", "any", "--out", "c"), "error: 'none' is no file; give .jsonl"),
+        (("pack", "none", "--tokenizer", "any", "--out", "c"), "error: 'none' is not a file; give .jsonl"),
         (("pack", "--tokenizer", "any", "--out", "c"), "error: Missing argument"),
     ):
         code, out, err = run(*arguments)
@@ -284,7 +284,7 @@ def test_progress_is_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     lines(tmp_path / "in.jsonl", TEXTS)
     assert run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")[0] == 0
-    assert "c  MiB  " in stderr.getvalue()
+    assert "MiB  " in stderr.getvalue()
     assert "0/1" in stderr.getvalue()  # whole MiB of a small file
 
 

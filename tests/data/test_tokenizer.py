@@ -93,7 +93,7 @@ def test_made_vocabularies_are_told_apart() -> None:
 def test_made_vocabulary_has_a_least_size(vocab: int) -> None:
     with pytest.raises(RequestError) as caught:
         MadeTokenizer(vocab)
-    assert str(caught.value) == f"question.model.vocab={vocab} has no room for made data; allowed: 7 and more"
+    assert str(caught.value) == f"question.model.vocab={vocab} has no room for made data; allowed: 7 or more"
 
 
 def test_llama_ids(data_dir: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     with path.open("wb") as file:
         file.truncate((256 << 20) + 1)
-    assert refusal(tmp_path) == f"{path}: 268435457 bytes; a tokenizer has at most 268435456"
+    assert refusal(tmp_path) == f"{path}: 268435457 bytes; the limit is 268435456"
 
 
 def test_a_sentencepiece_model_may_have_no_end(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ EOS = "allowed: a string, or a table with a string as content"
         (b'{"eos_token": {"content": 2}}', f"eos_token is {{'content': 2}}; {EOS}"),
         (b'{"eos_token": {}}', f"eos_token is {{}}; {EOS}"),
         (b'{"eos_token": ' + b"[" * 900 + b"]" * 900 + b"}", f"eos_token is [[[[[[[...]]]]]]]; {EOS}"),
-        (b" " * ((16 << 20) + 1), "16777217 bytes; it has at most 16777216"),
+        (b" " * ((16 << 20) + 1), "16777217 bytes; the limit is 16777216"),
     ],
 )
 def test_a_config_that_is_none(content: bytes, reason: str, data_dir: Path, tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_special_token_that_is_none(special: str, number: int, shown: str, tmp
     bpe_folder(tmp_path, special=special)
     assert refusal(tmp_path) == (
         f"{tmp_path / 'special_tokens.txt'}: line {number} is {shown!r}; allowed: one token a line, with no space around it, "
-        "that stands nowhere else"
+        "each once"
     )
 
 
@@ -455,6 +455,6 @@ def test_files_beside_a_vocabulary_have_limits_too(name: str, tmp_path: Path) ->
     path = bpe_folder(tmp_path) / name
     with path.open("wb") as file:
         file.truncate((256 << 20) + 1)
-    assert refusal(tmp_path) == f"{path}: 268435457 bytes; it has at most 268435456"
+    assert refusal(tmp_path) == f"{path}: 268435457 bytes; the limit is 268435456"
     path.write_bytes(b"\xff")
     assert refusal(tmp_path).startswith(f"{path}: not UTF-8: ")

@@ -67,9 +67,7 @@ def test_a_vocabulary_needs_its_special_pieces(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("piece", "shown"), [("", "''"), (" os", "' os'"), ("two words ", "'two words '"), ("os", "'os'")])
 def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
     path = vocabulary(tmp_path, piece, *PIECES)
-    assert refusal(path) == (
-        f"{path}: line 1 is {shown}; allowed: one piece a line, with no space around it, that stands nowhere else"
-    )
+    assert refusal(path) == (f"{path}: line 1 is {shown}; allowed: one piece a line, with no space around it, each once")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     with path.open("wb") as file:
         file.truncate((256 << 20) + 1)
-    assert refusal(tmp_path) == f"{path}: 268435457 bytes; a tokenizer has at most 268435456"
+    assert refusal(tmp_path) == f"{path}: 268435457 bytes; the limit is 268435456"
 
 
 def test_word_pieces_are_looked_for_last(data_dir: Path, tmp_path: Path) -> None:

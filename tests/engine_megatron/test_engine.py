@@ -24,7 +24,7 @@ STATES = (
     "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: tune.sharding=0 or 1, "
     "without tune.sharding_degree"
 )
-CPU = "engine megatron runs on CUDA devices alone, and this rank has cpu; choose another --accelerator, or --engine torch"
+CPU = "engine megatron runs on CUDA devices only; this rank has cpu; choose another --accelerator, or --engine torch"
 
 
 def told(**settings: object) -> dict:
@@ -42,7 +42,7 @@ def told(**settings: object) -> dict:
         (
             told(tune__parallel="PP2", question__model__layers=3),
             2,
-            "engine megatron has as many layers in every stage; PP2 does not divide 3; change PP",
+            "engine megatron needs equal pipeline stages; PP2 does not divide 3; change PP",
         ),
         (
             told() | {"precision": "bf16-pure"},
@@ -53,7 +53,7 @@ def told(**settings: object) -> dict:
         (
             {"case": MMLU, "settings": {"tune.batching": "sorted"}},
             1,
-            "engine megatron packs; tune.batching='sorted' is for engine transformers",
+            "engine megatron packs sequences; tune.batching='sorted' is for engine transformers",
         ),
         (
             {"case": MMLU, "settings": {"tune.attention": "sdpa"}},

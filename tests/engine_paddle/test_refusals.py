@@ -16,7 +16,7 @@ CORPUS = "llama1-7b-openwebtext"
         (("tune.parallel=TP2",), None, "engine paddle has no tp on this device: "),
         (("tune.parallel=PP2",), None, "engine paddle has no pp on this device: "),
         (("tune.parallel=DP2", "tune.sharding=2"), None, "engine paddle has no sharding 2 on this device: "),
-        (("tune.parallel=DP2",), "bf16-o2", "precision 'bf16' is not there on a CPU with Paddle, which would stay in fp32"),
+        (("tune.parallel=DP2",), "bf16-o2", "Paddle on a CPU has no precision 'bf16'"),
         (("tune.parallel=DP2", "tune.attention=flash"), None, "tune.attention=flash: "),
     ],
 )

@@ -182,7 +182,7 @@ def test_conversations_are_refused(shell: Shell, checkout: Path) -> None:
 
 def test_it_has_no_steps_to_conform(shell: Shell, checkout: Path) -> None:
     done = shell.ask("conform", "flagscale", f"--set=engine.checkout={checkout}")
-    said = "engine 'flagscale' draws weights and rows of its own: no step of it can be compared with another's"
+    said = "engine 'flagscale' has its own weights and rows, so its steps cannot be compared"
     assert (done.code, done.lines) == (2, [f"error: {said}"])
 
 

@@ -179,7 +179,7 @@ def test_checkpoints_are_refused(settings: list[str], resume: Path | None, named
     request = Request(resolve(CORPUS, "smoke", settings=settings), engine="paddle", accelerator="cpu", resume=resume)
     with pytest.raises(RequestError) as caught:
         ready(request)
-    assert str(caught.value) == f"{named}: engine paddle keeps no checkpoints, and goes on from none; leave it out"
+    assert str(caught.value) == f"{named}: engine paddle has no checkpoints; leave it out"
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def test_a_run_goes_on_where_another_stopped(precision: str) -> None:
 def test_refusals() -> None:
     for tune, words in (
         ({"attention": "rows"}, "tune.attention='rows' is not known; allowed: auto, flash, padded"),
-        ({"recompute": "selective"}, "tune.recompute='selective' is not there for a GLM; allowed: none, full"),
+        ({"recompute": "selective"}, "tune.recompute='selective' does not work with GLM; allowed: none, full"),
     ):
         with pytest.raises(RequestError, match=words) as caught:
             fused.trainer(job(**tune))

@@ -62,7 +62,7 @@ def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("torch",), "engine 'torch' is what others are compared with; name another"),
+        (("torch",), "engine 'torch' is the reference; name another engine"),
         (("none",), "no engine 'none'; known:"),
         (("reference", "--case", OPENWEBTEXT), f"engine 'reference' does not run {OPENWEBTEXT}"),
     ],

@@ -214,4 +214,4 @@ def test_without_proc(shell: Shell) -> None:
         pytest.skip("no unshare command")
     done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: /proc is not mounted, where the processes of a run are found; mount it and run again\n"
+    assert done.stderr == "error: /proc is not mounted; a run needs it; mount it and run again\n"

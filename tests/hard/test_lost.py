@@ -44,7 +44,7 @@ def test_a_record_is_kept_beside(made: record.Record, tmp_path: Path) -> None:
     out = tmp_path / "gone"
     with pytest.raises(LostError) as caught:
         record.keep(made, out)
-    text, mark = str(caught.value), "; it is kept as "
+    text, mark = str(caught.value), "; it is saved as "
     assert text.startswith(f"the record cannot be written to {str(out)!r}: No such file or directory{mark}{tmp_path / 'tmp'}/")
     assert verify.read(Path(text.partition(mark)[2])) == made
     assert caught.value.left is None
@@ -81,5 +81,5 @@ def test_a_run_whose_folder_vanishes_keeps_its_record(tmp_path: Path, faulty_pac
         shell.clean()
     assert done.code == 1
     line = next(line for line in done.err.splitlines() if line.startswith("error: the record cannot be written to "))
-    kept = Path(line.partition("it is kept as ")[2])
+    kept = Path(line.partition("it is saved as ")[2])
     assert json.loads(kept.read_bytes())["status"] == "valid"

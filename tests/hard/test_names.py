@@ -133,7 +133,7 @@ def test_a_record_of_an_earlier_question_verifies_and_says_so(name: str) -> None
     note = f"case: earlier: the shipped case aquila2-7b-alpaca has another question now: {fields} came later"
     assert note in validity.judge(found, derive(found))[2]
     for lang, word in (("en", "case: earlier"), ("zh", "旧版用例")):
-        assert word in report.table([found], lang).blocks[0].rows[0].cells[5].text
+        assert word in report.table([found], lang).blocks[1].rows[0].cells[0].text
     assert [*by_case([found])] == [("aquila2-7b-alpaca", found.case.size, f"case: earlier (without {fields})")]
     assert published_rows(by_case([found]).popitem()[1]) == []  # the published runs were asked today's question
 

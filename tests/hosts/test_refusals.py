@@ -163,7 +163,7 @@ def test_another_state_of_the_package(runs: Runs, tmp_path: Path) -> None:
 def test_another_version_of_the_package(runs: Runs, tmp_path: Path) -> None:
     runs.write_site(with_path(changed_copy(tmp_path / "copy", "__init__.py", __version__, "0.0.1")))
     assert runs.refusal(*SCORE) == (
-        f"host node2 has steelyard 0.0.1, and this is {__version__}; install it there: {sys.executable} {INSTALL}"
+        f"host node2 has steelyard 0.0.1, here is {__version__}; install this version there: {sys.executable} {INSTALL}"
     )
 
 

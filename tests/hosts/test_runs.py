@@ -124,4 +124,4 @@ def test_a_slow_rank_is_named_with_its_host(runs: Runs) -> None:
     assert (found.rank, found.slow) == (1, True)
     assert found.cost_s == pytest.approx(0.2, rel=0.1)
     assert found.share == pytest.approx(0.2 / 1.2, rel=0.1)
-    assert "Slowest: rank 1 on host node2" in runs("report", runs.out).out
+    assert "Slowest: rank 1 on host node2" in runs("report", runs.out, "--full").out

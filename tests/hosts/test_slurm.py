@@ -65,7 +65,7 @@ def waiting(runs: Runs, slurm: Slurm, process: "subprocess.Popen[str]") -> None:
     """Until the command has said that it waits, and its job is in the queue."""
     assert process.stderr is not None
     assert process.stderr.readline() == "site: site.toml\n"
-    assert process.stderr.readline() == "waiting for 2 host(s) of Slurm: 0 s\n"
+    assert process.stderr.readline() == "waiting for 2 host(s) from Slurm: 0 s\n"
     assert wait_for(lambda: sorted(queue(slurm)) == ["PENDING", "RUNNING"], 10)
 
 

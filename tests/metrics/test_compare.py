@@ -93,7 +93,7 @@ def test_a_side_is_one_thing(changes: dict[str, Any], said: str) -> None:
     mixed = [*runs(100.0), *runs(100.0, letter="b", **changes)]
     with pytest.raises(RequestError) as caught:
         compare.side("old", mixed)
-    assert str(caught.value) == f"old: its records are not repeats of one run: {said}; give those of one alone"
+    assert str(caught.value) == f"old: these records are not repeats of one run: {said}; give the records of one run"
 
 
 def other(**changes: Any) -> list[Record]:
@@ -115,7 +115,7 @@ def test_a_named_prefix_allows_what_is_under_it_and_no_more() -> None:
     new = other(case__question__precision=FP16, case__precision="fp16", case__question__seed=3)
     with pytest.raises(RequestError) as caught:
         between(runs(100.0), new, across=("question.precision",))
-    assert str(caught.value).startswith("different questions, and so nothing to compare: question.seed: 0 / 3; ")
+    assert str(caught.value).startswith("the questions differ: question.seed: 0 / 3; ")
     assert between(runs(100.0), new, across=("question.precision", "question.seed")).ratio is not None
     assert between(runs(100.0), new, across=("case",)).ratio is not None
     assert between(runs(100.0), new, across=("question",)).ratio is not None

@@ -36,8 +36,8 @@ def test_degrees(text, world, degrees):
         ("TP3", 8, "--parallel 'TP3' takes a multiple of 3 devices and there are 8"),
         ("TP2DP2", 8, "--parallel 'TP2DP2' takes 4 devices and there are 8"),
         ("TP2PP4DP1", 1, "takes 8 devices and there are 1"),
-        ("TPDP", 8, "one factor may go without a number"),
-        ("TP0", 8, "others are 1 or more"),
+        ("TPDP", 8, "only one degree may lack a number"),
+        ("TP0", 8, "numbers are 1 or more"),
     ],
 )
 def test_degrees_that_do_not_fit(text, world, says):
@@ -60,7 +60,7 @@ def test_the_default_of_each_case():
     [
         ("TP3", 3, "TP3 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
         ("TP16", 16, "TP16 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
-        ("PP2", 2, "PP2: aquila2-34b-lambada scores, and scoring has no pipeline; allowed: PP1"),
+        ("PP2", 2, "PP2: aquila2-34b-lambada is an inference case, which has no pipeline; allowed: PP1"),
     ],
 )
 def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
@@ -156,8 +156,8 @@ def test_plans_that_train(parallel):
         ("TP8", ["question.model.ffn=11004"], 8, "TP8 does not divide the model's 11004 FFN columns; allowed: 1, 2, 4"),
         ("TP8", ["question.train.length=2046"], 8, "TP8 does not divide the 2046 tokens of a row"),
         ("PP33", [], 33, "PP33: the model has 32 layers; allowed: PP1 to PP32"),
-        ("PP2", ["question.model.tied=true"], 2, "a table that is input and output cannot be divided; allowed: TP1PP1"),
-        ("DP8", ["question.model.tied=true", "tune.sharding=1"], 8, "a table that is input and output cannot be divided"),
+        ("PP2", ["question.model.tied=true"], 2, "a model with tied embeddings cannot be divided; allowed: TP1PP1"),
+        ("DP8", ["question.model.tied=true", "tune.sharding=1"], 8, "a model with tied embeddings cannot be divided"),
         (
             "DP8",
             ["tune.sharding=2", "tune.sharding_degree=3"],

@@ -39,6 +39,6 @@ def test_a_slow_rank_is_named_with_its_cost(shell: Shell) -> None:
     [note] = [one for one in record.notes if "slow" in one]
     assert note.startswith("rank 1")
     assert record.metrics["straggler_share"].value == found.share
-    page = shell("report", shell.out)
+    page = shell("report", shell.out, "--full")
     assert "Stragglers" in page.out
     assert "Slowest: rank 1" in page.out

@@ -226,7 +226,7 @@ def test_a_file_of_somebody_else_is_never_overwritten(tmp_path: Path) -> None:
     before = theirs.read_bytes()
     with pytest.raises(RequestError) as caught:
         index.named(theirs)
-    assert str(caught.value) == f"--index {str(theirs)!r} is there, and no index of steelyard; name another file"
+    assert str(caught.value) == f"--index {str(theirs)!r} exists and is not a steelyard index; name another file"
     assert theirs.read_bytes() == before
     with pytest.raises(RequestError, match="no folder"):
         index.named(tmp_path / "none" / "index")

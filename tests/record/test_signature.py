@@ -150,9 +150,7 @@ def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: S
     locked = key(tmp_path, "locked", "a secret")
     done = shell.ask("sign", record, "--key", locked)
     assert done.code == 2
-    assert done.err == (
-        f"error: key '{locked}' has a passphrase; hand it to ssh-agent with ssh-add {locked}, then sign again\n"
-    )
+    assert done.err == (f"error: key '{locked}' has a passphrase; add it to ssh-agent with ssh-add {locked}, then sign again\n")
     assert not signature.beside(record).exists()
 
 
@@ -183,7 +181,7 @@ def test_what_cannot_sign(record: Path, ours: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot sign: "):
         signature.try_key(tmp_path / "text")
     signature.sign(record, ours)
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         signature.sign(record, ours)
 
 
@@ -215,7 +213,7 @@ def test_run_refuses_a_key_that_cannot_sign_before_it_starts(tmp_path: Path, she
 
 
 def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
-    with pytest.raises(LostError, match=r"the record is written, .*, and not signed: key .* no such file"):
+    with pytest.raises(LostError, match=r"record .* is written but not signed: key .* no such file"):
         run._sign(record, tmp_path / "gone")
 
 

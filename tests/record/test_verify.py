@@ -134,5 +134,5 @@ def test_a_formula_that_raises_is_our_defect(tmp_path: Path, run: Any, monkeypat
         lines = [line for line in err.splitlines() if line]
         assert lines[0] == "Traceback (most recent call last):"
         assert lines[-2] == "ZeroDivisionError: nobody thought of it"
-        assert lines[-1].startswith("error: a defect of steelyard ")
-        assert lines[-1].endswith(", not of your request; please report it with the lines above")
+        assert lines[-1].startswith("error: a bug in steelyard ")
+        assert lines[-1].endswith(", not in your request; please report it with the lines above")

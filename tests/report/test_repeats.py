@@ -91,9 +91,9 @@ def test_a_quality_that_was_not_evaluated_says_so() -> None:
 
 
 def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    verb.show(RUNS[:1])
+    verb.show(RUNS[:1], wide=True)
     assert capsys.readouterr().out == ""
-    verb.show(RUNS)
+    verb.show(RUNS, wide=True)
     assert capsys.readouterr().out.startswith("\nRepeats: llama2-7b-mmlu")
     [found] = json.loads(json.dumps(verb.as_json(RUNS)))
     assert found["records"] == [f"{n:032x}" for n in (1, 2, 4)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fixtures.report import ENVIRONMENT, METRICS, everything, failed, hostile, make, question, samples, training
+from fixtures.report import ENVIRONMENT, METRICS, everything, hostile, make, question, samples, training
 from steelyard import report
 from steelyard.case.resolve import resolve
 from steelyard.errors import RequestError
@@ -428,27 +428,6 @@ def test_many_samples_are_put_together_as_totals() -> None:
     assert points[0][1] == pytest.approx(3 * 32768 / three[2].end_s)
 
 
-def test_table_has_one_row_a_record() -> None:
-    out = report.text(report.table(everything())).splitlines()
-    assert len(out) == 6
-    assert out[2].split()[5:] == [
-        "valid",
-        "45,903",
-        "tokens/s",
-        "46,387",
-        "tokens/s",
-        "62.1%",
-        "45.8%",
-        "31.3",
-        "GiB",
-        "412.6",
-        "s",
-    ]
-    assert "valid, window: 1404 samples" in out[3]
-    assert "45.8% (not evaluated)" in out[3]
-    assert out[5].split()[5:] == ["failed", "/", "/", "/", "/", "/", "/"]
-
-
 @pytest.mark.parametrize(("format", "lang", "said"), [("pdf", "en", "text, md, html"), ("md", "fr", "en, zh")])
 def test_unknown_requests(format: str, lang: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
@@ -516,10 +495,5 @@ def test_config_is_written_as_published_pages_do() -> None:
     assert "#1 NVIDIA H200 × 16 · torch · bf16 · closed · 2x8 TP2PP1DP8" in text
     assert "2x8 (nodes x devices), TP2PP1DP8, launcher local" in text
     assert line_with(text, "#1 torch  ").split()[:6] == ["#1", "torch", "bf16", "closed", "2x8", "TP2PP1DP8"]
-    assert "torch 2x8 TP2PP1DP8" in report.text(report.table([record]))
+    assert "torch · plan 2x8 TP2DP8" in report.text(report.table([record]))
     assert "2x8（节点数 x 每节点卡数），TP2PP1DP8，启动器 local" in report.render([record], "text", "zh")
-
-
-def test_points_of_a_sweep_begin_their_rows() -> None:
-    out = report.text(report.table([make(), failed()], points=["devices=1", "devices=2"])).splitlines()
-    assert [line.split()[0] for line in out] == ["point", "---------", "devices=1", "devices=2"]

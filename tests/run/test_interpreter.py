@@ -62,7 +62,7 @@ def test_those_that_do_not_fit(tmp_path: Path) -> None:
     assert said == f"{named} ended with exit code 3: No module named steelyard; steelyard is installed there by: {install}"
     assert refusal(script(tmp_path, "echo hello")) == f"{named} has another steelyard; install this one there: {install}"
     said = refusal(answer(tmp_path, version="0.0.1"))
-    assert said == f"{named} has steelyard 0.0.1, and this is {__version__}; install it there: {install}"
+    assert said == f"{named} has steelyard 0.0.1, here is {__version__}; install this version there: {install}"
     said = refusal(answer(tmp_path, package="0123"))
     here = environment.package_hash()
     assert said == f"{named} has another steelyard {__version__} (files 0123, here {here}); install this one there"

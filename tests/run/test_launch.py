@@ -66,7 +66,7 @@ def test_hosts_of_a_run() -> None:
     [
         ("local", [], 2, "--nodes 2: launcher local has this host only; choose --launcher ssh or slurm"),
         ("ssh", ["a"], 2, "--nodes 2: the site file names 1 host.s.; allowed: 1 to 1"),
-        ("ssh", ["a", "a"], 2, "a host stands twice among a, a"),
+        ("ssh", ["a", "a"], 2, "a host is listed twice in a, a"),
     ],
 )
 def test_hosts_that_are_not_there(launcher: str, hosts: list[str], nodes: int, why: str) -> None:
@@ -75,7 +75,7 @@ def test_hosts_that_are_not_there(launcher: str, hosts: list[str], nodes: int, w
 
 
 def test_an_unknown_launcher() -> None:
-    with pytest.raises(RequestError, match="--launcher 'pbs' is unknown; known: local, ssh, slurm"):
+    with pytest.raises(RequestError, match="--launcher 'pbs' is not known; known: local, ssh, slurm"):
         launch.named("pbs")
 
 

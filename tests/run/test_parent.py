@@ -313,7 +313,7 @@ def test_write_that_stops_half_way(shell: Shell, smoke: dict[str, Path]) -> None
     command = [sys.executable, "-c", LIMITED, str(smoke["closed"]), *SMOKE, "--out", str(shell.out)]
     done = subprocess.run(command, env=shell.env(), capture_output=True, text=True, check=False, cwd=shell.folder)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: the record cannot be written to {str(shell.out)!r}: File too large; the run is lost\n"
+    assert done.stderr == f"error: the record cannot be written to {str(shell.out)!r}: File too large; the record is lost\n"
     assert list(shell.out.iterdir()) == []
 
 

@@ -170,7 +170,7 @@ def test_all_requests_are_checked_before_the_first_is_run(tmp_path):
 def test_smoke_is_no_name_for_another_size(tmp_path):
     command = [sys.executable, "-m", "steelyard", "run", "smoke", "--size", "full", "--out", str(tmp_path / "records")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    refused(done, tmp_path, "smoke is a size")
+    refused(done, tmp_path, "smoke runs every case at size smoke")
 
 
 def test_an_accelerator_that_is_not_there(tmp_path):
@@ -221,7 +221,10 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
     (path,) = (tmp_path / "records").glob("*.json")
     assert json.loads(path.read_text())["metrics"]["flops_nominal"]["value"] is None
     page = subprocess.run(
-        [sys.executable, "-m", "steelyard", "report", str(smoke), str(path)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "steelyard", "report", str(smoke), str(path), "--full"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert "llama2-7b-mmlu · smoke · question.model.layers=1" in page
     assert "different question: question.model.layers changed on the command line" in " ".join(page.split())

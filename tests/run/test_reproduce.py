@@ -82,7 +82,7 @@ def test_a_case_that_has_changed_since_is_the_records() -> None:
 
 
 def test_a_case_that_cannot_be_asked_is_one_line() -> None:
-    with pytest.raises(RequestError, match="its case cannot be asked again: name: "):
+    with pytest.raises(RequestError, match="its case cannot be run again: name: "):
         reproduce.case(make(case__name="../no name"))
 
 
@@ -94,9 +94,9 @@ REAL = {"weights": {"source": "huggingface", "header_sha256": "ab" * 32}}
     [
         ({}, Where(weights=Path("w")), "was made with random weights: leave --weights out"),
         ({}, Where(data=Path("d")), "was made with data that its task makes: leave --data out"),
-        (REAL, Where(), "was made with weights of source 'huggingface': name where they lie with --weights"),
-        ({"data__source": "mmlu"}, Where(), "was made with data of source 'mmlu': name where they lie with --data"),
-        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, Where(), "goes on from a checkpoint"),
+        (REAL, Where(), "was made with weights of source 'huggingface'; give them with --weights"),
+        ({"data__source": "mmlu"}, Where(), "was made with data of source 'mmlu'; give them with --data"),
+        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, Where(), "resumed from a checkpoint"),
     ],
 )
 def test_what_is_refused_before_anything_starts(changes: dict[str, Any], where: Where, said: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_is_refused_before_anything_starts(changes: dict[str, Any], where: 
 
 
 def test_a_failed_run_is_not_reproduced() -> None:
-    with pytest.raises(RequestError, match="is of a run that failed"):
+    with pytest.raises(RequestError, match="is of a failed run"):
         reproduce.request(make(status="failed", data={}), Where())
 
 
@@ -115,7 +115,7 @@ def test_other_weights_are_refused_with_both_hashes(tmp_path: Path) -> None:
     reproduce.check_weights(found, "ab" * 32)
     with pytest.raises(RequestError) as caught:
         reproduce.check_weights(found, "cd" * 32)
-    assert str(caught.value) == (f"other weights: weights.header_sha256: {'ab' * 32} / {'cd' * 32}; name those of the record")
+    assert str(caught.value) == (f"other weights: weights.header_sha256: {'ab' * 32} / {'cd' * 32}; give those of the record")
 
 
 def test_what_differs_here_is_known_before_the_run(smoke: Record, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_fro
     assert done.code == 0, done.err
     [again] = records(shell.folder / "again")
     assert (again["restarts"][0]["step"], losses(again)) == (9, losses(unbroken))
-    assert "resumed after step 9" in shell("report", shell.folder / "again").out
+    assert "resumed after step 9" in shell("report", shell.folder / "again", "--full").out
 
 
 def _flip(path: Path) -> None:
@@ -293,7 +293,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "too many updates": (_edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=1e300)), "numbers.updates"),
     "fewer losses": (_edit(checkpoints.STATE, lambda t: t["losses"].pop()), "losses of"),
     "no step": (_edit(checkpoints.STATE, lambda t: t.update(step=0)), "not a checkpoint's table: step"),
-    "other data": (_edit(checkpoints.RUN, lambda t: t.update(key="0" * 16)), "the data or their tokens are others"),
+    "other data": (_edit(checkpoints.RUN, lambda t: t.update(key="0" * 16)), "the data or their tokens differ"),
     "other weights": (
         _edit(checkpoints.RUN, lambda t: t["question"].update(seed=5)),
         "with seed=5, asked is llama1-7b-openwebtext with seed=0",
@@ -320,7 +320,7 @@ def test_a_bad_checkpoint_gets_one_line(shell: Shell, copy: Path, bad: str) -> N
         (("--sample", "2"), "was made without --sample"),
         (("--steps", "9"), "nothing is left to do"),
         (("--weights", "WEIGHTS"), "the checkpoint began with other weights; give the same, or leave --weights out"),
-        (("--passes", "before,train"), "leave before out"),
+        (("--passes", "before,train"), "a resumed run has no pass before"),
         (("--engine", "transformers"), "of engine torch, asked is transformers"),
     ],
 )
@@ -355,17 +355,17 @@ def test_a_record_that_was_changed_is_refused(shell: Shell, copy: Path) -> None:
 
 def test_where_checkpoints_cannot_be_is_said_before_anything_runs(shell: Shell) -> None:
     done = shell(*SMOKE, "--checkpoint-every", "5", "--out", shell.out)
-    assert (done.code, "scores, and keeps no checkpoints" in done.lines[-1]) == (2, True)
+    assert (done.code, "is an inference case without checkpoints" in done.lines[-1]) == (2, True)
     shell.out.mkdir()
     (shell.out / "checkpoints").write_text("in the way")
     done = shell(*RUN, *KEEP, "--out", shell.out)
-    assert (done.code, "a file, where the folder of checkpoints would be" in done.lines[-1]) == (2, True)
+    assert (done.code, "is a file, not a folder for checkpoints" in done.lines[-1]) == (2, True)
 
 
 def test_what_has_no_checkpoint_is_refused(shell: Shell, kept: Path, unbroken: dict[str, Any]) -> None:
     path = shell.folder / "unbroken.json"
     path.write_text(json.dumps(unbroken, separators=(",", ":"), ensure_ascii=False) + "\n")
     done = shell(*RUN, "--out", shell.out, "--resume", path)
-    assert (done.code, "kept no checkpoints; train with --checkpoint-every" in done.lines[-1]) == (2, True)
+    assert (done.code, "has no checkpoints; train with --checkpoint-every" in done.lines[-1]) == (2, True)
     done = shell(*SMOKE, "--out", shell.out, "--resume", record_of(kept))
-    assert (done.code, "scores, which begins anew" in done.lines[-1]) == (2, True)
+    assert (done.code, "is an inference case, which cannot resume" in done.lines[-1]) == (2, True)

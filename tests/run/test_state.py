@@ -122,7 +122,7 @@ def test_the_verb(shell: Shell) -> None:
     assert rows["devices"]["found"].startswith("1 cpu: ")
     done = shell.ask("check", "--accelerator", "nothing")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: accelerator 'nothing' is unknown; known are ")
+    assert done.err.startswith("error: accelerator 'nothing' is not known; known: ")
 
 
 def test_a_machine_without_such_a_device_is_not_fit(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

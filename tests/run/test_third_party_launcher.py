@@ -23,4 +23,4 @@ def test_a_launcher_from_another_package(tmp_path: Path) -> None:
 
 def test_it_is_known_by_name(tmp_path: Path) -> None:
     done = Shell(tmp_path, (PACKAGE,))(*SMOKE, "--launcher", "rocket")
-    assert (done.code, done.lines) == (2, ["error: --launcher 'rocket' is unknown; known: local, ssh, slurm, shell"])
+    assert (done.code, done.lines) == (2, ["error: --launcher 'rocket' is not known; known: local, ssh, slurm, shell"])

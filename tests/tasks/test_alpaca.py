@@ -176,7 +176,7 @@ GOOD = b'{"instruction": "a", "output": "b"}'
         (b'[{"instruction": "a", "output": null}]', "element 1: output is None; allowed: a string"),
         (b'[{"instruction": 5, "output": "a"}]', "element 1: instruction is 5; allowed: a string"),
         (b'[{"instruction": "a", "input": null, "output": "a"}]', "element 1: input is None; allowed: a string"),
-        (b'[{"instruction": "a", "output": "\\ud800"}]', "element 1: output is '\\ud800'; a text is whole characters"),
+        (b'[{"instruction": "a", "output": "\\ud800"}]', "element 1: output is '\\ud800'; a text must be valid Unicode"),
         (b"{}", f"line 1 is {{}}; {LINE}"),
         (GOOD, f"line 1 is {{'instruction': 'a', 'output': 'b'}}; {LINE}"),
         (LINES + b"\n", f"line 4 is not JSON in UTF-8: Expecting value (column 1); {LINE}"),
@@ -189,8 +189,8 @@ GOOD = b'{"instruction": "a", "output": "b"}'
             "line 1 is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 7: invalid continuation byte; "
             + LINE,
         ),
-        (b'{"conversations": []}', "line 1: no turn of the assistant's; there is nothing to learn in it"),
-        (line(("human", "a")), "line 1: no turn of the assistant's; there is nothing to learn in it"),
+        (b'{"conversations": []}', "line 1: no turn of the assistant; it has nothing to train on"),
+        (line(("human", "a")), "line 1: no turn of the assistant; it has nothing to train on"),
         (line(("gpt", "a")), "line 1: turn 1 is the assistant's; turns alternate, and the human begins"),
         (line(("human", "a"), ("user", "b")), "line 1: turn 2 is the human's; turns alternate, and the human begins"),
         (
@@ -200,7 +200,7 @@ GOOD = b'{"instruction": "a", "output": "b"}'
         (LINES + line(("bot", "a")), "line 4: turn 1 is from 'bot'; allowed: human, user, gpt, assistant"),
         (line((["human"], "a")), "line 1: turn 1 is from ['human']; allowed: human, user, gpt, assistant"),
         (line(("human", 5)), "line 1: the value of turn 1 is 5; allowed: a string"),
-        (line(("human", "a"), ("gpt", "\ud800")), "line 1: the value of turn 2 is '\\ud800'; a text is whole characters"),
+        (line(("human", "a"), ("gpt", "\ud800")), "line 1: the value of turn 2 is '\\ud800'; a text must be valid Unicode"),
         (line(("human", "a"), ("gpt", "b"), instruction=None), "line 1: instruction is None; allowed: a string"),
         (
             b'{"conversations": [{"from": "human"}]}',
@@ -244,7 +244,9 @@ def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for path in (plain, packed):
         assert refusal(path) == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
     monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size - 1)
-    assert refusal(packed).startswith(f"{packed}: larger than {packed.stat().st_size - 1} bytes, which a packed file has")
+    assert refusal(packed).startswith(
+        f"{packed}: larger than {packed.stat().st_size - 1} bytes, the limit for a compressed file"
+    )
 
 
 def test_a_file_that_unpacks_without_end_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +294,7 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         data.encode(BY_HAND, Words(end=None), 18)
     assert str(caught.value) == (
-        "tokenizer words does not tell which token ends a text, and every sample has one; put its "
+        "tokenizer words does not say which token ends a text; put its "
         "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
     )
 
@@ -447,7 +449,7 @@ def test_seeds_differ(samples: list[ConversationSample]) -> None:
         (3, 18, 1, 3, "3 samples, and 3 to hold out; at least one is to be trained on"),
         (0, 18, 1, 0, "0 samples, and 0 to hold out; at least one is to be trained on"),
         (3, 18, 1, -1, "3 samples, and -1 to hold out; at least one is to be trained on"),
-        (3, 18, 0, 0, "a global batch of 0 samples; allowed: 1 and more"),
+        (3, 18, 0, 0, "a global batch of 0 samples; allowed: 1 or more"),
     ],
 )
 def test_rows_that_cannot_be(count: int, length: int, batch: int, held_out: int, reason: str) -> None:

@@ -117,7 +117,7 @@ WORDS = "has the text {!r}; it needs two words with a space between, and to end 
         (b'{"text": "two\\nlines"}', WORDS.format("two\nlines")),
         (b'{"text": "ends in one "}', WORDS.format("ends in one ")),
         (b'{"text": "ends in a\\n"}', WORDS.format("ends in a\n")),
-        (b'{"text": "half \\ud83e"}', "has the text 'half \\ud83e'; a text is whole characters"),
+        (b'{"text": "half \\ud83e"}', "has the text 'half \\ud83e'; a text must be valid Unicode"),
     ],
 )
 def test_a_line_that_is_no_passage(line: bytes, reason: str, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         lambada.encode(["the cat"], Words(end=None), 9, None, 0)
     assert str(caught.value) == (
-        "tokenizer words does not tell which token ends a text, and every passage has one; put its "
+        "tokenizer words does not say which token ends a text; put its "
         "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
     )
 

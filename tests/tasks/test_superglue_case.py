@@ -76,7 +76,7 @@ def test_it_stops_where_the_target_is_reached_and_not_before(reached: dict[str, 
 def test_the_page_shows_the_way_to_the_target(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     path = shell.folder / "one.json"
     path.write_text(json.dumps(reached["open"], separators=(",", ":"), ensure_ascii=False) + "\n")
-    done = shell("report", path)
+    done = shell("report", path, "--full")
     assert done.code == 0, done.err
     lines = [line.split() for line in done.out.splitlines()]
     begin = next(i for i, line in enumerate(lines) if line == ["Evaluations"])

@@ -315,9 +315,9 @@ def test_evaluation_is_all_of_it_the_longest_first(division: Literal["closed", "
 
 
 def test_rows_that_are_none() -> None:
-    with pytest.raises(RequestError, match="no samples to train on; allowed: one and more"):
+    with pytest.raises(RequestError, match="no samples to train on; allowed: 1 or more"):
         ClozeRows([], [SHORT], "open", 1, 0, START, END)
-    with pytest.raises(RequestError, match="a global batch of 0 samples; allowed: 1 and more"):
+    with pytest.raises(RequestError, match="a global batch of 0 samples; allowed: 1 or more"):
         ClozeRows([SHORT], [SHORT], "open", 0, 0, START, END)
 
 
@@ -456,7 +456,7 @@ def test_the_made_vocabulary() -> None:
     assert max(found) < ClozeTokenizer(31).vocab
     with pytest.raises(RequestError) as caught:
         ClozeTokenizer(30)
-    assert str(caught.value) == "a made vocabulary of 30 pieces; allowed: 31 and more, all words of the made task"
+    assert str(caught.value) == "a made vocabulary of 30 pieces; allowed: 31 or more, all words of the made task"
 
 
 def test_made_queries_are_read_with_the_made_vocabulary() -> None:

@@ -120,10 +120,10 @@ ANSWERS = ("qas", 1, "answers")
         (("passage", "text"), ..., f": the passage's text is None; {SHAPE}"),
         (("passage", "text"), 7, f": the passage's text is 7; {SHAPE}"),
         (("passage", "text"), " \n", f": the passage's text is ' \\n'; {SHAPE}"),
-        (("passage", "text"), "half \ud83e", ": the passage's text is 'half \\ud83e'; a text is whole characters"),
+        (("passage", "text"), "half \ud83e", ": the passage's text is 'half \\ud83e'; a text must be valid Unicode"),
         (("passage", "entities"), ..., f": the passage's entities are None; {SHAPE}"),
         (("passage", "entities"), {"start": 0}, f": the passage's entities are {{'start': 0}}; {SHAPE}"),
-        (("passage", "entities"), [], ": the passage has no entities, and its queries no candidates; allowed: one and more"),
+        (("passage", "entities"), [], ": the passage has no entities, and its queries no candidates; allowed: 1 or more"),
         (FIRST, [9, 15], f": entity 2 is [9, 15]; {ENTITY}"),
         (FIRST, {"start": 9}, f": entity 2 is {{'start': 9}}; {ENTITY}"),
         (FIRST, {"start": True, "end": 5}, f": entity 2 is {{'end': 5, 'start': True}}; {ENTITY}"),
@@ -223,14 +223,14 @@ def test_lines_and_files_have_limits(packed: bool, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size - 1)
     assert refusal(path) == f"{path}: larger than {size - 1} bytes, which a file of ReCoRD has at most"
     monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 2)
-    assert refusal(path) == f"{path}: line 1 has more than {size // 2 - 2} bytes, which a line has at most; {SHAPE}"
+    assert refusal(path) == f"{path}: line 1 has more than {size // 2 - 2} bytes, the limit for a line; {SHAPE}"
 
 
 def test_an_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a hole: reading it whole would take all memory
-    assert refusal(path) == f"{path}: line 1 has more than {1 << 20} bytes, which a line has at most; {SHAPE}"
+    assert refusal(path) == f"{path}: line 1 has more than {1 << 20} bytes, the limit for a line; {SHAPE}"
 
 
 def test_both_files_are_found(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_folder_without_them(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "val.jsonl").mkdir()
     assert missing(tmp_path) == f"{tmp_path}: no val.jsonl (.gz) in it; {advice}"
-    assert missing(tmp_path / "train.jsonl") == f"data {str(tmp_path / 'train.jsonl')!r} is no folder; {whole}"
+    assert missing(tmp_path / "train.jsonl") == f"data {str(tmp_path / 'train.jsonl')!r} is not a folder; {whole}"
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_truncated_shard(name: str, tmp_path: Path) -> None:
     file = sorted(set(write_sharded(tmp_path).values()))[1]
     raw = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(raw[: CUTS[name](raw)])
-    refused(tmp_path, f"{tmp_path}/{file}: is not a whole safetensors file (", "; fetch it again")
+    refused(tmp_path, f"{tmp_path}/{file}: is not a whole safetensors file (", "; download it again")
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**27, 2**63, 2**64 - 1])

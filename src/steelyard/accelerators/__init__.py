@@ -56,7 +56,7 @@ def table() -> dict[str, Accelerator]:
 def named(name: str) -> Accelerator:
     rows = table()
     if name not in rows:
-        raise RequestError(f"accelerator {name!r} is unknown; known are {', '.join(rows)}")
+        raise RequestError(f"accelerator {name!r} is not known; known: {', '.join(rows)}")
     return rows[name]
 
 

@@ -64,6 +64,4 @@ class Device:
     def set_precision(self, matmul: str) -> None:
         """Paddle's O2 leaves a model on a CPU in fp32, and says nothing of it."""
         if matmul != "fp32":
-            raise RequestError(
-                f"precision {matmul!r} is not there on a CPU with Paddle, which would stay in fp32; choose --precision fp32"
-            )
+            raise RequestError(f"Paddle on a CPU has no precision {matmul!r}; use --precision fp32")

@@ -68,4 +68,4 @@ class Device:
     def set_precision(self, matmul: str) -> None:
         if matmul not in PRECISIONS:
             allowed = ", ".join(PRECISIONS)
-            raise RequestError(f"precision {matmul!r} is not there on a CPU; choose one of {allowed} with --precision")
+            raise RequestError(f"a CPU has no precision {matmul!r}; use --precision with one of: {allowed}")

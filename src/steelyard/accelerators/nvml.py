@@ -80,7 +80,7 @@ def find(visible: str | None) -> list[Found]:
 
 def _unusable(error: Exception) -> RequestError:
     return RequestError(
-        f"NVML: {str(error).rstrip('.')}; mend the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
+        f"NVML: {str(error).rstrip('.')}; fix the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
     )
 
 
@@ -111,7 +111,7 @@ def select(devices: list[Found], visible: str | None) -> list[Found]:
 
 def _device(devices: list[Found], entry: str) -> Found | None:
     if entry.startswith("MIG-"):
-        raise RequestError(f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; give whole devices")
+        raise RequestError(f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; use whole devices")
     if entry.startswith("GPU-"):
         fits = [device for device in devices if device.uuid is not None and device.uuid.startswith(entry)]
         return fits[0] if len(fits) == 1 else None

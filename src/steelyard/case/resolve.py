@@ -6,7 +6,6 @@ command line: later wins, and every value remembers where it came from.
 
 import tomllib
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +17,7 @@ from steelyard.case.case import Case, Falling, Gate, Target, Tune
 from steelyard.case.precision import PRESETS, name_of
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, known
 from steelyard.models import families
 from steelyard.schema import Frozen
 
@@ -55,9 +54,8 @@ def read(name: str) -> tuple[dict[str, Any], str]:
     elif name in names():
         raw = (resources.files("steelyard") / "cases" / f"{name}.toml").read_bytes()
     else:
-        near = get_close_matches(name.lower(), [*names(), "smoke"], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known cases: {', '.join(names())}"
-        raise RequestError(f"no case {name!r}{hint} (a file of your own ends in .toml)")
+        hint = known(name, [*names(), "smoke"], "known cases")
+        raise RequestError(f"no case {name!r}; {hint} (a file of your own ends in .toml)")
     try:
         table = tomllib.loads(raw.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -88,7 +86,7 @@ def resolve(
     origins: dict[str, str] = {}
     smoke = table.pop("smoke", {})
     if not isinstance(smoke, dict):
-        raise RequestError(f"case {path!r}: smoke is {_shown(smoke)}; it is a table of what the size smoke changes")
+        raise RequestError(f"case {path!r}: smoke is {_shown(smoke)}; it must be a table: what size smoke changes")
     _note(table, "case", origins)
     if size not in (None, "smoke", "full"):
         raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
@@ -186,7 +184,7 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
     for part in parents:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise RequestError(f"--set: {key!r} lies under {part!r}, which is a single value")
+            raise RequestError(f"--set: {key!r} is below {part!r}, which is a single value")
     node[leaf] = value
     _note({key: value}, "command line", origins)
 
@@ -195,9 +193,7 @@ def check_key(key: str, allowed: list[str], option: str) -> None:
     """Whether an option takes a key. Variables of the workers' environment are not listed one by one."""
     if key in allowed or key.startswith("tune.env."):
         return
-    near = get_close_matches(key[:200], allowed, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
-    raise RequestError(f"{option}: no key {_shown(key)}; {hint}")
+    raise RequestError(f"{option}: no key {_shown(key)}; {known(key, allowed, 'allowed')}")
 
 
 def typed(text: str) -> Any:

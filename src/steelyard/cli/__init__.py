@@ -3,6 +3,8 @@
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +25,7 @@ from steelyard.cli import (
     terminal,
     weights,
 )
+from steelyard.cli.commands import HELP, Command
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import LostError, RequestError
 
@@ -34,10 +37,10 @@ INTERRUPTED = 130  # what newer versions of typer answer an interrupt with, and 
 
 app = typer.Typer(
     name="steelyard",
-    help="Weigh an accelerator on real LLM work: is the answer right, how fast, at what cost, how close to the limit.\n\n"
-    "Start with: steelyard run smoke",
+    help="Benchmark AI accelerators on real LLM work: is the answer right, how fast, at what cost, how close to the limit.\n\n"
+    "Example: steelyard run smoke runs every case, tiny, on this machine. steelyard VERB -h explains a verb.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=HELP,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -50,20 +53,23 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit(0)
 
 
-# In the order in which --help lists them.
-app.command("list")(show.list_)
-app.command("show")(show.show)
-app.command("check")(check.check)
-app.command("run")(run.run)
-app.command("spec")(spec.spec)
-app.command("report")(report.report_)
-app.command("compare")(compare.compare)
-app.command("history")(history.history)
-app.command("reproduce")(reproduce.reproduce)
-app.command("verify")(report.verify)
-app.command("sign")(sign.sign)
-app.command("schema")(report.schema)
-app.command("conform")(conform.conform)
+VERBS: dict[str, Callable[..., int | None]] = {
+    "run": run.run,
+    "report": report.report_,
+    "compare": compare.compare,
+    "history": history.history,
+    "reproduce": reproduce.reproduce,
+    "list": show.list_,
+    "show": show.show,
+    "check": check.check,
+    "spec": spec.spec,
+    "verify": report.verify,
+    "sign": sign.sign,
+    "schema": report.schema,
+    "conform": conform.conform,
+}
+for _name, _verb in VERBS.items():  # in the order in which --help lists them
+    app.command(_name, cls=Command)(_verb)
 app.add_typer(weights.app, name="weights")
 app.add_typer(data.app, name="data")
 
@@ -79,7 +85,7 @@ def _main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _interrupt)
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="steelyard")
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except RequestError as error:
@@ -100,7 +106,7 @@ def _main() -> None:
         sys.exit(1)
     except Exception:  # noqa: BLE001  our own bug, never blamed on a user's file
         say(traceback.format_exc())
-        say(f"error: a defect of steelyard {__version__}, not of your request; please report it with the lines above")
+        say(f"error: a bug in steelyard {__version__}, not in your request; please report it with the lines above")
         sys.exit(DEFECT)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -111,7 +117,16 @@ def _usage(error: Any) -> None:
         answer(error.format_message())
     else:
         verb = error.ctx.command_path if error.ctx else "steelyard"
-        say(f"error: {one_line(error.format_message()).rstrip('.')}; see {verb} --help")
+        said = _mistake(error)
+        say(f"error: {said}{'? See' if 'did you mean' in said else '; see'} {verb} -h")
+
+
+def _mistake(error: Any) -> str:
+    """What is wrong, with the one nearest option or verb that there is."""
+    if not hasattr(error, "possibilities"):
+        return one_line(error.format_message()).rstrip(".?").replace(". Did you mean", "; did you mean")
+    near = get_close_matches(error.option_name, error.possibilities or [], 1)
+    return f"No such option {error.option_name}" + (f"; did you mean {near[0]}" if near else "")
 
 
 def _interrupt(number: int, frame: Any) -> None:

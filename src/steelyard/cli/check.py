@@ -5,27 +5,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import Json
-from steelyard.cli.out import answer, dump, one_line
+from steelyard.cli import terminal
+from steelyard.cli.options import AcceleratorOption, Json
+from steelyard.cli.out import Output, answer, begin, dump, wrapped
 
 if TYPE_CHECKING:
     from steelyard.metrics.fit import Row
 
 
 def check(
-    accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the records, whose disk is looked at.")] = Path("records"),
+    accelerator: AcceleratorOption = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for records; its disk is checked.")] = Path("records"),
     as_json: Json = False,
 ) -> int:
-    """Is this machine fit to measure? A table of findings, each ok, warn, bad or unknown; nothing is changed.
+    """Check whether this machine is fit to measure. Each finding is ok, warn, bad or unknown. Nothing is changed.
 
-    Exit code 0: fit, warnings allowed; 1: not fit.
+    Exit code 0: fit, perhaps with warnings; 1: not fit.
 
     \b
     Examples:
       steelyard check
       steelyard check --accelerator cpu --json
     """
+    begin("checking", Output(as_json))
     from steelyard.metrics import fit
     from steelyard.run import fitness
 
@@ -42,12 +44,16 @@ def check(
 def _lines(rows: "list[Row]") -> list[str]:
     from steelyard.words import text
 
-    width = max(len(text(row.name)) for row in rows)
+    name_width = max(len(text(row.name)) for row in rows)
+    indent = " " * (7 + 2 + name_width + 2)
+    room = (terminal.columns() or terminal.COLUMNS) - len(indent)
     out = []
     for row in rows:
-        out.append(f"{row.level:<7}  {text(row.name):<{width}}  {one_line(text(row.found))}")
+        first, *more = wrapped(text(row.found), room)
+        out += [f"{row.level:<7}  {text(row.name):<{name_width}}  {first}", *(indent + line for line in more)]
         if row.step is not None:
-            out.append(f"{'':<7}  {'':<{width}}  → {one_line(text(row.step))}")
+            first, *more = wrapped(text(row.step), room - 2)
+            out += [f"{indent}→ {first}", *(f"{indent}  {line}" for line in more)]
     return out
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To
+from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To, Wide
 from steelyard.cli.out import dump
-from steelyard.cli.report import check_format, read, show
+from steelyard.cli.report import check_format, read, rendered, show
 
 if TYPE_CHECKING:
     from steelyard.metrics.compare import Change, Comparison, Side
@@ -23,19 +23,21 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="A field of the question that may differ, with all under it, such as question.precision; case: all of it.",
+            help="A field of the question that may differ, such as question.precision. case: any field may.",
         ),
     ] = None,
     threshold: Threshold = THRESHOLD,
     format_: Format = "text",
     lang: Lang = "en",
     to: To = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> int:
-    """Compare two runs of one question: the ratio of their rates, whether it is chance, and what differs.
+    """Compare two runs of one case, with a test of significance.
 
-    Exit code 1 where NEW is significantly slower by more than the threshold, or a side has no valid run; 2 where the
-    questions differ.
+    It prints the ratio of their rates, the answers, metrics and phases, and what differs between the runs. Give folders
+    of repeats (run --repeat 5) for a test between runs. Exit code 0: not slower; 1: NEW is significantly slower by more
+    than the threshold, or a side has no valid run; 2: the questions differ.
 
     \b
     Examples:
@@ -51,7 +53,8 @@ def compare(
     if as_json and to is None:
         dump(table(found))
     else:
-        show(report.FORMATS[format_](report.comparison(found, lang)), to, as_json, format_, lang)  # type: ignore[arg-type]
+        page = report.comparison(found, lang)  # type: ignore[arg-type]
+        show(rendered(page, format_, to, as_json, wide), to, as_json, format_, lang)
     return 1 if found.regressed else 0
 
 

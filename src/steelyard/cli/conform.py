@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steelyard.cli import complete
 from steelyard.cli.options import EngineOptions, Json
-from steelyard.cli.out import answer, dump, say
+from steelyard.cli.out import Output, answer, begin, dump, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,19 +24,31 @@ STEPS = 2
 
 
 def conform(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="An engine, shipped or of another package.")],
-    cases: Annotated[list[str] | None, typer.Option("--case", metavar="CASE", help="Only these; default: all it runs.")] = None,
-    accelerator: Annotated[str, typer.Option(help="Where to run both engines.")] = "cpu",
+    engine: Annotated[
+        str,
+        typer.Argument(metavar="ENGINE", help="An engine, shipped or from another package.", autocompletion=complete.engines),
+    ],
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="CASE", help="Only this case. Default: all.", autocompletion=complete.shipped_cases),
+    ] = None,
+    accelerator: Annotated[
+        str, typer.Option(metavar="NAME", help="Where to run both engines.", autocompletion=complete.accelerators)
+    ] = "cpu",
     settings: EngineOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Whether an engine computes what engine torch computes: every case it runs, at size smoke.
+    """Check that an engine computes what engine torch computes.
 
-    Step-1 loss and gradient norm, scores, answers and counts are compared, each with how far it may be apart. What was
-    found is kept for the records of this version of the engine. Exit code 0: it conforms, 1: it does not.
+    Both run every case at size smoke. It compares loss and gradient norm of step 1, scores, answers and counts, each
+    with a tolerance. Records of this version of the engine say the result. Exit code 0: it conforms; 1: it does not.
 
-    Example: steelyard conform transformers
+    \b
+    Examples:
+      steelyard conform transformers
+      steelyard conform transformers --case llama2-7b-mmlu
     """
+    begin("preparing", Output(as_json))
     from steelyard import engines
     from steelyard.case.request import EngineSettings, engine_settings
     from steelyard.metrics.conform import compare
@@ -44,11 +57,11 @@ def conform(
     row = engines.row(engine)
     of_engine, others = engine_settings(settings or [])
     if others:
-        raise RequestError(f"--set {others[0]!r}: here only where the engine lives, such as engine.python=venv/bin/python")
+        raise RequestError(f"--set {others[0]!r}: conform takes only engine.KEY=VALUE, such as engine.python=venv/bin/python")
     if engine == YARDSTICK:
-        raise RequestError(f"engine {YARDSTICK!r} is what others are compared with; name another")
+        raise RequestError(f"engine {YARDSTICK!r} is the reference; name another engine")
     if row.checkout:
-        raise RequestError(f"engine {engine!r} draws weights and rows of its own: no step of it can be compared with another's")
+        raise RequestError(f"engine {engine!r} has its own weights and rows, so its steps cannot be compared")
     rows: list[Compared] = []
     packages: dict[str, str] | None = None
     chosen = _cases(row, cases)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steelyard.cli.commands import Command
 from steelyard.cli.files import aligned, watching
 from steelyard.cli.options import Json
-from steelyard.cli.out import answer, dump, one_line, say
+from steelyard.cli.out import Output, answer, begin, dump, one_line, say
 
 if TYPE_CHECKING:
     from steelyard.data.tokenize import CorpusInspection, TokenFiles
@@ -17,36 +18,35 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
 
 app = typer.Typer(
-    help="Turn texts into token files for training, and look into them.\n\n"
-    "Example: steelyard data pack texts.jsonl.gz --tokenizer tokenizer.model --out corpus",
+    help="Make token files for training from text, and inspect them.\n\n"
+    "Example: steelyard data pack texts.jsonl --tokenizer tokenizer.model --out corpus",
     no_args_is_help=True,
 )
 
 
-@app.command()
+@app.command(cls=Command)
 def pack(
-    inputs: Annotated[
-        list[Path], typer.Argument(metavar="INPUT", help="JSON lines, one document a line, as they are or gzipped.")
-    ],
-    tokenizer: Annotated[Path, typer.Option(metavar="PATH", help=f"The model's: {TOKENIZER}")],
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT", help="JSON lines, one document a line, plain or gzipped.")],
+    tokenizer: Annotated[Path, typer.Option(metavar="PATH", help=f"The model's tokenizer: {TOKENIZER}")],
     out: Annotated[Path, typer.Option(metavar="PREFIX", help="Where to write: PREFIX_ids.npy and PREFIX_idx.npz.")],
-    key: Annotated[str, typer.Option(help="The key of the text in a line.")] = "text",
+    key: Annotated[str, typer.Option(metavar="NAME", help="The JSON key that holds the text.")] = "text",
     append_end: Annotated[
         bool, typer.Option("--append-end/--no-append-end", help="End each document with the tokenizer's end token.")
     ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that exist.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Tokenise texts into a pair of token files, which a training case reads with --data.
+    """Tokenize text into a pair of token files, which training cases read with --data.
 
-    A document is the token that begins a sequence, if the tokenizer has one, the text, and the token that ends one.
-    Documents without a word are left out. Interrupted, it leaves nothing behind.
+    A document is the begin token, if the tokenizer has one, the text, and the end token. Empty documents are skipped. If
+    interrupted, nothing is left behind.
 
     \b
     Examples:
-      steelyard data pack openwebtext-*.jsonl.gz --tokenizer Llama-7b/tokenizer.model --out data/openwebtext
+      steelyard data pack texts.jsonl.gz --tokenizer tokenizer.model --out corpus
       steelyard data pack pages.jsonl --key content --tokenizer gpt2/ --out pages
     """
+    begin("reading the tokenizer", Output(as_json))
     from steelyard.data.tokenizer import load
 
     try:
@@ -63,17 +63,15 @@ def pack(
     return 0
 
 
-@app.command()
+@app.command(cls=Command)
 def inspect(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="The prefix of a pair of token files, one of the two, or their folder.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The prefix of the pair, one of its files, or its folder.")],
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="PATH", help=f"Check that every token is one of this tokenizer: {TOKENIZER}")
+        Path | None, typer.Option(metavar="PATH", help=f"Check every token id against this tokenizer: {TOKENIZER}")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a pair of token files holds: documents, tokens, and how they are split for training.
+    """Show what a pair of token files holds: documents, tokens, and the split for training.
 
     \b
     Examples:

@@ -4,13 +4,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from steelyard.cli import repeats
-from steelyard.cli.out import dump, one_line, say, tell
-from steelyard.cli.run import ALL, carry_out, hosts, interrupted
+from steelyard.cli.out import Output, dump, one_line, paged, say, tell
+from steelyard.cli.run import ALL, carry_out, hint, hosts, interrupted
 from steelyard.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from steelyard.case.request import EngineSettings, Request
     from steelyard.record.record import Record
     from steelyard.run.ready import Ready
@@ -27,9 +25,9 @@ class LeftOut:
 
 def check_all(engine: str, sweeps: bool, resumes: bool) -> None:
     if engine == ALL and sweeps:
-        raise RequestError("--engine all and --sweep: a sweep is of one engine; name it, or leave --sweep out")
+        raise RequestError("--engine all and --sweep cannot be combined; name one engine, or drop --sweep")
     if engine == ALL and resumes:
-        raise RequestError("--engine all and --resume: a checkpoint is of one engine; name it, or leave --resume out")
+        raise RequestError("--engine all and --resume cannot be combined; name the engine of the checkpoint")
 
 
 def chosen(engine: str, settings: list[str]) -> "tuple[list[tuple[str, EngineSettings]], list[str]]":
@@ -45,36 +43,36 @@ def chosen(engine: str, settings: list[str]) -> "tuple[list[tuple[str, EngineSet
     return [(name, by_name.get(name, EngineSettings())) for name in names], others
 
 
-def run_engines(requests: "list[Request]", times: int, as_json: bool) -> int:
+def run_engines(requests: "list[Request]", times: int, output: Output) -> int:
     """Every engine once, then every engine again, `times` times: what changes on the machine meanwhile meets all alike. Exit
     code 0 where all runs are valid; an engine that cannot do the case is no error while one can."""
-    from rich.console import Console
-
     runs, left_out = _able(requests)
     for line in dict.fromkeys(map(_line, left_out)):  # of several cases the reason may be the same
         say(line)
-    done, late = _carry_out(runs, times, Console(stderr=True, quiet=as_json))
+    done, late = _carry_out(runs, times, output)
     if not done:
         raise RequestError(_none(late))
-    if as_json:
+    if output.json:
         _dump(done, [*left_out, *late])
     else:
-        _print(done)
+        _print(done, output.wide)
+        hint(requests[0].out, output)
     whole = len(done) == times * (len(runs) - len(late))
     return 0 if whole and all(made.status == "valid" for made in done) else 1
 
 
-def _carry_out(runs: "list[Ready]", times: int, console: "Console") -> "tuple[list[Record], list[LeftOut]]":
+def _carry_out(runs: "list[Ready]", times: int, output: Output) -> "tuple[list[Record], list[LeftOut]]":
     """The records, and the engines that only their hosts or workers found unable, which are not asked again: weights in a
     layout that one does not read, say, or another Python that lacks a module."""
     done: list[Record] = []
     lost: dict[int, LeftOut] = {}
-    with hosts(runs) as allocation:
-        for number, one in [numbered for _ in range(times) for numbered in enumerate(runs)]:
+    every = [numbered for _ in range(times) for numbered in enumerate(runs)]
+    with hosts(runs, output) as allocation:
+        for place, (number, one) in enumerate(every, 1):
             if number in lost:
                 continue
             try:
-                done.append(carry_out(one, console, allocation))
+                done.append(carry_out(one, output, allocation, (place, len(every))))
             except RequestError as error:
                 lost[number] = LeftOut(one.request.engine, one.case.name, str(error))
                 say(_line(lost[number]))
@@ -114,19 +112,19 @@ def _none(lost: list[LeftOut]) -> str:
     return f"{ours[0].case}: no engine can do it: " + "; ".join(f"{one.engine}: {one.reason}" for one in ours)
 
 
-def _print(done: "list[Record]") -> None:
+def _print(done: "list[Record]", wide: bool) -> None:
     from steelyard import report
     from steelyard.metrics import engines
 
     page = report.engines(done)
     compared = [record for group in engines.groups(done) for record in group.records]
     if page is None or len(compared) < len(done):
-        tell(report.text(report.table(done)))
+        tell(paged(report.table(done), wide))
     if page is not None:
-        tell(report.text(page))
+        tell(paged(page, wide))
     else:
-        say("no table of engines: it takes finished runs of two engines")
-    repeats.show(done)
+        say("no engine table: it needs finished runs of two engines")
+    repeats.show(done, wide)
 
 
 def _dump(done: "list[Record]", left_out: list[LeftOut]) -> None:

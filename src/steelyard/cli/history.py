@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli.compare import ratio_table
-from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To
+from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To, Wide
 from steelyard.cli.out import dump, one_line, say
-from steelyard.cli.report import check_format, paths, show
+from steelyard.cli.report import check_format, paths, rendered, show
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,29 +18,33 @@ if TYPE_CHECKING:
 
 
 def history(
-    places: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of records; records themselves too.")],
+    places: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of records, or records.")],
     threshold: Threshold = THRESHOLD,
     index_file: Annotated[
-        Path | None, typer.Option("--index", metavar="FILE", help="The index; default: .steelyard-index.sqlite in each DIR.")
+        Path | None, typer.Option("--index", metavar="FILE", help="The index. Default: .steelyard-index.sqlite in each DIR.")
     ] = None,
-    no_index: Annotated[bool, typer.Option("--no-index", help="Read every record, and keep no index.")] = False,
+    no_index: Annotated[bool, typer.Option("--no-index", help="Read every record; keep no index.")] = False,
     format_: Format = "text",
     lang: Lang = "en",
     to: To = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """How the rate of each question went over time, and the first bad record of each.
+    """Show how the rate of each case changed over time.
 
-    What it needs of each record is kept in an index, which can be deleted at any time.
+    It names the first bad record of each. It keeps an index of the records, which can be deleted at any time.
 
-    Example: steelyard history records/ --format html --to history.html
+    \b
+    Examples:
+      steelyard history records/
+      steelyard history records/ --format html --to history.html
     """
     from steelyard import report
     from steelyard.metrics import history as trends
 
     check_format(format_, lang)
     if no_index and index_file is not None:
-        raise RequestError("--index and --no-index: leave one of the two out")
+        raise RequestError("--index and --no-index cannot be combined; drop one")
     for place in places:
         if not place.exists():
             raise RequestError(f"{str(place)!r} does not exist; give folders of records")
@@ -48,7 +52,8 @@ def history(
     if as_json and to is None:
         dump(_table(found))
     else:
-        show(report.FORMATS[format_](report.history(found, lang)), to, as_json, format_, lang)  # type: ignore[arg-type]
+        page = report.history(found, lang)  # type: ignore[arg-type]
+        show(rendered(page, format_, to, as_json, wide), to, as_json, format_, lang)
 
 
 def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Path, Entry]":

@@ -5,34 +5,78 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+from steelyard.cli import complete
+
+# Groups of options in the help of a verb that has many.
+QUESTION = "What is measured"
+PART = "How much of it"
+PLACE = "Devices and hosts"
+OUTPUT = "Output"
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="No progress: only the result, warnings and errors.", rich_help_panel=OUTPUT),
+]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, not only those that fit.", rich_help_panel=OUTPUT)]
 SizeOption = Annotated[
-    str | None, typer.Option(help="full (published model and data, the default) or smoke (tiny, made, seconds).")
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="full (default) or smoke: tiny, seconds on a CPU, no download.", autocompletion=complete.sizes
+    ),
 ]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
-        help="fp32, tf32, fp16 or bf16 (training also bf16-pure, engine paddle fp16-o2 and bf16-o2); default: the case's."
+        metavar="NAME",
+        help="fp32, tf32, fp16 or bf16; training also bf16-pure; engine paddle also fp16-o2, bf16-o2. Default: the case's.",
+        rich_help_panel=QUESTION,
+        autocompletion=complete.precisions,
     ),
 ]
 DivisionOption = Annotated[
-    str | None, typer.Option(help="closed (every token computed) or open (shared prefixes computed once).")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="closed: every token is computed. open: shared prefixes once. Default: the case's.",
+        rich_help_panel=QUESTION,
+        autocompletion=complete.divisions,
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override any value, such as tune.batch_tokens=16384; engine.python is the Python of workers.",
+        help="Change any value of the case, such as tune.batch_tokens=16384 (steelyard show lists them). "
+        "engine.python=PATH: the Python that workers run in.",
+        rich_help_panel=QUESTION,
     ),
 ]
 EngineOptions = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="engine.KEY=VALUE", help="Where the engine lives, such as engine.python=venv/bin/python."),
+    typer.Option("--set", metavar="engine.KEY=VALUE", help="Where the engine is, such as engine.python=venv/bin/python."),
 ]
+AcceleratorOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="cuda or cpu. Default: the first one found.",
+        rich_help_panel=PLACE,
+        autocompletion=complete.accelerators,
+    ),
+]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the records.", rich_help_panel=OUTPUT)]
 Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]
-Format = Annotated[str, typer.Option("--format", help="text, md or html.")]
-Lang = Annotated[str, typer.Option(help="en or zh.")]
-To = Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")]
-Threshold = Annotated[float, typer.Option(help="The share of the rate beyond which a change matters.")]
+Format = Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or html.", autocompletion=complete.formats)]
+Lang = Annotated[str, typer.Option(metavar="LANG", help="en or zh.", autocompletion=complete.langs)]
+To = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")]
+Threshold = Annotated[float, typer.Option(metavar="SHARE", help="Smaller changes of the rate do not count.")]
 THRESHOLD = 0.01  # what is below it is of no use, however sure it is
+HangAfter = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="Stop the run when workers show no progress for so long.", rich_help_panel=PART),
+]
+TimeLimit = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Stop a run that takes longer than this.", rich_help_panel=PART)
+]

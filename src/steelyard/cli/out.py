@@ -4,10 +4,17 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from steelyard import __version__
+from steelyard.cli import terminal
 from steelyard.errors import LostError
+
+if TYPE_CHECKING:
+    from steelyard.report import Page
 
 # What steers a terminal or changes how the text around it looks: controls but tab and line feed, marks without a width,
 # overrides of the direction, line separators, and halves of characters, which no encoding has.
@@ -15,6 +22,24 @@ _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
+
+
+# Of the words that a line on stderr begins with: the colours of select graphic rendition (ECMA-48).
+_COLOURS = {"error": 31, "failed": 31, "invalid": 31, "warning": 33, "valid": 32}
+
+
+@dataclass(frozen=True)
+class Output:
+    """How much a command shows, and how."""
+
+    json: bool = False
+    quiet: bool = False
+    wide: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is said while it runs."""
+        return self.json or self.quiet
 
 
 def escaped(text: str) -> str:
@@ -53,7 +78,25 @@ def tell(text: str) -> None:
 
 
 def say(text: str) -> None:
-    sys.stderr.write(f"{escaped(text)}\n")
+    """A line on stderr; its first word in colour where that is a status and the terminal has colours."""
+    text = escaped(text)
+    word, colon, rest = text.partition(":")
+    if word in _COLOURS and colon and terminal.coloured(sys.stderr):
+        text = f"\x1b[{_COLOURS[word]}m{word}\x1b[0m:{rest}"
+    sys.stderr.write(f"{text}\n")
+
+
+def begin(what: str, output: Output) -> None:
+    """A sign of life on a terminal before anything that takes time is imported or started."""
+    if not output.silent and terminal.is_terminal(sys.stderr):
+        say(f"steelyard {__version__}: {what} …")
+
+
+def paged(page: "Page", wide: bool = False) -> str:
+    """A page as text that fits the terminal."""
+    from steelyard import report
+
+    return report.text(page, terminal.columns(wide))
 
 
 def dump(value: Any, out: Callable[[str], None] = answer) -> None:
@@ -64,6 +107,11 @@ def one_line(text: object) -> str:
     """Names and values in a text come from files and command lines, and may hold anything."""
     shown = escaped(" ".join(str(text).split()))
     return "".join(c if c.isprintable() else " " for c in shown)
+
+
+def wrapped(text: object, columns: int) -> list[str]:
+    """A text in lines; a word that is longer, such as a hash, stays whole."""
+    return textwrap.wrap(one_line(text), max(1, columns), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def plain(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Live progress on a terminal: phase, done of total, rate, time left."""
+"""Progress while a run goes on: phase, done of total, rate, time left. On a terminal one line that changes, elsewhere lines."""
 
 from types import TracebackType
 from typing import Self
@@ -7,22 +7,33 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from steelyard.cli.out import one_line
+from steelyard.cli.out import one_line, say
+from steelyard.run.clock import now
 from steelyard.run.session import PhaseProgress
 
-BAR = 24
+BAR, SHORTEST_BAR = 24, 4
+STARTING = "starting"  # until a worker tells its phase
+LINES_S = 60.0  # between two lines where there is no terminal
 
 
 class Display:
-    """One line that changes while a run goes on; nothing at all where there is no terminal."""
+    """A title, then how far it is. Quiet where the console is. Where there is no terminal, the title of a run that stands
+    alone is left out: whoever started it knows."""
 
-    def __init__(self, console: Console, label: str) -> None:
-        self._label = one_line(label)
-        self._live = Live(Text(""), console=console, transient=True, refresh_per_second=8) if console.is_terminal else None
+    def __init__(self, console: Console, title: str, alone: bool = True) -> None:
+        self._console, self._title = console, one_line(title)
+        self._titled = not console.quiet and (console.is_terminal or not alone)
+        self._begin_s = self._said_s = now()
+        self._last: PhaseProgress | None = None
+        able = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._live = Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._render) if able else None
 
     def __enter__(self) -> Self:
+        if self._titled:
+            say(self._title)
+        self._begin_s = self._said_s = now()
         if self._live is not None:
-            self._live.start()
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -30,22 +41,33 @@ class Display:
             self._live.stop()
 
     def show(self, progress: PhaseProgress) -> None:
-        if self._live is not None:
-            self._live.update(Text(f"{self._label}  {line(progress)}", no_wrap=True, overflow="ellipsis"))
+        self._last = progress
+        if self._live is None and not self._console.quiet and now() - self._said_s >= LINES_S:
+            self._said_s = now()
+            say(f"  {line(progress, bar=False)}")
+
+    def _render(self) -> Text:
+        last = self._last or PhaseProgress(STARTING, 0, 0, now() - self._begin_s)
+        return Text(line(last, self._console.width), no_wrap=True, overflow="ellipsis")
 
 
-def line(progress: PhaseProgress) -> str:
-    """A progress as text."""
+def line(progress: PhaseProgress, columns: int = 80, bar: bool = True) -> str:
+    """A progress as text. The bar takes what room there is."""
     spent, phase = clock(progress.elapsed_s), one_line(progress.phase)
     if progress.total <= 0:
         return f"{phase}  {spent}"
-    filled = min(BAR, BAR * progress.done // progress.total)
-    bar = "━" * filled + "╌" * (BAR - filled)
-    share = f"{phase}  {bar}  {progress.done}/{progress.total}"
+    share = f"{progress.done}/{progress.total}"
     if progress.done == 0 or progress.elapsed_s <= 0:
-        return f"{share}  {spent}"
-    rate = progress.done / progress.elapsed_s
-    return f"{share}  {rate:.2f}/s  {spent}, {clock(max(0, progress.total - progress.done) / rate)} left"
+        parts = [phase, share, spent]
+    else:
+        rate = progress.done / progress.elapsed_s
+        left = clock(max(0, progress.total - progress.done) / rate)
+        parts = [phase, share, f"{rate:.2f}/s", f"{spent}, {left} left"]
+    room = min(BAR, columns - 1 - len("  ".join(parts)) - 2)
+    if bar and room >= SHORTEST_BAR:
+        filled = min(room, room * progress.done // progress.total)
+        parts.insert(1, "━" * filled + "╌" * (room - filled))
+    return "  ".join(parts)
 
 
 def clock(seconds: float) -> str:

@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from steelyard.cli.out import tell
+from steelyard.cli.out import paged, tell
 
 if TYPE_CHECKING:
     from steelyard.record.record import Record
 
 
-def show(records: "list[Record]") -> None:
+def show(records: "list[Record]", wide: bool) -> None:
     """A table of each group of repeats; nothing where there is none."""
     from steelyard import report
 
     page = report.repeats(records)
     if page is not None:
-        tell("\n" + report.text(page))
+        tell("\n" + paged(page, wide))
 
 
 def as_json(records: "list[Record]") -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard import files
-from steelyard.cli.options import Json, Lang, Records
+from steelyard.cli import terminal
+from steelyard.cli.options import Json, Lang, Records, Wide
 from steelyard.cli.out import answer, dump, one_line, say
 from steelyard.cli.report_options import Layout, ReportFormat, ReportTo
 from steelyard.errors import RequestError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from steelyard.record.record import Record
     from steelyard.record.signature import Signature
     from steelyard.record.spec import SpecRecord
+    from steelyard.report import Page
 
 
 def report_(
@@ -28,14 +30,20 @@ def report_(
     explain: Annotated[
         bool, typer.Option("--explain", help="Only why the rate is not higher: where the time of a step goes.")
     ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Text: every detail and all columns, not one screen a case.")] = False,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """The result page of records, or the same as a table or as data.
+    """Show records on the terminal, or write a page, a table or data.
+
+    The terminal shows one screen a case; --full prints all of the page.
 
     \b
     Examples:
-      steelyard report records/*.json --format html --to page.html
-      steelyard report records/*.json --explain
+      steelyard report records/
+      steelyard report records/ --full
+      steelyard report records/ --format html --to page.html
+      steelyard report records/ --explain
 
     \b
     One row a record, for a spreadsheet:
@@ -57,11 +65,24 @@ def report_(
     if not wanted.is_page:
         export.show(wanted, specs, [] if specs else read(records))
         return
+    columns = _columns(to, full, wide)
     if specs:
-        show(report.render_spec(specs, wanted.format, lang), to, False, wanted.format, lang)
+        show(report.render_spec(specs, wanted.format, lang, columns), to, False, wanted.format, lang)
         return
-    page = report.render(read(records), wanted.format, lang, report.explain if explain else report.page)
-    show(page, to, False, wanted.format, lang)
+    short = wanted.format == "text" and not full
+    made = report.explain if explain else report.brief if short else report.page
+    show(report.render(read(records), wanted.format, lang, made, columns), to, False, wanted.format, lang)
+
+
+def rendered(page: "Page", format_: str, to: Path | None, as_json: bool, wide: bool) -> str:
+    """A page in one of the formats; text as wide as the terminal, and in a file as wide as it likes."""
+    from steelyard import report
+
+    return report.as_format(page, format_, _columns(to, as_json, wide))
+
+
+def _columns(to: Path | None, whole: bool, wide: bool) -> int | None:
+    return terminal.columns(wide or whole or to is not None)
 
 
 def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
@@ -94,7 +115,7 @@ def _specs(every: list[Path]) -> "list[SpecRecord]":
     of_spec = [path for path in every if sealed.kind(path) == "spec"]
     if of_spec and len(of_spec) < len(every):
         runs = next(path for path in every if path not in of_spec)
-        raise RequestError(f"{of_spec[0]} is of kind spec, and {runs} is a run: they make two pages; report them apart")
+        raise RequestError(f"{of_spec[0]} is a spec record and {runs} is a run; report them separately")
     return [ceilings.read(path) for path in of_spec]
 
 
@@ -131,13 +152,14 @@ def verify(
     records: Records,
     signers: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Who may sign, as ssh's allowed_signers; a record must have one's signature."),
+        typer.Option(metavar="FILE", help="SSH allowed_signers file; every record must be signed by one of them."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Recompute every metric of records from their raw samples, check their hashes, and say who signed them.
+    """Check records: metrics, hashes and signatures.
 
-    A record whose question is not that of the shipped case of its name is sound, and that is said beside it.
+    Every metric is computed again from the raw samples. A record that asks another question than the shipped case of
+    its name verifies, with a remark. Exit code 0: all verify; 1: one does not.
 
     \b
     Examples:
@@ -185,13 +207,13 @@ def _verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
 
 
 def schema(
-    of: Annotated[
-        str, typer.Argument(metavar="[record|spec|report|worker|rank]", help="What to print the schema of.")
-    ] = "record",
+    of: Annotated[str, typer.Argument(metavar="[record|spec|report|worker|rank]", help="Which schema to print.")] = "record",
     as_json: Json = False,
 ) -> None:
-    """The JSON Schema of a record, of one of kind spec, of `report --json` (report), of what a worker is told (worker), or of
-    what it leaves (rank).
+    """Print the JSON Schema of records, of report --json and of worker files.
+
+    record: of a run. spec: a record of kind spec. report: what report --json prints. worker: a worker's input.
+    rank: what a rank writes.
 
     \b
     Examples:

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-ReportFormat = Annotated[str | None, typer.Option("--format", metavar="FORMAT", help="text (the default), md, html or csv.")]
+from steelyard.cli import complete
+
+ReportFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        help="text (the default), md, html or csv.",
+        autocompletion=complete.report_formats,
+    ),
+]
 Layout = Annotated[
     str | None,
     typer.Option(metavar="LAYOUT", help="flagperf: order, tables and columns of FlagPerf's published pages, in Markdown."),

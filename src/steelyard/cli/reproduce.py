@@ -9,8 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli.options import THRESHOLD, EngineOptions, Json, Threshold
-from steelyard.cli.out import dump, one_line, say, tell
+from steelyard.cli import complete
+from steelyard.cli.options import (
+    PLACE,
+    THRESHOLD,
+    AcceleratorOption,
+    EngineOptions,
+    HangAfter,
+    Json,
+    Out,
+    Quiet,
+    Threshold,
+    TimeLimit,
+    Wide,
+)
+from steelyard.cli.out import Output, begin, dump, one_line, paged, say, tell
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,30 +35,47 @@ if TYPE_CHECKING:
 
 def reproduce(
     source: Annotated[Path, typer.Argument(metavar="RECORD", help="The record of the run, or a folder of repeats of it.")],
-    accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the record's.")] = None,
-    launcher: Annotated[str | None, typer.Option(help="local, ssh or slurm; default: the site's, else local.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="PATH", help="The record's data, unless they are made.")] = None,
     weights: Annotated[Path | None, typer.Option(metavar="DIR", help="The record's weights, unless they are random.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder or file of the record's data, unless they are made.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Its tokenizer; default: beside weights or data.")] = None,
-    site: Annotated[Path | None, typer.Option(help="TOML with what is true of this cluster; see run.")] = None,
-    settings: EngineOptions = None,
-    repeat: Annotated[int, typer.Option(help="Run so many times, in fresh processes.")] = 1,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The record's tokenizer. Default: beside weights or data.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(metavar="N", help="Run N times, in fresh processes.")] = 1,
     threshold: Threshold = THRESHOLD,
-    hang_after: Annotated[float, typer.Option(help="Seconds without a sign of life before workers are ended.")] = 1800.0,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds a run may take in all.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records"),
+    settings: EngineOptions = None,
+    accelerator: AcceleratorOption = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="local, ssh or slurm. Default: the site's, else local.",
+            rich_help_panel=PLACE,
+            autocompletion=complete.launchers,
+        ),
+    ] = None,
+    site: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML file that describes the cluster; see run.", rich_help_panel=PLACE),
+    ] = None,
+    hang_after: HangAfter = 1800.0,
+    time_limit: TimeLimit = None,
+    out: Out = Path("records"),
     as_json: Json = False,
+    quiet: Quiet = False,
+    wide: Wide = False,
 ) -> int:
-    """Run again what a record tells of: question, tune, plan, engine, passes, scope. Then compare with it.
+    """Run again what a record describes, then compare with it.
 
-    Data and weights must be the same. Exit code 0 where the runs are valid and not significantly slower, 1 where not, 2
-    where it cannot be the same run.
+    Question, tune, plan, engine, passes and scope are the record's; data and weights must be the same. Exit code 0:
+    valid and not significantly slower; 1: not so; 2: it cannot be the same run.
 
     \b
     Examples:
-      steelyard reproduce records/2026….json
-      steelyard reproduce records/2026….json --data mmlu/ --weights Llama-2-7b-hf/ --repeat 5
+      steelyard reproduce records/20261116T041617-….json
+      steelyard reproduce records/ --data mmlu/ --weights Llama-2-7b-hf/
     """
+    output = Output(as_json, quiet, wide)
+    begin("preparing", output)
     from steelyard.case.request import engine_settings
     from steelyard.cli.report import read
     from steelyard.cli.run import at_least_one
@@ -58,7 +88,7 @@ def reproduce(
     found = (base.finished or base.records)[0]
     of_engine, others = engine_settings(settings or [])
     if others:
-        raise RequestError(f"--set {others[0]!r}: what is asked is the record's; only engine.KEY=VALUE says where things lie")
+        raise RequestError(f"--set {others[0]!r}: reproduce takes only engine.KEY=VALUE; all else is the record's")
     where = again.Where(
         accelerator=accelerator,
         launcher=launcher,
@@ -75,16 +105,16 @@ def reproduce(
     _check_plan(found, one)
     _check_weights(found, one)
     before = again.here(found, one)
-    if not as_json:
+    if not output.silent:
         _say_before(found, before)
-    done = _runs(one, at_least_one(repeat), as_json)
-    return _after(base, done, before, threshold, as_json, repeat)
+    done = _runs(one, at_least_one(repeat), output)
+    return _after(base, done, before, threshold, output, repeat)
 
 
 def _check_plan(found: "Record", one: "Ready") -> None:
     told, now = found.plan, one.plan
     if (told.tp, told.pp, told.dp) != (now.tp, now.pp, now.dp):
-        raise RequestError(f"record {found.id} ran as {told}, and its tune makes {now} of these devices here")
+        raise RequestError(f"record {found.id} ran as {told}; here its tune gives {now}; use the same number of devices")
 
 
 def _check_weights(found: "Record", one: "Ready") -> None:
@@ -108,25 +138,24 @@ def _say_before(found: "Record", before: "tuple[Field, ...]") -> None:
 
     for said in again.remarks(found):
         say(one_line(said))
-    say(f"differs here: {len(before)} field(s) (record / here)" if before else "nothing known differs here")
+    say(f"different here: {len(before)} field(s) (record / here)" if before else "nothing known is different here")
     for one in before:
         say(f"  {one_line(fields.line([one]))}")
 
 
-def _runs(one: "Ready", times: int, as_json: bool) -> "list[Record]":
-    from rich.console import Console
-
+def _runs(one: "Ready", times: int, output: Output) -> "list[Record]":
     from steelyard.cli.run import carry_out, hosts, interrupted
 
-    console = Console(stderr=True, quiet=as_json)
     done: list[Record] = []
-    with hosts([one]) as allocation:
+    with hosts([one], output) as allocation:
         while len(done) < times and not (done and interrupted(done[-1])):
-            done.append(carry_out(one, console, allocation))
+            done.append(carry_out(one, output, allocation, (len(done) + 1, times)))
     return done
 
 
-def _after(base: "Side", done: "list[Record]", before: "tuple[Field, ...]", threshold: float, as_json: bool, times: int) -> int:
+def _after(
+    base: "Side", done: "list[Record]", before: "tuple[Field, ...]", threshold: float, output: Output, times: int
+) -> int:
     """The comparison with the record; refused where the runs read something else."""
     from steelyard import report
     from steelyard.cli.compare import field, table
@@ -138,12 +167,12 @@ def _after(base: "Side", done: "list[Record]", before: "tuple[Field, ...]", thre
     other = [one for made in done for one in again.differs(found, made)]
     if other:
         ids = ", ".join(made.id[:8] for made in done)
-        raise RequestError(f"not the same run: {fields.line(other)}; it was made all the same, as record {ids}")
+        raise RequestError(f"not the same run: {fields.line(other)}; the new run is kept as record {ids}")
     compared = compare.compare(base, compare.side("reproduced", done), [], threshold)
-    if as_json:
+    if output.json:
         told: dict[str, Any] = {"records": [record.to_table(made) for made in done], "here": [field(one) for one in before]}
         dump(told | {"remarks": again.remarks(found), "comparison": table(compared)}, tell)
     else:
-        tell(report.text(report.comparison(compared)))
+        tell(paged(report.comparison(compared), output.wide))
     whole = len(done) == times and all(made.status == "valid" for made in done)
     return 0 if whole and not compared.regressed else 1

@@ -1,24 +1,37 @@
 """The verb run."""
 
+import shlex
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
-from steelyard.cli.out import dump, one_line, say, tell
+from steelyard.cli import complete, terminal
+from steelyard.cli.options import (
+    OUTPUT,
+    PART,
+    PLACE,
+    QUESTION,
+    AcceleratorOption,
+    DivisionOption,
+    HangAfter,
+    Json,
+    Out,
+    PrecisionOption,
+    Quiet,
+    Settings,
+    TimeLimit,
+    Wide,
+)
+from steelyard.cli.out import Output, begin, dump, one_line, paged, say, tell
 from steelyard.errors import LostError, RequestError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rich.console import Console
-
-    from steelyard.case.case import Case
     from steelyard.case.request import Request
-    from steelyard.case.resolve import Resolved
-    from steelyard.case.sweep import Point
     from steelyard.record.record import Record
     from steelyard.run.launch import Allocation
     from steelyard.run.ready import Ready
@@ -27,121 +40,188 @@ ALL = "all"  # every engine, in the place of one's name
 QUEUE_S = 10  # the wait in a queue is said so often
 
 
+# Groups of options, beside those that several verbs share; what most runs need comes first.
+MAIN = "Most used"
+SEVERAL = "Several runs"
+TRAINING = "Training"
+DETAIL = "Detail"
+
+
 def run(
     cases: Annotated[
-        list[str], typer.Argument(metavar="CASE...", help="Cases, your own .toml files, or smoke: every case, tiny.")
+        list[str],
+        typer.Argument(
+            metavar="CASE", help="Cases, your own .toml files, or smoke: every case, tiny.", autocompletion=complete.cases
+        ),
     ],
-    size: SizeOption = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The case's data, a folder or a file (size full).", rich_help_panel=MAIN)
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR", help="Hugging Face safetensors, Megatron shards, GLM's layout, or random.", rich_help_panel=MAIN
+        ),
+    ] = "random",
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="full (default) or smoke: tiny, seconds on a CPU, no download.",
+            rich_help_panel=MAIN,
+            autocompletion=complete.sizes,
+        ),
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(
-            help="torch (ours), transformers (what users run today), megatron, paddle, reference (GLM as published), or all: "
-            "every one that is installed and can do the case, side by side."
+            metavar="NAME",
+            help="torch (ours), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: every one "
+            "that can run the case, side by side.",
+            rich_help_panel=MAIN,
+            autocompletion=complete.engines_or_all,
         ),
     ] = "torch",
-    accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
-    precision: PrecisionOption = None,
-    division: DivisionOption = None,
-    nodes: Annotated[int, typer.Option(help="Hosts; more than one needs --launcher ssh or slurm.")] = 1,
     devices: Annotated[
         int | None,
-        typer.Option(help="Devices per host; default: the site's, else 1, and for smoke the numbers that each case names."),
-    ] = None,
-    launcher: Annotated[
-        str | None, typer.Option(help="local (this host), ssh, or slurm (an allocation, asked for where there is none).")
-    ] = None,
-    parallel: Annotated[
-        str | None,
         typer.Option(
-            help="Degrees such as TP2 or TP2DP4; one without a number takes the devices that are left. Default: the case's."
+            metavar="N",
+            help="Devices per host. Default: the site's, else 1; smoke: what each case names.",
+            rich_help_panel=MAIN,
+        ),
+    ] = None,
+    precision: PrecisionOption = None,
+    division: DivisionOption = None,
+    settings: Settings = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt. Default: beside weights or data.",
+            rich_help_panel=QUESTION,
         ),
     ] = None,
     passes: Annotated[
         str | None,
         typer.Option(
-            help="Scoring: val (eager), infer (compiled), bare (infer again with nothing measured inside); default: val,infer. "
-            "Training: before, train, after (held-out data around the steps); default: all, or until a target."
+            metavar="A,B",
+            help="Inference: val (eager), infer (compiled), bare (infer with nothing measured inside); default: val,infer. "
+            "Training: before, train, after (held-out loss before and after); default: all, or until the case's target.",
+            rich_help_panel=PART,
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many steps, or each pass after so many batches.")] = None,
-    sample: Annotated[
-        int | None, typer.Option(help="A seeded sample of so many questions or passages; in training, so many of each batch.")
-    ] = None,
-    weights: Annotated[
-        str, typer.Option(metavar="DIR|random", help="Hugging Face safetensors, Megatron shards, GLM's own layout, or random.")
-    ] = "random",
-    data: Annotated[Path | None, typer.Option(help="Folder or file of the case's data (full size).")] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            help="tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt; default: beside weights or data."
-        ),
-    ] = None,
-    checkpoint_every: Annotated[
+    steps: Annotated[
         int | None,
-        typer.Option(help="Training: keep a checkpoint every so many steps, under checkpoints/ in the folder of the records."),
+        typer.Option(metavar="N", help="Stop after N steps; inference: after N batches of each pass.", rich_help_panel=PART),
     ] = None,
-    resume: Annotated[
-        Path | None,
+    sample: Annotated[
+        int | None,
         typer.Option(
-            metavar="RECORD",
-            help="Training: go on from the last whole checkpoint of a run, named by its record (or its checkpoint folder); "
-            "another --parallel or number of devices is fine.",
+            metavar="N", help="Inference: a seeded sample of N items. Training: N of each batch.", rich_help_panel=PART
         ),
     ] = None,
-    settings: Settings = None,
-    sweeps: Annotated[
-        list[str] | None,
+    hang_after: HangAfter = 1800.0,
+    time_limit: TimeLimit = None,
+    accelerator: AcceleratorOption = None,
+    parallel: Annotated[
+        str | None,
         typer.Option(
-            "--sweep",
-            metavar="KEY=A,B,...",
-            help="Run once for each value: of any key of --set (a tune key also by its short name), of devices or of nodes; "
-            "several make a grid. The same command again runs only points that have no valid record in --out yet.",
+            metavar="DEGREES",
+            help="Such as TP2DP4. A degree without a number takes the devices that are left. Default: the case's.",
+            rich_help_panel=PLACE,
+        ),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(metavar="N", help="Hosts. Several need --launcher ssh or slurm.", rich_help_panel=PLACE)
+    ] = 1,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="local (this host), ssh, or slurm (uses the allocation, or asks for one). Default: the site's, else local.",
+            rich_help_panel=PLACE,
+            autocompletion=complete.launchers,
         ),
     ] = None,
     site: Annotated[
         Path | None,
         typer.Option(
-            help="TOML with what is true of this cluster: launcher, hosts, interface, machine and network. "
-            "Default: site.toml here, else in ~/.config/steelyard."
+            metavar="FILE",
+            help="TOML file that describes the cluster: launcher, hosts, interface, machine, network. "
+            "Default: site.toml here, else in ~/.config/steelyard.",
+            rich_help_panel=PLACE,
         ),
     ] = None,
     repeat: Annotated[
         int,
-        typer.Option(help="Run so many times, in fresh processes; then their mean, the spread between them and its interval."),
+        typer.Option(
+            metavar="N", help="Run N times in fresh processes; print the mean and its interval.", rich_help_panel=SEVERAL
+        ),
     ] = 1,
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=A,B,...",
+            help="Run once for each value of a --set key (tune keys also by short name), devices or nodes. Several sweeps make "
+            "a grid. Points with a valid record in --out are not run again.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Save a checkpoint every N steps, under checkpoints/ in --out.", rich_help_panel=TRAINING
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RECORD",
+            help="Continue from the last complete checkpoint of a run: its record, or its checkpoint folder. "
+            "--parallel and --devices may differ.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Profile a few steps after the passes, and say where the time goes.")
+        bool, typer.Option("--explain", help="Profile a few steps after the run: where the time goes.", rich_help_panel=DETAIL)
     ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="With --explain: keep the profiler's trace beside the record (Chrome's format).")
+        bool,
+        typer.Option(
+            "--trace", help="With --explain: keep the trace (Chrome format) beside the record.", rich_help_panel=DETAIL
+        ),
     ] = False,
-    hang_after: Annotated[float, typer.Option(help="Seconds without a sign of life before workers are ended.")] = 1800.0,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds a run may take in all.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records"),
-    sign: Annotated[
-        Path | None, typer.Option(metavar="KEY", help="Sign each record with this SSH key; see steelyard sign --help.")
-    ] = None,
+    out: Out = Path("records"),
     as_json: Json = False,
+    quiet: Quiet = False,
+    wide: Wide = False,
+    sign: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY", help="Sign each record with this SSH key; see steelyard sign -h.", rich_help_panel=OUTPUT),
+    ] = None,
 ) -> int:
     """Run cases, check the answers, and write a record of each.
+
+    Start with smoke. A real run needs --data, and usually --weights. Exit code 0: all valid; 1: a run is invalid or
+    failed; 2: the request is wrong.
 
     \b
     Examples:
       steelyard run smoke
       steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/
-      steelyard run llama2-7b-mmlu --data mmlu/ --weights random --tokenizer tokenizer.model --sample 1404
-      steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel TP2DP4 --checkpoint-every 50
-      steelyard run llama1-7b-openwebtext --data owt/owt --devices 8 --parallel PP2DP4 --resume records/2026….json
-      steelyard run aquila2-34b-lambada --data lambada/ --weights ckpts/ --tokenizer tokenizer/ --devices 8
-      steelyard run llama1-7b-openwebtext --data owt/owt --launcher slurm --nodes 2 --devices 8
-      steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/ --repeat 5
-      steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/ --engine all --repeat 3
-      steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4
+      steelyard run llama2-7b-mmlu --data mmlu/ --tokenizer tokenizer.model
+      steelyard run llama1-7b-openwebtext --data owt/owt --devices 8
+      steelyard run llama2-7b-mmlu --data mmlu/ --engine all --repeat 3
+      steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 \\
+        --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4
     """
+    output = Output(as_json, quiet, wide)
+    begin("preparing", output)
     from steelyard.case import sweep
     from steelyard.case.request import Request
     from steelyard.cli.engines import check_all, chosen
+    from steelyard.cli.wanted import at
     from steelyard.record.signature import try_key
     from steelyard.run import site as sites
 
@@ -149,9 +229,9 @@ def run(
     engines, settings = chosen(engine, settings or [])
     axes = sweep.axes(sweeps or [], _given(settings, devices, nodes, parallel, checkpoint_every, precision, division))
     if axes and resume is not None:
-        raise RequestError("--sweep and --resume: a sweep begins every run anew; leave one of the two out")
+        raise RequestError("--sweep and --resume cannot be combined; drop one")
     where = sites.find(site)
-    if where is not None and site is None:
+    if where is not None and site is None and not output.silent:
         say(f"site: {where}")
     devices = devices if devices is not None else sites.read(where).devices
     if parallel is not None:
@@ -186,7 +266,7 @@ def run(
         for name in cases
         for point in sweep.grid(axes)
         for engine_name, of_engine in engines
-        for resolved, number in _at(point, name, engine_name, size, precision, division, settings, devices, accelerator)
+        for resolved, number in at(point, name, engine_name, size, precision, division, settings, devices, accelerator)
     ]
     times = at_least_one(repeat)
     if sign is not None:
@@ -194,12 +274,12 @@ def run(
     if axes:
         from steelyard.cli.sweep import run_sweep
 
-        return run_sweep(requests, axes, times, as_json)
+        return run_sweep(requests, axes, times, output)
     if engine == ALL:
         from steelyard.cli.engines import run_engines
 
-        return run_engines(requests, times, as_json)
-    return _run([request for request in requests for _ in range(times)], as_json)
+        return run_engines(requests, times, output)
+    return _run([request for request in requests for _ in range(times)], output)
 
 
 def _given(
@@ -224,76 +304,10 @@ def _given(
     return set_ | {key: f"{option} {value}" for key, option, value in options if value is not None}
 
 
-def _at(
-    point: "Point",
-    name: str,
-    engine: str,
-    size: str | None,
-    precision: str | None,
-    division: str | None,
-    settings: list[str] | None,
-    devices: int | None,
-    accelerator: str | None,
-) -> "list[tuple[Resolved, int]]":
-    """What a name stands for at a point of a sweep: cases, each with a number of devices."""
-    from steelyard.case import sweep
-
-    with sweep.named(point):
-        found = _resolve([name], engine, size, precision, division, [*(settings or []), *sweep.settings(point)])
-        wanted = sweep.number(point, "devices") or devices
-        return [(one, number) for one, smoke in found for number in _numbers(one.case, smoke, engine, wanted, accelerator)]
-
-
 def at_least_one(repeat: int) -> int:
     if repeat < 1:
         raise RequestError(f"--repeat {repeat}: must be at least 1")
     return repeat
-
-
-def _resolve(
-    cases: list[str],
-    engine: str,
-    size: str | None,
-    precision: str | None,
-    division: str | None,
-    settings: list[str] | None,
-) -> "list[tuple[Resolved, bool]]":
-    """What to run, and whether it was asked for as `smoke`: every case that the engine runs at that size, in every
-    division that both have."""
-    from steelyard import engines
-    from steelyard.case import resolve
-
-    out: list[tuple[Resolved, bool]] = []
-    for name in cases:
-        if name != "smoke":
-            out.append((resolve.resolve(name, size, precision, division, settings), False))
-            continue
-        if size not in (None, "smoke"):
-            raise RequestError(f"run smoke --size {size}: smoke is a size; name a case to run it at size {size}")
-        row = engines.row(engine)
-        for known in resolve.names():
-            found = resolve.resolve(known, "smoke", precision, division, settings).case
-            if row.refusal(found) is not None:
-                continue
-            able = [one for one in found.divisions if one in row.divisions]
-            for one in [division] if division else able:
-                out.append((resolve.resolve(known, "smoke", precision, one, settings), True))
-    return out
-
-
-def _numbers(case: "Case", smoke: bool, engine: str, devices: int | None, accelerator: str | None) -> list[int]:
-    """The number of devices that was asked for, else 1; for `smoke` those of the case that can be had here, with this
-    engine, and 1 in any case."""
-    from steelyard import accelerators, engines
-    from steelyard.plan import degrees
-
-    if devices is not None or not smoke or max(case.devices) == 1:
-        return [1 if devices is None else devices]
-    row = accelerators.named(accelerator) if accelerator else accelerators.detect()
-    most = row.most(row.find())
-    divides = engines.row(engine)
-    able = [n for n in case.devices if n <= most and divides.divides(degrees.make(case, 1, n))]
-    return able or [1]
 
 
 def _label(request: "Request") -> str:
@@ -302,32 +316,36 @@ def _label(request: "Request") -> str:
     return label if request.devices == request.nodes == 1 else f"{label} {request.nodes}x{request.devices}"
 
 
-def _run(requests: "list[Request]", as_json: bool) -> int:
-    from rich.console import Console
-
+def _run(requests: "list[Request]", output: Output) -> int:
     from steelyard import report
     from steelyard.cli import repeats
     from steelyard.record import record
     from steelyard.run.ready import ready
 
     runs = [ready(request) for request in requests]  # all of them before the first is run
-    console = Console(stderr=True, quiet=as_json)
     done = []
-    with hosts(runs) as allocation:
-        for one in runs:
-            made = carry_out(one, console, allocation)
+    with hosts(runs, output) as allocation:
+        for number, one in enumerate(runs, 1):
+            made = carry_out(one, output, allocation, (number, len(runs)))
             done.append(made)
             if interrupted(made):
                 break
-    if as_json:
+    if output.json:
         dump({"records": [record.to_table(made) for made in done], "repeats": repeats.as_json(done)}, tell)
     else:
-        tell(report.text(report.table(done)))
-        repeats.show(done)
+        tell(paged(report.table(done), output.wide))
+        repeats.show(done, output.wide)
+        hint(requests[0].out, output)
     return 0 if len(done) == len(runs) and all(made.status == "valid" for made in done) else 1
 
 
-def hosts(runs: "list[Ready]") -> "AbstractContextManager[Allocation | None]":
+def hint(out: Path, output: Output) -> None:
+    """What a newcomer does next, who looks at a terminal."""
+    if not output.silent and terminal.is_terminal(sys.stderr):
+        say(f"more: steelyard report {shlex.quote(str(out))}")
+
+
+def hosts(runs: "list[Ready]", output: Output) -> "AbstractContextManager[Allocation | None]":
     """One allocation for all runs of a command, where their launcher asks a scheduler for hosts. The wait is shown, and is in
     no record."""
     from steelyard.run import scheduler
@@ -337,28 +355,32 @@ def hosts(runs: "list[Ready]") -> "AbstractContextManager[Allocation | None]":
     shown: list[int] = []
 
     def waiting(seconds: float) -> None:
-        if int(seconds) // QUEUE_S > len(shown) - 1:
+        if not output.silent and int(seconds) // QUEUE_S > len(shown) - 1:
             shown.append(int(seconds))
-            say(f"waiting for {nodes} host(s) of Slurm: {int(seconds)} s")
+            say(f"waiting for {nodes} host(s) from Slurm: {int(seconds)} s")
 
     nodes = max(one.plan.nodes for one in runs)
     return scheduler.allocated(runs[0].site, nodes, waiting)
 
 
-def carry_out(one: "Ready", console: "Console", allocation: "Allocation | None") -> "Record":
-    """One run, with what a user sees of it. A quiet console is that of --json."""
+def carry_out(one: "Ready", output: Output, allocation: "Allocation | None", place: tuple[int, int] = (1, 1)) -> "Record":
+    """One run, with what a user sees of it; `place` is its number of how many."""
+    from rich.console import Console
+
     from steelyard.cli.progress import Display
     from steelyard.run.parent import run_case
 
-    with Display(console, _label(one.request)) as display:
+    number, runs = place
+    title = f"[{number}/{runs}] {_label(one.request)}" if runs > 1 else _label(one.request)
+    with Display(Console(stderr=True, quiet=output.silent), title, alone=runs == 1) as display:
         made, path = run_case(one, display.show, allocation, lambda warning: say(f"warning: {warning}"))
-    if not console.quiet:
+    if not output.silent or (made.status != "valid" and not output.json):
         say(f"{made.status}: {path}")
         for reason in made.reasons:
             say(f"  {one_line(f'{reason.code}: {reason.text}')}")
     if one.request.sign is not None:
         signed = _sign(path, one.request.sign)
-        if not console.quiet:
+        if not output.silent:
             say(f"signed: {signed}")
     return made
 
@@ -369,7 +391,7 @@ def _sign(path: Path, key: Path) -> Path:
     try:
         return signature.sign(path, key)
     except RequestError as error:
-        raise LostError(f"the record is written, {path}, and not signed: {error}; see steelyard sign") from error
+        raise LostError(f"record {path} is written but not signed: {error}; sign it with steelyard sign") from error
 
 
 def interrupted(made: "Record") -> bool:

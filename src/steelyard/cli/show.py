@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from steelyard.cli import complete, terminal
 from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
-from steelyard.cli.out import answer, dump, plain
+from steelyard.cli.out import answer, dump, plain, wrapped
 
 if TYPE_CHECKING:
     from steelyard.case.case import Case
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
 
 
 def list_(as_json: Json = False) -> None:
-    """Cases, what each engine can run of them, the accelerators found on this machine, and the launchers.
+    """List cases, engines, accelerators and launchers.
 
-    Example: steelyard list
+    \b
+    Examples:
+      steelyard list
+      steelyard list --json
     """
     from steelyard import accelerators, engines
     from steelyard.case import resolve
@@ -33,21 +37,37 @@ def list_(as_json: Json = False) -> None:
     if as_json:
         dump({"cases": cases, "engines": rows, "accelerators": found, "launchers": launchers})
         return
-    width = max(len(row["name"]) for row in cases)
-    lines = ["cases", *(f"  {row['name']:<{width}}  {row['title']}" for row in cases), "engines"]
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        missing = f" ({row['missing']} is not installed)" if row["missing"] else ""
-        missing += f" (needs --set engine.checkout=DIR, a checkout of {row['checkout']})" if row["checkout"] else ""
-        lines.append(f"  {row['name']:<{width}}  {', '.join(row['cases']) or 'none of these cases'}{missing}")
-        lines.append(
-            f"  {'':<{width}}  {', '.join(row['divisions'])}; {', '.join(row['precisions'])}; {' '.join(row['degrees'])}"
-        )
-    lines.append("accelerators")
+    devices = []
     for device in found:
-        memory = f"  {device['memory_bytes'] / (1 << 30):.0f} GiB" if device["memory_bytes"] else ""
-        lines.append(f"  {device['accelerator']}:{device['index']}  {device['device']}{memory}")
-    answer("\n".join([*lines, "launchers", f"  {', '.join(launchers)}"]))
+        memory = f", {device['memory_bytes'] / (1 << 30):.0f} GiB" if device["memory_bytes"] else ""
+        devices.append((f"{device['accelerator']}:{device['index']}", f"{device['device']}{memory}"))
+    parts = (
+        ("cases", [(case["name"], case["title"]) for case in cases]),
+        ("engines", [(row["name"], _able(row, len(cases))) for row in rows]),
+        ("accelerators", devices),
+        ("launchers", [(", ".join(launchers), "")]),
+    )
+    answer("\n".join(line for title, pairs in parts for line in (title, *_columns(pairs))))
+
+
+def _columns(pairs: list[tuple[str, str]]) -> list[str]:
+    """Names of one width, and beside each its text, wrapped."""
+    indent = 2 + max((len(name) for name, _ in pairs), default=0) + 2
+    room = (terminal.columns() or terminal.COLUMNS) - indent
+    out = []
+    for name, text in pairs:
+        first, *more = wrapped(text, room)
+        out += [f"  {name:<{indent - 2}}{first}".rstrip(), *(" " * indent + line for line in more)]
+    return out
+
+
+def _able(row: dict[str, Any], cases: int) -> str:
+    """What an engine runs, in words."""
+    what = "all cases" if len(row["cases"]) == cases else ", ".join(row["cases"]) or "none of these cases"
+    told = [what, ", ".join(row["divisions"]), ", ".join(row["precisions"]), " ".join(row["degrees"])]
+    told += [f"{row['missing']} is not installed"] if row["missing"] else []
+    told += [f"needs --set engine.checkout=DIR, a checkout of {row['checkout']}"] if row["checkout"] else []
+    return "; ".join(told)
 
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
@@ -68,21 +88,34 @@ def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
 
 
 def show(
-    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's name, or the path of your own TOML file.")],
+    case: Annotated[
+        str,
+        typer.Argument(metavar="CASE", help="A case, your own .toml file, or smoke.", autocompletion=complete.cases),
+    ],
     size: SizeOption = None,
     precision: PrecisionOption = None,
     division: DivisionOption = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """The resolved case: every value with where it came from.
+    """Show every value of a case, and where it comes from.
 
-    Example: steelyard show llama2-7b-mmlu --set tune.batch_tokens=16384
+    show smoke lists the runs that steelyard run smoke makes.
+
+    \b
+    Examples:
+      steelyard show llama2-7b-mmlu
+      steelyard show llama2-7b-mmlu --set tune.batch_tokens=16384
+      steelyard show smoke
     """
     from steelyard import accelerators
     from steelyard.case.resolve import resolve
+    from steelyard.cli.wanted import SMOKE
     from steelyard.plan import flops
 
+    if case == SMOKE:
+        _smoke(size, precision, division, settings, as_json)
+        return
     resolved = resolve(case, size, precision, division, settings)
     values = {key: value for key, value in _leaves(resolved.case.model_dump(mode="json")) if not key.startswith("reference")}
     rows = [{"key": key, "value": value, "origin": resolved.origins.get(key, "default")} for key, value in values.items()]
@@ -103,12 +136,45 @@ def show(
     if as_json:
         dump({"name": resolved.case.name, "size": resolved.case.size, "values": rows, "reference": references})
         return
-    width = max(len(str(row["key"])) for row in rows)
-    lines = [f"{row['key']:<{width}}  {plain(row['value'])}  ({row['origin']})" for row in rows]
-    lines += [
-        f"published: {row['published_as']} (ran as {row['ran_as']}), {row['config']}; {row['source']}" for row in references
-    ]
+    pairs = [(str(row["key"]), f"{plain(row['value'])}  ({row['origin']})") for row in rows]
+    lines = [f"{resolved.case.name}, size {resolved.case.size}: {resolved.case.title}", *_columns(pairs)]
+    lines += (
+        ["published results", *_columns([(str(i), _published(row)) for i, row in enumerate(references, 1)])]
+        if references
+        else []
+    )
     answer("\n".join(lines))
+
+
+def _published(row: dict[str, Any]) -> str:
+    ran = f" (ran as {row['ran_as']})" if row["ran_as"] != row["published_as"] else ""
+    return f"{row['published_as']}{ran}, {row['config']}; {row['source']}"
+
+
+def _smoke(size: str | None, precision: str | None, division: str | None, settings: list[str] | None, as_json: bool) -> None:
+    """What `run smoke` runs with engine torch on this machine."""
+    from steelyard.cli.wanted import SMOKE, at
+
+    found = at((), SMOKE, "torch", size, precision, division, settings, None, None)
+    runs = [
+        {
+            "case": one.case.name,
+            "division": one.case.question.division,
+            "precision": one.case.question.precision.name,
+            "devices": devices,
+            "title": one.case.title,
+        }
+        for one, devices in found
+    ]
+    if as_json:
+        dump({"name": SMOKE, "runs": runs})
+        return
+    count = f"{len(runs)} runs: every case at size smoke, with engine torch"
+    head = ("case", "division", "precision", "devices")
+    cells = [head, *(tuple(str(run[name]) for name in head) for run in runs)]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    answer("\n".join([count, *lines, "run them: steelyard run smoke"]))
 
 
 def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -14,10 +14,10 @@ def sign(
     key: Annotated[Path, typer.Option(metavar="KEY", help="An SSH private key, or the .pub of one that ssh-agent holds.")],
     as_json: Json = False,
 ) -> None:
-    """Stand for records: sign them with an SSH key, each in a file RECORD.json.sig beside it.
+    """Sign records with an SSH key. The signature is a file RECORD.json.sig beside each record.
 
-    A record must verify to be signed. A key with a passphrase signs through ssh-agent. Who made a record shows in
-    steelyard verify --signers FILE.
+    A record must verify to be signed. A key with a passphrase signs through ssh-agent. steelyard verify --signers FILE
+    shows who signed.
 
     \b
     Examples:

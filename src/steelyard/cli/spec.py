@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import Json
-from steelyard.cli.out import dump, one_line, say, tell
+from steelyard.cli.options import AcceleratorOption, Json, Out, Quiet, Wide
+from steelyard.cli.out import Output, begin, dump, one_line, say, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,45 +15,52 @@ if TYPE_CHECKING:
 
 
 def spec(
-    accelerator: Annotated[str | None, typer.Option(help="cuda or cpu; default: the first one found.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less than 30 s: fewer shapes, shorter measurements.")] = False,
     devices: Annotated[
-        int, typer.Option(help="Devices of this host, all at once; with two or more also what they exchange.")
+        int, typer.Option(metavar="N", help="Devices of this host, all at once; two or more: collectives too.")
     ] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="In less than 30 s: fewer shapes, shorter stretches.")] = False,
+    accelerator: AcceleratorOption = None,
     limit: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Begin no row after so long; what says most comes first. Default: 1200."),
+        typer.Option(metavar="SECONDS", help="Start no row after this time; important rows come first. Default: 1200."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the record.")] = Path("records"),
+    out: Out = Path("records"),
     as_json: Json = False,
+    quiet: Quiet = False,
+    wide: Wide = False,
 ) -> int:
-    """What this machine can do: matmul rates by precision and shape, memory, copies, attention kernels, collectives.
+    """Measure what this machine can do, against its datasheet.
 
-    Every number is checked against fp64 first, held until it is steady, and set beside the datasheet. A record is
-    written, of kind spec: verify and report take it too. Exit code 0: measured, 1: it failed (the record says why).
+    Matmul by precision and shape, memory, copies, attention, collectives. Every kernel is checked against fp64, run
+    until its rate is steady, and compared with the datasheet. It writes a record of kind spec, which verify and report
+    read. Exit code 0: measured; 1: failed, the record says why.
 
     \b
     Examples:
       steelyard spec --quick
       steelyard spec --accelerator cuda --devices 8 --out ceilings
     """
+    output = Output(as_json, quiet, wide)
+    begin("preparing", output)
     from rich.console import Console
 
     from steelyard import report
+    from steelyard.cli import terminal
     from steelyard.cli.progress import Display
     from steelyard.record import spec as records
     from steelyard.run.ceilings_run import SpecRequest, SpecRun
 
     run = SpecRun(SpecRequest(accelerator, devices, quick, out, limit))
-    console = Console(stderr=True, quiet=as_json)
+    console = Console(stderr=True, quiet=output.silent)
     with Display(console, f"spec {run.accelerator.name}") as display:
-        shown = display.show if console.is_terminal else _lines(as_json)
+        shown = display.show if console.is_terminal else _lines(output.silent)
         made, path = run.to_record(_whole(shown), lambda warning: say(f"warning: {one_line(warning)}"))
     if as_json:
         dump({"records": [records.to_table(made)]}, tell)
     else:
-        tell(report.render_spec([made], "text", "en"))
-        say(f"{made.status}: {path}")
+        tell(report.render_spec([made], "text", "en", terminal.columns(wide)))
+        if not quiet or made.status != "valid":
+            say(f"{made.status}: {path}")
         for reason in made.reasons:
             say(f"  {one_line(f'{reason.code}: {reason.text}')}")
     return 0 if made.status == "valid" else 1

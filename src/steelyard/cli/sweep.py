@@ -3,15 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from steelyard import report
 from steelyard.case import resolve, sweep
 from steelyard.case.request import Request
 from steelyard.case.sweep import Axis
 from steelyard.cli import repeats
-from steelyard.cli.out import dump, one_line, say, tell
-from steelyard.cli.run import carry_out, hosts, interrupted
+from steelyard.cli.out import Output, dump, one_line, paged, say, tell
+from steelyard.cli.run import carry_out, hint, hosts, interrupted
 from steelyard.errors import RequestError
 from steelyard.record import record
 from steelyard.report import groups
@@ -36,28 +34,28 @@ class Done:
         return sum(one.status == "valid" for one in self.records) == times
 
 
-def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, as_json: bool) -> int:
+def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, output: Output) -> int:
     """Each request `times` times, less what is there already. Exit code 0 where every point has its valid records."""
     runs = [_ready(request) for request in requests]  # all of them before the first is run
     _check_different(runs)
     found, warnings = earlier.find(requests[0].out, runs)
     for warning in warnings:
         say(f"warning: {one_line(warning)}")
-    console = Console(stderr=True, quiet=as_json)
     done: list[Done] = []
     lacking = [one for one, there in zip(runs, found, strict=True) if len(there) < times]
-    with hosts(lacking) as allocation:
+    with hosts(lacking, output) as allocation:
         for number, (one, there) in enumerate(zip(runs, found, strict=True), 1):
-            if not as_json:
+            if not output.silent:
                 say(f"point {number} of {len(runs)}: {_title(one, runs)}")
-            done.append(_point(one, there[:times], times, console, allocation))
+            done.append(_point(one, there[:times], times, output, allocation))
             if done[-1].records and interrupted(done[-1].records[-1]):
                 break
     over_devices = any(axis.key in sweep.DEVICES for axis in axes)
-    if as_json:
+    if output.json:
         _dump(done, axes, over_devices)
     else:
-        _print(done, over_devices)
+        _print(done, over_devices, output.wide)
+        hint(requests[0].out, output)
     return 0 if len(done) == len(runs) and all(point.valid(times) for point in done) else 1
 
 
@@ -78,15 +76,15 @@ def _check_different(runs: list[Ready]) -> None:
             )
 
 
-def _point(one: Ready, there: "list[Earlier]", times: int, console: Console, allocation: "Allocation | None") -> Done:
+def _point(one: Ready, there: "list[Earlier]", times: int, output: Output, allocation: "Allocation | None") -> Done:
     records = []
     for known in there:
         records.append(known.record)
-        if not console.quiet:
+        if not output.silent:
             say(f"already there: {known.path}")
     while len(records) < times:
         with sweep.named(one.request.point):
-            records.append(carry_out(one, console, allocation))
+            records.append(carry_out(one, output, allocation))
         if interrupted(records[-1]):
             break
     return Done(one, records, len(there))
@@ -103,16 +101,16 @@ def _title(one: Ready, runs: list[Ready]) -> str:
     return f"{named} {_name(one)}" if several else _name(one)
 
 
-def _print(done: list[Done], over_devices: bool) -> None:
+def _print(done: list[Done], over_devices: bool, wide: bool) -> None:
     records = [one for point in done for one in point.records]
     names = [_name(point.ready) for point in done for _ in point.records]
-    tell(report.text(report.table(records, points=names)))
-    repeats.show(_repeated(done))
+    tell(paged(report.table(records, points=names), wide))
+    repeats.show(_repeated(done), wide)
     page = report.scaling(records) if over_devices else None
     if page is not None:
-        tell("\n" + report.text(page))
+        tell("\n" + paged(page, wide))
     elif over_devices:
-        say("no scaling table: it takes valid records on two numbers of devices")
+        say("no scaling table: it needs valid records with two device counts")
 
 
 def _repeated(done: list[Done]) -> "list[Record]":

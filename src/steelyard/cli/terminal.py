@@ -10,9 +10,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 BACKLOG = 2000  # pieces that wait for a terminal that takes none; what comes after is dropped
 LAST_S = 1.0  # for the last of them
+COLUMNS = 80  # where nothing says how wide a line may be
+NARROWEST = 40
 
 
 class Stderr(io.TextIOBase):
@@ -60,6 +63,32 @@ class Stderr(io.TextIOBase):
                     piece = piece[os.write(self._fd, piece) :]
             except OSError:
                 self._gone = True
+
+
+def columns(wide: bool = False) -> int | None:
+    """How wide lines on stdout may be: as the terminal is, or as COLUMNS says. None: as wide as they like."""
+    if wide:
+        return None
+    told = os.environ.get("COLUMNS", "")
+    if told.isascii() and told.isdigit() and int(told) > 0:
+        return max(NARROWEST, int(told))
+    if not is_terminal(sys.stdout):
+        return COLUMNS
+    return max(NARROWEST, os.get_terminal_size(sys.stdout.fileno()).columns or COLUMNS)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def coloured(stream: TextIO | None) -> bool:
+    """Only on a terminal that can, and unless NO_COLOR is set (no-color.org)."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and not dumb()
+
+
+def dumb() -> bool:
+    """Whether the terminal takes lines and nothing else."""
+    return os.environ.get("TERM", "") in ("dumb", "unknown")
 
 
 @contextmanager

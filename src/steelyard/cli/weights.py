@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from steelyard.cli import complete
+from steelyard.cli.commands import Command
 from steelyard.cli.files import aligned, size, watching
 from steelyard.cli.options import Json
-from steelyard.cli.out import answer, dump, one_line, plain, say
+from steelyard.cli.out import Output, answer, begin, dump, one_line, plain, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,24 +23,22 @@ FORMATS = {"hf": "huggingface", "megatron": "megatron"}
 MOST_FILES = 8
 
 app = typer.Typer(
-    help="Look into checkpoints, and convert them (Hugging Face, Megatron).\n\n"
-    "Example: steelyard weights inspect Llama-2-7b-hf/",
+    help="Inspect checkpoints, and convert them (Hugging Face, Megatron).\n\nExample: steelyard weights inspect Llama-2-7b-hf/",
     no_args_is_help=True,
 )
 
 
-@app.command()
+@app.command(cls=Command)
 def inspect(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of safetensors, or a checkpoint of Megatron or GLM.")
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder, or a checkpoint of Megatron or GLM.")],
     as_json: Json = False,
 ) -> None:
-    """What a checkpoint holds: its format (layout), shards, sizes, dimensions.
+    """Show what a checkpoint holds: layout, shards, sizes, dimensions.
 
     Example: steelyard weights inspect Llama-2-7b-hf/
     """
     _ready(folder)
+    begin("reading the checkpoint", Output(as_json))
     from steelyard.weights.inspection import inspect as look
 
     found = look(folder)
@@ -48,20 +48,25 @@ def inspect(
         answer(_facts(found))
 
 
-@app.command()
+@app.command(cls=Command)
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint of a Llama to read, of either format.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The Llama checkpoint to read, in either format.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    to: Annotated[str, typer.Option(help="hf or megatron.")],
-    tp: Annotated[int, typer.Option(help="Shards by tensor parallelism; more than 1 for megatron alone.")] = 1,
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="hf or megatron.")],
+    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel shards; megatron only.")] = 1,
     case: Annotated[
-        str | None, typer.Option(help="The case whose model's dimensions hold where the files do not tell them.")
+        str | None,
+        typer.Option(
+            metavar="CASE",
+            help="Take dimensions that the files do not say from this case's model.",
+            autocompletion=complete.shipped_cases,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a checkpoint of a Llama in another format, or in other shards.
+    """Write a Llama checkpoint in another format, or with another number of shards.
 
-    Interrupted, it goes on where it was when the same command is run again; complete, it is left as it is.
+    If interrupted, the same command continues where it stopped.
 
     \b
     Examples:
@@ -71,6 +76,7 @@ def convert(
     _check(to, tp)
     model = _model(case)
     _ready(source)
+    begin("reading the checkpoint", Output(as_json))
     try:
         made = _convert(source, target, to, tp, model, as_json)
     except KeyboardInterrupt:
@@ -99,16 +105,16 @@ def _model(name: str | None) -> "LlamaModel | None":
 
     model = None if name is None else resolve(name).case.question.model
     if model is not None and not isinstance(model, LlamaModel):
-        raise RequestError(f"--case {name}: its model is of family {model.family}; only those of a Llama are converted")
+        raise RequestError(f"--case {name}: its model is of family {model.family}; only Llama models can be converted")
     return model
 
 
 def _ready(folder: Path) -> None:
     """What can be known before torch is imported, which takes seconds."""
     if not folder.is_dir():
-        raise RequestError(f"{str(folder)!r} is no folder; give a Hugging Face folder or a Megatron checkpoint")
+        raise RequestError(f"{str(folder)!r} is not a folder; give a Hugging Face folder or a Megatron checkpoint")
     if find_spec("torch") is None:
-        raise RequestError("torch is not installed, and weights need it; pip install 'steelyard[torch]', then run again")
+        raise RequestError("torch is not installed, which weights need; run pip install 'steelyard[torch]'")
 
 
 def _convert(source: Path, target: Path, to: str, tp: int, model: "LlamaModel | None", quiet: bool) -> "Conversion":

@@ -92,9 +92,9 @@ class ClozeRows:
         self, train: list[Cloze], held: list[Cloze], division: Division, batch: int, seed: int, start: int, end: int
     ) -> None:
         if not train:
-            raise RequestError("no samples to train on; allowed: one and more")
+            raise RequestError("no samples to train on; allowed: 1 or more")
         if batch < 1:
-            raise RequestError(f"a global batch of {batch} samples; allowed: 1 and more")
+            raise RequestError(f"a global batch of {batch} samples; allowed: 1 or more")
         self._samples = {False: train, True: held}
         self._division: Division = division
         self._batch = batch

@@ -48,7 +48,7 @@ def open_corpus(source: Path) -> Corpus:
     tokens, index = Path(f"{prefix}{IDS}"), Path(f"{prefix}{IDX}")
     for path in (tokens, index):
         if not path.is_file():
-            raise RequestError(f"{path} is missing, and its partner needs it; put it there, or {AGAIN}")
+            raise RequestError(f"{path} is missing; a pair needs both files; copy it there, or {AGAIN}")
     ids = _mapped(tokens)
     lens, docs = _index(index, len(ids))
     _check_index(index, lens, docs, len(ids))
@@ -63,7 +63,7 @@ def _prefix(source: Path) -> Path:
         for suffix in (IDS, IDX):
             if source.name.endswith(suffix):
                 return source.with_name(source.name.removesuffix(suffix))
-        raise RequestError(f"{source}: no token file; allowed: NAME{IDS} or NAME{IDX}; make them with steelyard data pack")
+        raise RequestError(f"{source}: not a token file; allowed: NAME{IDS} or NAME{IDX}; make them with steelyard data pack")
     if not source.is_dir():
         raise RequestError(f"data {str(source)!r} does not exist; give the prefix or the folder of NAME{IDS} and NAME{IDX}")
     found = sorted({p.name.removesuffix(s) for s in (IDS, IDX) for p in source.glob(f"*{s}") if p.name != s})
@@ -150,7 +150,7 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, most: i
 
 def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int) -> None:
     if not len(lens) or not len(docs):
-        raise RequestError(f"{path}: {len(lens)} lens and {len(docs)} docs; allowed: 1 and more; {AGAIN}")
+        raise RequestError(f"{path}: {len(lens)} lens and {len(docs)} docs; allowed: 1 or more; {AGAIN}")
     low, high, total = int(lens.min()), int(lens.max()), int(lens.sum(dtype=np.int64))
     if low < 1 or high > tokens:
         raise RequestError(f"{path}: lens holds {low if low < 1 else high}; allowed: 1 to {tokens}, all tokens; {AGAIN}")
@@ -159,7 +159,7 @@ def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int
     borders = int(docs[0]), int(docs[-1])
     if borders != (0, len(lens)) or not bool((docs[1:] > docs[:-1]).all()):
         found = f"docs goes from {borders[0]} to {borders[1]}"
-        raise RequestError(f"{path}: {found}; allowed: ever larger from 0 to {len(lens)}, all sentences; {AGAIN}")
+        raise RequestError(f"{path}: {found}; allowed: increasing from 0 to {len(lens)}, all sentences; {AGAIN}")
 
 
 def blocks(corpus: Corpus) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -191,7 +191,7 @@ def fingerprint(corpus: Corpus, tokenizer_sha256: str | None) -> str:
 def splits(documents: int) -> tuple[range, range, range]:
     """The documents to train on, to validate and to test, 998 : 1 : 1 by place, rounded as the reference does; none empty."""
     if documents < FEWEST:
-        raise RequestError(f"{documents} documents; allowed: {FEWEST} and more, to train on, to validate and to test")
+        raise RequestError(f"{documents} documents; allowed: {FEWEST} or more, for training, validation and test")
     few = max(1, round(documents / 1000))
     train, valid = documents - 2 * few, documents - few
     return range(train), range(train, valid), range(valid, documents)

@@ -53,7 +53,7 @@ def parse(lines: Iterable[tuple[int, bytes]], path: Path, form: str, most_line_b
     for number, raw in lines:
         where = f"{path}: line {number}"
         if most_line_bytes is not None and len(raw) > most_line_bytes:
-            raise RequestError(f"{where} has more than {most_line_bytes} bytes, which a line has at most; {form}")
+            raise RequestError(f"{where} has more than {most_line_bytes} bytes, the limit for a line; {form}")
         try:
             value = files.parse(raw)
         except (ValueError, RecursionError) as error:

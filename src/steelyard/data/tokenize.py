@@ -124,7 +124,7 @@ def tokenize(
 def _end(tokenizer: Tokenizer) -> int:
     if tokenizer.end is None:
         raise RequestError(
-            f"tokenizer {tokenizer.source} does not tell which token ends a text; put its tokenizer_config.json (with "
+            f"tokenizer {tokenizer.source} does not say which token ends a text; put its tokenizer_config.json (with "
             "eos_token) beside it, or leave the end out with --no-append-end"
         )
     return tokenizer.end
@@ -134,7 +134,7 @@ def _check(inputs: list[Path], prefix: Path, force: bool) -> int:
     """The bytes of the input, if all is there and the output may be written."""
     for path in inputs:
         if not path.is_file():
-            raise RequestError(f"{str(path)!r} is no file; give .jsonl or .jsonl.gz files")
+            raise RequestError(f"{str(path)!r} is not a file; give .jsonl or .jsonl.gz files")
     if prefix.is_dir():
         raise RequestError(f"--out {prefix}: a folder; add a name for the pair, such as {prefix / 'corpus'}")
     if not prefix.parent.is_dir():
@@ -143,7 +143,7 @@ def _check(inputs: list[Path], prefix: Path, force: bool) -> int:
         raise RequestError(f"--out {prefix}: folder {str(prefix.parent)!r} cannot be written; choose another")
     for suffix in (IDS, IDX):
         if not force and Path(f"{prefix}{suffix}").exists():
-            raise RequestError(f"{prefix}{suffix} exists; choose another --out, or write over it with --force")
+            raise RequestError(f"{prefix}{suffix} exists; choose another --out, or overwrite it with --force")
     return sum(path.stat().st_size for path in inputs)
 
 
@@ -185,7 +185,7 @@ def _text(line: jsonl.Line, key: str) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{line.where} is {shown(line.value)}; {_form(key)}; name another key with --key")
     if not jsonl.whole(text):
-        raise RequestError(f"{line.where} has the text {shown(text)}; a text is whole characters")
+        raise RequestError(f"{line.where} has the text {shown(text)}; a text must be valid Unicode")
     return text
 
 

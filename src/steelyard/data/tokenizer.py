@@ -62,7 +62,7 @@ class MadeTokenizer:
     def __post_init__(self) -> None:
         least = 3 + len(_ANSWERS)
         if self.vocab < least:
-            raise RequestError(f"question.model.vocab={self.vocab} has no room for made data; allowed: {least} and more")
+            raise RequestError(f"question.model.vocab={self.vocab} has no room for made data; allowed: {least} or more")
 
     @property
     def sha256(self) -> str:
@@ -169,8 +169,7 @@ class WordPieceTokenizer:
         for i, piece in enumerate(pieces):
             if not piece or piece != piece.strip() or ids[piece] != i:
                 raise RequestError(
-                    f"{path}: line {i + 1} is {shown(piece)}; allowed: one piece a line, with no space around it, "
-                    "that stands nowhere else"
+                    f"{path}: line {i + 1} is {shown(piece)}; allowed: one piece a line, with no space around it, each once"
                 )
         for name in _SPECIAL:
             if name not in ids:
@@ -252,8 +251,7 @@ def _special(path: Path, ids: dict[str, int]) -> list[str]:
     for i, token in enumerate(tokens):
         if not token or token != token.strip() or token in ids or token in tokens[:i]:
             raise RequestError(
-                f"{path}: line {i + 1} is {shown(token)}; allowed: one token a line, with no space around it, "
-                "that stands nowhere else"
+                f"{path}: line {i + 1} is {shown(token)}; allowed: one token a line, with no space around it, each once"
             )
     return tokens
 
@@ -279,7 +277,7 @@ def _json(path: Path, most: int) -> Any:
 def _content(path: Path, most: int) -> bytes:
     size = path.stat().st_size
     if size > most:
-        raise RequestError(f"{path}: {size} bytes; it has at most {most}")
+        raise RequestError(f"{path}: {size} bytes; the limit is {most}")
     return path.read_bytes()
 
 
@@ -320,7 +318,7 @@ def _first(places: list[Path], kinds: Mapping[str, Callable[[Path], Kind]], want
         for path, kind in _candidates(place, kinds):
             if path.is_file():
                 if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                    raise RequestError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}")
+                    raise RequestError(f"{path}: {path.stat().st_size} bytes; the limit is {MAX_TOKENIZER_BYTES}")
                 return kind(path)
     looked = ", ".join(str(place) for place in places) or "nowhere"
     raise RequestError(

@@ -15,7 +15,7 @@ from steelyard.case.question import Question
 from steelyard.engines.bench import Ceilings
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, known
 from steelyard.plan.degrees import Plan
 
 # Kinds of work: what an engine is given, and what it must answer. docs/engines.md says each in detail.
@@ -188,7 +188,7 @@ def table() -> dict[str, EngineRow]:
 def row(name: str) -> EngineRow:
     rows = table()
     if name not in rows:
-        raise RequestError(f"no engine {name!r}; known: {', '.join(sorted(rows))}")
+        raise RequestError(f"no engine {name!r}; {known(name, sorted(rows))}")
     return rows[name]
 
 
@@ -196,7 +196,7 @@ def load(name: str, work: str) -> Callable[[Job], Engine]:
     """What makes the engine of a name for a kind of work."""
     found = row(name)
     if work not in found.works:
-        raise RequestError(f"engine {name!r} does no {work}; it does: {', '.join(found.works)}")
+        raise RequestError(f"engine {name!r} cannot do {work}; it can do: {', '.join(found.works)}")
     try:
         engine: Callable[[Job], Engine] = plugins.load(found.works[work])
     except ImportError as error:
@@ -215,7 +215,7 @@ def load_ceilings(name: str) -> Callable[[Framework], Ceilings]:
     """What makes the rows of `steelyard spec` of a framework."""
     found = _framework(name).ceilings
     if found is None:
-        raise RequestError(f"framework {name!r} shows no ceilings")
+        raise RequestError(f"framework {name!r} has no benchmarks for steelyard spec")
     made: Callable[[Framework], Ceilings] = plugins.load(found)
     return made
 

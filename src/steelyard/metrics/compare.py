@@ -133,7 +133,9 @@ def side(name: str, records: Sequence[Record]) -> Side:
     told = [fields.setting(record) for record in out.finished or out.records]
     mixed += tuple(one for one in fields.differing(told[:1], told[1:]) if one.name.startswith(REPEATED)) if others else ()
     if mixed:
-        raise RequestError(f"{name}: its records are not repeats of one run: {fields.line(mixed)}; give those of one alone")
+        raise RequestError(
+            f"{name}: these records are not repeats of one run: {fields.line(mixed)}; give the records of one run"
+        )
     return out
 
 
@@ -146,8 +148,8 @@ def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> C
     refused = [one for one in asked if not fields.covered(one.name, across)]
     if refused:
         raise RequestError(
-            f"different questions, and so nothing to compare: {fields.line(refused)}; "
-            f"to compare them on purpose name what differs, such as --across {'.'.join(refused[0].name.split('.')[:2])}"
+            f"the questions differ: {fields.line(refused)}; "
+            f"to compare them anyway, name what differs, such as --across {'.'.join(refused[0].name.split('.')[:2])}"
         )
     unit, work, why = _work(base, new)
     found = tuple(_rates(one, work) if work else [] for one in (base, new))

@@ -37,7 +37,7 @@ class Ratio:
 
 def check_threshold(threshold: float) -> None:
     if not 0 <= threshold < 1:
-        raise RequestError(f"--threshold {threshold:g}: a share of the rate, from 0 to below 1; 0.01 is 1 %")
+        raise RequestError(f"--threshold {threshold:g}: must be a share from 0 to below 1; 0.01 is 1 %")
 
 
 def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:

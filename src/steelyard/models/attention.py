@@ -105,7 +105,9 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: i
 def _packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
     """Our own, for rows without a shared prefix."""
     if cu_q is not cu_k:
-        raise RequestError("tune.attention='packed' knows no shared prefixes; allowed there: auto, flash, efficient, rows")
+        raise RequestError(
+            "tune.attention='packed' does not support shared prefixes; allowed there: auto, flash, efficient, rows"
+        )
     return packed_attention.attend(q, k, v, cu_q)
 
 

@@ -88,7 +88,7 @@ def degrees(text: str, world: int) -> tuple[int, int, int]:
     given = {name: int(number) for name, number in named.items() if number}
     free = [name for name, number in named.items() if not number] or [name for name in ("DP",) if name not in named]
     if len(free) > 1 or any(number < 1 for number in given.values()):
-        raise RequestError(f"--parallel {text!r}: one factor may go without a number, others are 1 or more, as in TP2DP4")
+        raise RequestError(f"--parallel {text!r}: only one degree may lack a number, and numbers are 1 or more, as in TP2DP4")
     product = 1
     for number in given.values():
         product *= number
@@ -109,7 +109,7 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
             allowed = [str(n) for n in range(1, model.kv_heads + 1) if not any(size % n for size in sizes.values())]
             raise RequestError(f"TP{tp} does not divide the model's {size} {what}; allowed: {', '.join(allowed)}")
     if pp > 1 and not PIPELINE[case.question.kind]:
-        raise RequestError(f"PP{pp}: {case.name} scores, and scoring has no pipeline; allowed: PP1")
+        raise RequestError(f"PP{pp}: {case.name} is an inference case, which has no pipeline; allowed: PP1")
 
 
 def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int) -> None:
@@ -119,7 +119,7 @@ def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: i
     if pp > model.layers:
         raise RequestError(f"PP{pp}: the model has {model.layers} layers; allowed: PP1 to PP{model.layers}")
     if model.tied and (tp * pp > 1 or tune.sharding):
-        raise RequestError("a table that is input and output cannot be divided; allowed: TP1PP1 and tune.sharding=0")
+        raise RequestError("a model with tied embeddings cannot be divided; allowed: TP1PP1 and tune.sharding=0")
     if tune.sharding and dp % shard_degree(case, dp):
         allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
         raise RequestError(f"tune.sharding_degree={tune.sharding_degree} does not divide DP{dp}; allowed: {allowed}")

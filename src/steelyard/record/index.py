@@ -224,7 +224,7 @@ def named(file: Path) -> Path:
     """An index that a user named: never another's file, which would be overwritten."""
     try:
         if file.is_symlink() or (file.exists() and not (file.is_file() and ours(file))):
-            raise RequestError(f"--index {str(file)!r} is there, and no index of steelyard; name another file")
+            raise RequestError(f"--index {str(file)!r} exists and is not a steelyard index; name another file")
     except OSError as error:
         raise RequestError(f"--index {str(file)!r} cannot be read: {error.strerror}; name another file") from error
     if not file.parent.is_dir():

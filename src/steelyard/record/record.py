@@ -270,7 +270,7 @@ def write(record: Record, folder: Path, end: str = "") -> Path:
     try:
         files.write(path, canonical_bytes(to_table(record)), new=True)
     except OSError as error:
-        raise LostError(f"the record cannot be written to {str(folder)!r}: {error.strerror}; the run is lost") from error
+        raise LostError(f"the record cannot be written to {str(folder)!r}: {error.strerror}; the record is lost") from error
     return path
 
 
@@ -288,7 +288,7 @@ def keep(record: Record, folder: Path) -> Path:
             left = canonical_bytes(to_table(record)).decode()
             text = f"{why}; nor can {tempfile.gettempdir()!r}: {other.strerror}; it stands above, as JSON"
             raise LostError(text, left) from other
-        raise LostError(f"{why}; it is kept as {beside}") from error
+        raise LostError(f"{why}; it is saved as {beside}") from error
 
 
 def read(path: Path) -> Record:

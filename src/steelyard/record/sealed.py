@@ -80,7 +80,7 @@ def read_bytes(path: Path) -> bytes:
             most = min(BASE_BYTES + RANK_BYTES * max(1, ranks), MAX_RECORD_BYTES)
             if size > most:
                 of = f" of {ranks} rank(s)" if most < MAX_RECORD_BYTES else ""
-                raise RequestError(f"{path}: {size} bytes; a record{of} has at most {most}")
+                raise RequestError(f"{path}: {size} bytes; the limit for a record{of} is {most}")
         return path.read_bytes()
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}; give the path of a record") from error

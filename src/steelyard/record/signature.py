@@ -62,7 +62,7 @@ def sign(record: Path, key: Path) -> Path:
     """Sign the bytes of a record with a private key, or with one that ssh-agent holds. A signature is not replaced."""
     path = beside(record)
     if path.exists():
-        raise RequestError(f"{path}: is there already; remove it to sign the record again")
+        raise RequestError(f"{path}: already exists; remove it to sign the record again")
     with record.open("rb") as file:
         made = _made(file, key)
     try:
@@ -151,7 +151,7 @@ def _made(file: BinaryIO, key: Path) -> bytes:
     if done.code == 0 and done.out.startswith(b"-----BEGIN SSH SIGNATURE-----"):
         return done.out
     if "passphrase" in done.said:
-        raise RequestError(f"key {str(key)!r} has a passphrase; hand it to ssh-agent with ssh-add {key}, then sign again")
+        raise RequestError(f"key {str(key)!r} has a passphrase; add it to ssh-agent with ssh-add {key}, then sign again")
     raise RequestError(f"key {str(key)!r} cannot sign: {done.said or f'{PROGRAM} ended with {done.code}'}")
 
 

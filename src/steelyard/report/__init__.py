@@ -10,7 +10,7 @@ from steelyard.report import flagperf
 from steelyard.report.as_html import html
 from steelyard.report.as_md import md
 from steelyard.report.as_text import text
-from steelyard.report.build import page, table
+from steelyard.report.build import page
 from steelyard.report.compare import page as comparison
 from steelyard.report.document import Lang, Page
 from steelyard.report.engines import page as engines
@@ -19,6 +19,7 @@ from steelyard.report.history import page as history
 from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
 from steelyard.report.spec import page as spec_page
+from steelyard.report.summary import brief, table
 from steelyard.report.waterfall import page as explain
 from steelyard.words import LANGS
 
@@ -31,6 +32,8 @@ __all__ = [
     "CasePage",
     "Lang",
     "Page",
+    "as_format",
+    "brief",
     "comparison",
     "engines",
     "explain",
@@ -48,14 +51,25 @@ __all__ = [
 ]
 
 
-def render(records: list[Record], format: str, lang: str, made: Callable[[list[Record], Lang], Page] = page) -> str:
-    """A page of these records, the whole one or another, as text in one of FORMATS."""
-    return FORMATS[_known(format)](made(_some(records), _spoken(lang)))
+def render(
+    records: list[Record],
+    format: str,
+    lang: str,
+    made: Callable[[list[Record], Lang], Page] = page,
+    columns: int | None = None,
+) -> str:
+    """A page of these records, the whole one or another, as text in one of FORMATS; `columns` limits plain text."""
+    return as_format(made(_some(records), _spoken(lang)), format, columns)
 
 
-def render_spec(records: list[SpecRecord], format: str, lang: str) -> str:
+def render_spec(records: list[SpecRecord], format: str, lang: str, columns: int | None = None) -> str:
     """The same of records of what a machine can do."""
-    return FORMATS[_known(format)](spec_page(_some(records), _spoken(lang)))
+    return as_format(spec_page(_some(records), _spoken(lang)), format, columns)
+
+
+def as_format(page: Page, format: str, columns: int | None = None) -> str:
+    known = _known(format)
+    return text(page, columns) if known == "text" else FORMATS[known](page)
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
@@ -78,5 +92,5 @@ def _spoken(lang: str) -> Lang:
 
 def _some(records: list[Kind]) -> list[Kind]:
     if not records:
-        raise RequestError("no record to report; give the path of at least one")
+        raise RequestError("no records; give the path of at least one")
     return records

@@ -1,8 +1,5 @@
-"""Records to pages: the whole page, comparison first, and the short table after a run."""
+"""Records to pages: the whole page, comparison first."""
 
-from steelyard.case.resolve import changed_question
-from steelyard.metrics.shipped import later, modified
-from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report import engines, repeats, scaling
@@ -11,8 +8,6 @@ from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import (
     Block,
-    Cell,
-    Column,
     Contents,
     Figure,
     Figures,
@@ -22,8 +17,6 @@ from steelyard.report.document import (
     Link,
     Page,
     Paragraph,
-    Table,
-    TableRow,
 )
 from steelyard.report.lead import summary
 from steelyard.report.machines import machines, measured
@@ -31,7 +24,7 @@ from steelyard.report.meanings import meanings
 from steelyard.report.numbers import UNKNOWN
 from steelyard.report.results import conventions, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, unit, with_unit
-from steelyard.report.setting import data, environment, model, parallel, setup, tuned
+from steelyard.report.setting import data, environment, model, setup, tuned
 from steelyard.report.side_by_side import table as side_by_side
 from steelyard.report.words import Words
 
@@ -131,32 +124,3 @@ def _figures(run: Run, say: Words) -> Figures:
 def _unevaluated(record: Record, name: str) -> bool:
     """Whether a quality is there that says nothing, such as that of random weights."""
     return name == record.quality.metric and not record.quality.evaluated and name in record.metrics
-
-
-def table(records: list[Record], lang: Lang = "en", points: list[str] | None = None) -> Page:
-    """One row a record: what the command line prints after a run. After a sweep each row begins with its point."""
-    say = Words(lang)
-    plans = [layout(record.task.kind) for record in records]
-    named = ([p.whole for p in plans], [p.core for p in plans], ["MFU"], [record.quality.metric for record in records])
-    columns = [Column(say(name)) for name in ("case", "size", "engine", "division", "precision", "status")]
-    columns += [Column("/".join(dict.fromkeys(names)), align="right") for names in (*named, ["mem"], ["e2e_time"])]
-    rows = [_summary(record, say) for record in records]
-    if points is not None:
-        columns = [Column(say("point")), *columns]
-        rows = [TableRow((Cell(point), *row.cells)) for point, row in zip(points, rows, strict=True)]
-    return Page("", lang, (Table(tuple(columns), tuple(rows)),))
-
-
-def _summary(record: Record, say: Words) -> TableRow:
-    case, plan = record.case, layout(record.task.kind)
-    status = [say(record.status), *([scope(record, say)] if record.scope.kind == "window" else [])]
-    status += [say("changed")] if changed_question(case.origins) else []
-    status += [say("modified")] if modified(record) else []
-    status += [say("earlier")] if later(record) else []
-    many = f" {record.plan.config} {parallel(record)}" if devices(record) > 1 else ""
-    texts = (case.name, case.size, record.engine.name + many, case.division, case.precision)
-    cells = [*(Cell(text) for text in texts), Cell(say("comma").join(status), tone=STATUS_TONE[record.status])]
-    for name in (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "e2e_time"):
-        said = with_unit(name, record.metrics.get(name), say.lang)
-        cells.append(Cell(f"{said} ({say('not_evaluated')})" if _unevaluated(record, name) else said))
-    return TableRow(tuple(cells))

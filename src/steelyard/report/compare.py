@@ -73,7 +73,7 @@ def _side(name: str, side: Side, rate: Rate | None) -> TableRow:
     ids = [record.id[:8] for record in side.records]
     more = [f"+{len(ids) - SHOWN_RECORDS}"] if len(ids) > SHOWN_RECORDS else []
     cells = (
-        Cell(name, side.name),
+        Cell(name, "" if side.name.endswith(".json") else side.name),  # a record has its id beside it
         Cell(first.engine.name, f"{first.plan.config} {first.plan}" if first.plan.world > 1 else ""),
         Cell(f"{counted(len(side.valid))} / {counted(len(side.records))}"),
         EMPTY if rate is None else estimate(rate.estimate.value, rate.estimate.interval),
@@ -155,9 +155,9 @@ def _changes(what: str, found: tuple[Change, ...], say: Words) -> Table:
 def _change(one: Change, say: Words) -> TableRow:
     unit = "" if one.form == "percent" else one.unit
     values = [formed(one.form, value) for value in (one.base, one.new)]
-    shown = [Cell(text if text == UNKNOWN else f"{text} {unit}".rstrip()) for text in values]
+    shown = [Cell(text) for text in values]
     ratio = EMPTY if one.ratio is None else estimate(one.ratio.value, one.ratio.interval)
-    return TableRow((Cell(metric_row(one.name).index), *shown, ratio, _judged(one, say)))
+    return TableRow((Cell(metric_row(one.name).index, unit), *shown, ratio, _judged(one, say)))
 
 
 def _judged(one: Change, say: Words) -> Cell:

@@ -8,7 +8,7 @@ from steelyard.metrics.engines import Apart, EngineRuns, Engines
 from steelyard.metrics.runs import Estimate, kinds
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow
+from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Priority, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import Run, by_case, labels, scope, unit
 from steelyard.report.setting import parallel
@@ -21,6 +21,7 @@ EMPTY = Cell(UNKNOWN)
 class _Column:
     name: str
     cell: Callable[[EngineRuns, Engines, Words], Cell]
+    priority: Priority = 1
     optional: bool = False  # goes where no engine has anything in it
 
 
@@ -62,6 +63,7 @@ def _blocks(group: Engines, say: Words) -> list[Block]:
             units.get(one.name, ""),
             "left" if one.name == "engine" else "right",
             one.name == "rate",
+            one.priority,
         )
         for one in shown
     ]
@@ -153,15 +155,15 @@ def _mem(row: EngineRuns, group: Engines, say: Words) -> Cell:
 
 COLUMNS = (
     _Column("engine", _engine),
-    _Column("other", _other, optional=True),
-    _Column("largest", _largest, optional=True),
-    _Column("loss", _loss, optional=True),
-    _Column("grad_norm", _grad_norm, optional=True),
-    _Column("apart", _quality_apart),
-    _Column("quality", _quality),
+    _Column("other", _other, 2, optional=True),
+    _Column("largest", _largest, 3, optional=True),
+    _Column("loss", _loss, 2, optional=True),
+    _Column("grad_norm", _grad_norm, 3, optional=True),
+    _Column("apart", _quality_apart, 3),
+    _Column("quality", _quality, 2),
     _Column("rate", _rate),
     _Column("ratio", _ratio),
     _Column("mfu", _mfu),
-    _Column("mem", _mem),
-    _Column("runs", _runs),
+    _Column("mem", _mem, 3),
+    _Column("runs", _runs, 2),
 )

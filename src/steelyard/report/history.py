@@ -4,12 +4,30 @@ from steelyard.metrics.history import Bad, History, Point, Trend
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.table import row as metric_row
 from steelyard.report.compare import EMPTY, estimate
-from steelyard.report.document import Block, Cell, Column, Curve, Heading, Lang, Lines, Page, Paragraph, Table, TableRow
+from steelyard.report.document import (
+    Block,
+    Cell,
+    Column,
+    Curve,
+    Heading,
+    Lang,
+    Lines,
+    Page,
+    Paragraph,
+    Priority,
+    Table,
+    TableRow,
+)
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE
 from steelyard.report.words import Words
 
 REVISION = 12  # characters of one
+_PRIORITY: dict[str, Priority] = {
+    **dict.fromkeys(("when", "rate", "before", "status"), 1),
+    **dict.fromkeys(("runs", "revision"), 2),
+    **dict.fromkeys(("first", "quality"), 3),
+}
 
 
 def page(found: History, lang: Lang = "en") -> Page:
@@ -56,7 +74,9 @@ def _table(trend: Trend, say: Words) -> Table:
     names = ("when", "revision", "runs", "rate", "first", "before", "quality", "status")
     units = {"rate": trend.unit, "quality": trend.head.quality}
     heads = (
-        Column(say(f"history.{name}"), units.get(name, ""), "right" if name in right else "left", name == "rate")
+        Column(
+            say(f"history.{name}"), units.get(name, ""), "right" if name in right else "left", name == "rate", _PRIORITY[name]
+        )
         for name in names
     )
     return Table(tuple(heads), tuple(_row(point, say) for point in trend.points))
@@ -69,7 +89,7 @@ def _row(point: Point, say: Words) -> TableRow:
     codes = dict.fromkeys(code for one in point.runs for code in one.entry.codes)
     revision = UNKNOWN if first.revision is None else first.revision[:REVISION]
     cells = (
-        Cell(first.created.partition(".")[0], first.id[:8]),
+        Cell(first.created.partition(".")[0].replace("T", " "), first.id[:8]),
         Cell(revision, say("history.dirty") if first.dirty else spelled(first.version) if first.revision is None else ""),
         Cell(f"{counted(point.valid)} / {counted(len(point.runs))}"),
         EMPTY if point.rate is None else estimate(point.rate.value, point.rate.interval),

@@ -5,7 +5,7 @@ from steelyard.metrics.repeats import RATE, Repeats, Spread
 from steelyard.metrics.runs import kinds
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow
+from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Priority, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import Run, by_case, labels, scope
 from steelyard.report.setting import parallel
@@ -13,6 +13,11 @@ from steelyard.report.words import Words
 
 _COLUMNS = ("metric", "runs", "mean", "interval", "source", "deviation", "lowest", "highest")
 _TEXT = ("metric", "source")
+_PRIORITY: dict[str, Priority] = {
+    **dict.fromkeys(("metric", "mean", "interval"), 1),
+    **dict.fromkeys(("runs", "deviation"), 2),
+    **dict.fromkeys(("source", "lowest", "highest"), 3),
+}
 
 
 def section(runs: list[Run], level: int, say: Words) -> list[Block]:
@@ -48,7 +53,10 @@ def _title(group: Repeats, say: Words) -> str:
 
 
 def _blocks(group: Repeats, members: list[Run], say: Words) -> list[Block]:
-    heads = [Column(say(f"repeats.{name}"), "", "left" if name in _TEXT else "right", name == "mean") for name in _COLUMNS]
+    heads = [
+        Column(say(f"repeats.{name}"), "", "left" if name in _TEXT else "right", name == "mean", _PRIORITY[name])
+        for name in _COLUMNS
+    ]
     table = Table(tuple(heads), tuple(_row(one, group, say) for one in group.metrics))
     return [*([table] if group.metrics else []), *_not_valid(members, say)]
 

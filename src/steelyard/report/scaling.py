@@ -4,7 +4,7 @@ from steelyard.metrics import scaling
 from steelyard.metrics.runs import Estimate, kinds
 from steelyard.metrics.scaling import Scaling, ScalingRow
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow
+from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Priority, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import Run, by_case, labels, scope
 from steelyard.report.setting import parallel
@@ -12,6 +12,11 @@ from steelyard.report.words import Words
 
 _COLUMNS = ("config", "plan", "runs", "rate", "speedup", "efficiency", "source")
 _TEXT = ("config", "plan", "source")
+_PRIORITY: dict[str, Priority] = {
+    **dict.fromkeys(("config", "rate", "efficiency"), 1),
+    **dict.fromkeys(("plan", "speedup"), 2),
+    **dict.fromkeys(("runs", "source"), 3),
+}
 
 
 def section(runs: list[Run], level: int, say: Words) -> list[Block]:
@@ -49,7 +54,9 @@ def _title(group: Scaling, every: list[Scaling], say: Words) -> str:
 def _table(group: Scaling, say: Words) -> Table:
     units = {"rate": group.unit}
     heads = [
-        Column(say(f"scaling.{name}"), units.get(name, ""), "left" if name in _TEXT else "right", name == "rate")
+        Column(
+            say(f"scaling.{name}"), units.get(name, ""), "left" if name in _TEXT else "right", name == "rate", _PRIORITY[name]
+        )
         for name in _COLUMNS
     ]
     return Table(tuple(heads), tuple(_row(row, say) for row in group.rows))

@@ -120,11 +120,12 @@ def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
     scale, name = SCALES[lines[0].bench.unit]
     unit = words.unit(name, say.lang)
     several = any(one.ranks > 1 for one in lines)
-    heads = [Column(say("spec.name")), Column(say("precision")), Column(say("spec.detail"))]
+    heads = [Column(say("spec.name")), Column(say("precision")), Column(say("spec.detail"), priority=3)]
     heads += [Column(say("spec.amount" if name == "GiB" else "spec.value"), unit, "right", strong=True)]
-    heads += [Column(say("spec.fastest"), unit, "right")] if several else []
-    heads += [Column(say(f"spec.{name}"), sub, "right") for name, sub in (("share", ""), ("clock", "MHz"), ("power", "W"))]
-    heads += [Column(say("spec.off"), "", "right"), Column(say("spec.remark"))]
+    heads += [Column(say("spec.fastest"), unit, "right", priority=2)] if several else []
+    heads += [Column(say("spec.share"), "", "right"), Column(say("spec.clock"), "MHz", "right", priority=3)]
+    heads += [Column(say("spec.power"), "W", "right", priority=3), Column(say("spec.off"), "", "right", priority=3)]
+    heads += [Column(say("spec.remark"), priority=2)]
     return Table(tuple(heads), tuple(_row(one, scale, several, limits, say) for one in lines))
 
 

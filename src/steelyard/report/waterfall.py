@@ -96,12 +96,12 @@ def _row(row: Row, steps: int, mfu: float | None, say: Words) -> TableRow:
 def _kernels(found: Waterfall, say: Words) -> Table:
     heads = (
         Column(say("explain.kernel")),
-        Column(say("explain.kind")),
-        Column(say("explain.calls"), align="right"),
+        Column(say("explain.kind"), priority=2),
+        Column(say("explain.calls"), align="right", priority=3),
         Column(say("explain.time"), "ms", "right"),
         Column(say("explain.share"), align="right"),
-        Column(say("explain.bandwidth"), "GB/s", "right"),
-        Column(say("explain.bandwidth_share"), align="right"),
+        Column(say("explain.bandwidth"), "GB/s", "right", priority=3),
+        Column(say("explain.bandwidth_share"), align="right", priority=2),
     )
     rows = tuple(_kernel(one, found, say) for one in found.kernels[:MOST])
     return Table(heads, rows, (say("explain.bytes"),))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from steelyard.report import words_comparing, words_explain, words_flagperf, words_page, words_spec
+from steelyard.report import words_comparing, words_explain, words_flagperf, words_page, words_spec, words_terminal
 from steelyard.report.document import Lang
 from steelyard.words import LANGS
 
@@ -309,6 +309,7 @@ TABLE: dict[str, tuple[str, str]] = {
     **words_flagperf.TABLE,
     **words_page.TABLE,
     **words_spec.TABLE,
+    **words_terminal.TABLE,
 }
 
 

@@ -46,4 +46,6 @@ def _make(folder: Path) -> None:
     }
     for what, holds in wrong.items():
         if holds:
-            raise RequestError(f"the cache {str(folder)!r} {what}: code in it could be anyone's; remove it, or {NEXT}")
+            raise RequestError(
+                f"the cache {str(folder)!r} {what}: other users could change the code in it; remove it, or {NEXT}"
+            )

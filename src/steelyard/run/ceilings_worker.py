@@ -57,7 +57,7 @@ class CeilingsWorker(RankProcess):
         spec = self.spec
         device = accelerators.named(spec.accelerator).devices.get(FRAMEWORK)
         if device is None:
-            raise RequestError(f"accelerator {spec.accelerator!r} brings no device class for {FRAMEWORK}; see steelyard list")
+            raise RequestError(f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see steelyard list")
         framework = engines.load_framework(FRAMEWORK)(device, self.local_rank, now)
         self._add(identity=framework.identity(), versions=framework.versions(), threads=framework.threads())
         framework.join(spec.plan, self.rank, self.world, spec.rendezvous)

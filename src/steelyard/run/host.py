@@ -164,7 +164,7 @@ def _route(peer: str) -> str:
             address: str = asking.getsockname()[0]
             return address
     except OSError as error:
-        raise RequestError(f"no way to host {peer}: {error}; name the interface in the site file") from error
+        raise RequestError(f"no route to host {peer}: {error}; name the interface in the site file") from error
 
 
 def _listen(interface: str) -> socket.socket:

@@ -75,7 +75,9 @@ def look(path: str, needs: Sequence[str], variables: Mapping[str, str]) -> Inter
 
 def _check(found: Interpreter, named: str, install: str) -> None:
     if found.version != __version__:
-        raise RequestError(f"{named} has steelyard {found.version}, and this is {__version__}; install it there: {install}")
+        raise RequestError(
+            f"{named} has steelyard {found.version}, here is {__version__}; install this version there: {install}"
+        )
     if found.package != environment.package_hash():
         here = environment.package_hash()
         raise RequestError(

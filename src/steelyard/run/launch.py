@@ -93,7 +93,7 @@ def table() -> dict[str, Launcher]:
 def named(name: str) -> Launcher:
     rows = table()
     if name not in rows:
-        raise RequestError(f"--launcher {name!r} is unknown; known: {', '.join(rows)}")
+        raise RequestError(f"--launcher {name!r} is not known; known: {', '.join(rows)}")
     return rows[name]
 
 
@@ -105,7 +105,7 @@ def hosts(launcher: Launcher, site: Site, nodes: int, allocation: Allocation | N
         return [LOCAL]
     known = list(allocation.hosts) if allocation is not None else site.hosts
     if len(set(known)) != len(known):
-        raise RequestError(f"site: a host stands twice among {', '.join(known)}; name each once")
+        raise RequestError(f"site: a host is listed twice in {', '.join(known)}; name each once")
     if nodes > len(known):
         where = f"allocation {allocation.job} has" if allocation is not None else "the site file names"
         raise RequestError(f"--nodes {nodes}: {where} {len(known)} host(s); allowed: 1 to {len(known)}")

@@ -69,7 +69,8 @@ def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], p
 def _same_package(name: str, hello: Hello, package: str) -> None:
     if hello.protocol != PROTOCOL or hello.version != __version__:
         raise RequestError(
-            f"host {name} has steelyard {hello.version}, and this is {__version__}; install it there: {_install(hello.python)}"
+            f"host {name} has steelyard {hello.version}, here is {__version__}; "
+            f"install this version there: {_install(hello.python)}"
         )
     if hello.package != package:
         raise RequestError(

@@ -23,7 +23,7 @@ SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG o
 def check() -> None:
     """Linux shows there who runs. Without it nobody could be found, and so nobody ended."""
     if sys.platform == "linux" and not PROC.exists():
-        raise RequestError("/proc is not mounted, where the processes of a run are found; mount it and run again")
+        raise RequestError("/proc is not mounted; a run needs it; mount it and run again")
 
 
 def adopt_orphans() -> None:

@@ -111,7 +111,7 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
     found = request.engine_settings.checkout
     if not engine.checkout:
         if found is not None:
-            raise RequestError(f"engine.checkout: engine {engine.name} starts no other program; leave it out")
+            raise RequestError(f"engine.checkout: engine {engine.name} needs no checkout; leave it out")
         return
     if found is None:
         raise EngineError(f"engine {engine.name} runs a checkout of {engine.checkout}; name it: --set engine.checkout=DIR")
@@ -134,7 +134,7 @@ def _check_checkpoints(request: Request, engine: EngineRow) -> None:
     given = {"--resume": request.resume, "tune.checkpoint_every": request.resolved.case.tune.checkpoint_every}
     for name, value in given.items():
         if value is not None:
-            raise EngineError(f"{name}: engine {engine.name} keeps no checkpoints, and goes on from none; leave it out")
+            raise EngineError(f"{name}: engine {engine.name} has no checkpoints; leave it out")
 
 
 def _check_explain(request: Request, engine: EngineRow, launcher: Launcher) -> None:
@@ -159,11 +159,11 @@ def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
     if not passes or len(set(passes)) != len(passes):
         raise RequestError(f"--passes: name each pass once, such as {','.join(row.passes)}")
     if "bare" in passes and "infer" not in passes:
-        raise RequestError("--passes: bare is there to be compared with infer; name both, such as infer,bare")
+        raise RequestError("--passes: bare is compared with infer; name both, such as infer,bare")
     if row.kind == "train" and ("train" not in passes or passes != tuple(one for one in every if one in passes)):
-        raise RequestError("--passes: training has before, train and after, in this order; train cannot be left out")
+        raise RequestError("--passes: training has before, train, after, in this order; train is required")
     if request.resume is not None and "before" in passes:
-        raise RequestError("--passes: the loss before the first step is that of the run which began; leave before out")
+        raise RequestError("--passes: a resumed run has no pass before; leave it out")
     return passes
 
 
@@ -177,17 +177,15 @@ def _check_files(request: Request, launcher: Launcher) -> None:
     case = request.resolved.case
     keeps = case.tune.checkpoint_every is not None
     if keeps and case.question.train is None:
-        raise RequestError(f"tune.checkpoint_every: {case.name} scores, and keeps no checkpoints; leave it out")
+        raise RequestError(f"tune.checkpoint_every: {case.name} is an inference case without checkpoints; leave it out")
     if keeps and (request.out / "checkpoints").is_file():
-        raise RequestError(
-            f"{request.out / 'checkpoints'}: a file, where the folder of checkpoints would be; choose another --out"
-        )
+        raise RequestError(f"{request.out / 'checkpoints'} is a file, not a folder for checkpoints; choose another --out")
     for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
         # Token files are also named by what they have in common.
         if path is not None and not launcher.remote and not path.exists() and not path.with_name(f"{path.name}{IDS}").exists():
-            raise RequestError(f"{option} {str(path)!r} does not exist")
+            raise RequestError(f"{option} {str(path)!r} does not exist; check the path")
     if case.size == "full" and request.data is None:
-        raise RequestError(f"{case.name} at size full needs its data: name their folder with --data, or try --size smoke")
+        raise RequestError(f"{case.name} at size full needs its data: give their folder with --data, or try --size smoke")
 
 
 def _check_numbers(request: Request) -> None:

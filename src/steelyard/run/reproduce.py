@@ -87,7 +87,7 @@ def case(found: Record) -> Case:
     try:
         return Case.model_validate(table)
     except ValidationError as error:
-        raise RequestError(f"record {found.id}: its case cannot be asked again: {first_problem(error)}") from error
+        raise RequestError(f"record {found.id}: its case cannot be run again: {first_problem(error)}") from error
 
 
 def remarks(found: Record) -> list[str]:
@@ -100,9 +100,9 @@ def remarks(found: Record) -> list[str]:
 def _check(found: Record, where: Where) -> None:
     """What can be known of data and weights before anything is started."""
     if found.status == "failed" or isinstance(found.data, Nothing):
-        raise RequestError(f"record {found.id} is of a run that failed: there is nothing to reproduce; see steelyard report")
+        raise RequestError(f"record {found.id} is of a failed run, so there is nothing to reproduce; see steelyard report")
     if found.restarts:
-        raise RequestError(f"record {found.id} goes on from a checkpoint; reproduce the run that it goes on from")
+        raise RequestError(f"record {found.id} resumed from a checkpoint; reproduce the run that wrote it")
     trained, made = found.weights.trained, found.data.source == MADE
     wanted = (
         ("--weights", where.weights, trained, f"weights of source {found.weights.source!r}", "random weights"),
@@ -110,7 +110,7 @@ def _check(found: Record, where: Where) -> None:
     )
     for option, given, needed, what, instead in wanted:
         if needed and given is None:
-            raise RequestError(f"record {found.id} was made with {what}: name where they lie with {option}")
+            raise RequestError(f"record {found.id} was made with {what}; give them with {option}")
         if not needed and given is not None:
             raise RequestError(f"record {found.id} was made with {instead}: leave {option} out")
 
@@ -119,7 +119,7 @@ def check_weights(found: Record, header_sha256: str) -> None:
     """Whether weights here are those of the record, by their headers and sizes."""
     told = found.weights.model_dump().get("header_sha256")
     if told is not None and told != header_sha256:
-        raise RequestError(f"other weights: weights.header_sha256: {told} / {header_sha256}; name those of the record")
+        raise RequestError(f"other weights: weights.header_sha256: {told} / {header_sha256}; give those of the record")
 
 
 def here(found: Record, ready: Ready) -> tuple[Field, ...]:

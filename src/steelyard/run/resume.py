@@ -39,7 +39,7 @@ def find(source: Path, resolved: Resolved, sample: int | None, steps: int | None
     """The last whole checkpoint of a run, named by its record or by its folder."""
     train = resolved.case.question.train
     if train is None:
-        raise RequestError(f"--resume: {resolved.case.name} scores, which begins anew every time; leave --resume out")
+        raise RequestError(f"--resume: {resolved.case.name} is an inference case, which cannot resume; leave --resume out")
     folder, name = (source, None) if source.is_dir() else _named(source)
     path, state, passed_over = checkpoints.last(folder)
     run = checkpoints.read(folder / checkpoints.RUN, CheckpointRun)
@@ -48,7 +48,7 @@ def find(source: Path, resolved: Resolved, sample: int | None, steps: int | None
     if state.reached:
         raise RequestError(f"--resume: the target was reached after step {state.step}; nothing is left to do")
     if state.step >= wanted:
-        raise RequestError(f"--resume: {path} is after {state.step} steps and {wanted} are asked; nothing is left to do")
+        raise RequestError(f"--resume: {path} is after step {state.step} of {wanted}; nothing is left to do")
     if len(state.losses) != state.step:
         raise RequestError(f"{path / checkpoints.STATE}: {len(state.losses)} losses of {state.step} steps")
     return Resume(path, run, state, name, _before(folder), passed_over)
@@ -68,5 +68,5 @@ def _named(source: Path) -> tuple[Path, str]:
     places = [found.checkpoints, *(one.checkpoints for one in reversed(found.restarts))]
     folders = [source.parent / place for place in places if isinstance(place, str)]
     if not folders:
-        raise RequestError(f"--resume: the run of {source} kept no checkpoints; train with --checkpoint-every N to have some")
+        raise RequestError(f"--resume: the run of {source} has no checkpoints; train with --checkpoint-every N to save some")
     return next((folder for folder in folders if checkpoints.whole(folder)), folders[0]), found.id

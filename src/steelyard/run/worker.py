@@ -115,9 +115,7 @@ class Worker(RankProcess):
         """Where checkpoints go; the data, known only now, must be those of the checkpoint that is gone on from."""
         spec, key = self.spec, self.case.key(fingerprint)
         if spec.resume is not None and checkpoints.read(spec.resume.parent / checkpoints.RUN, CheckpointRun).key != key:
-            raise RequestError(
-                "--resume: the data or their tokens are others than those the checkpoint was trained on; give the same"
-            )
+            raise RequestError("--resume: the data or their tokens differ from those of the checkpoint; use the same")
         if spec.checkpoints is None or self.case.tune.checkpoint_every is None:
             return None
         if self.rank == 0:

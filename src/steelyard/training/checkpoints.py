@@ -123,7 +123,7 @@ def last(folder: Path) -> tuple[Path, State, list[str]]:
         except RequestError as error:
             wrong[path.name] = str(error)
     why = f" ({next(iter(wrong.values()))})" if wrong else ""
-    raise RequestError(f"{folder}: holds no whole checkpoint{why}; there is nothing to go on from")
+    raise RequestError(f"{folder}: holds no whole checkpoint{why}; there is nothing to resume")
 
 
 def check_files(path: Path) -> Tensors:
@@ -228,7 +228,7 @@ def check_same(run: CheckpointRun, name: str, question: dict[str, Any], sample: 
         )
     if run.sample != sample:
         was = "without --sample" if run.sample is None else f"with --sample {run.sample}"
-        raise RequestError(f"--resume: the checkpoint was made {was}, and a step is another with another; give the same")
+        raise RequestError(f"--resume: the checkpoint was made {was}, which changes the steps; use the same")
     if run.engine != engine:
         raise RequestError(
             f"--resume: the checkpoint is of engine {run.engine}, asked is {engine}; resume with --engine {run.engine}"

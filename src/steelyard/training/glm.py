@@ -98,8 +98,8 @@ def check_recompute(job: Job) -> None:
     recompute = job.case.tune.recompute
     if recompute not in RECOMPUTE:
         raise RequestError(
-            f"tune.recompute={recompute!r} is not there for a GLM; allowed: {', '.join(RECOMPUTE)} "
-            "(what is computed again must drop the same numbers)"
+            f"tune.recompute={recompute!r} does not work with GLM; allowed: {', '.join(RECOMPUTE)} "
+            "(recomputation must repeat the same dropout)"
         )
 
 

@@ -164,7 +164,9 @@ def shape_in(source: Checkpoint) -> LlamaShape:
     if missing:
         raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
     if config["layers"] > len(source.tensors):  # a number of a stranger, before anything is made of that many
-        raise RequestError(f"{where}: tells of {config['layers']} layers and has {len(source.tensors)} tensors; fetch it again")
+        raise RequestError(
+            f"{where}: tells of {config['layers']} layers and has {len(source.tensors)} tensors; download it again"
+        )
     return LlamaShape(**config)
 
 
@@ -216,7 +218,7 @@ def check_entries(tensors: Iterable[Stored], parts: dict[str, TensorPart], known
         if stored.name not in parts and not known(stored.name):
             raise RequestError(f"{stored} has no place in this model; give weights of the case's model")
         if stored.dtype not in DTYPES:
-            raise RequestError(f"{stored}: allowed dtypes are {', '.join(DTYPES)}; give weights not quantised")
+            raise RequestError(f"{stored}: allowed dtypes are {', '.join(DTYPES)}; give weights that are not quantized")
         if stored.name in parts and stored.shape != parts[stored.name].shape:
             wanted = list(parts[stored.name].shape)
             raise RequestError(f"{stored}: the shape must be {wanted}; give weights of the case's model")
@@ -237,7 +239,7 @@ def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         kinds, words = KINDS[field.type]
         wrong = isinstance(value, bool) != (field.type is bool) or not isinstance(value, kinds)
         if value is not None and (wrong or (field.type is not bool and not 0 < value < 2**40)):
-            raise RequestError(f"{path}: {field.name} is {shown(value)}, allowed: {words}; fetch the file again")
+            raise RequestError(f"{path}: {field.name} is {shown(value)}, allowed: {words}; download the file again")
         out[field.name] = kinds[0](value) if value is not None else None
     return out
 

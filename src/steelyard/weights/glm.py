@@ -90,7 +90,7 @@ class GlmCheckpoint:
             raise RequestError(f"{self.where}: does not tell {', '.join(missing)} of its model; give a complete folder")
         for field, value in config.items():
             if value > MAX_SIZE:
-                raise RequestError(f"{self.where}: {field} is {value}, allowed: up to {MAX_SIZE}; fetch it again")
+                raise RequestError(f"{self.where}: {field} is {value}, allowed: up to {MAX_SIZE}; download it again")
         return GlmModel(family="glm", heads=1, **config)
 
     def digest(self) -> str:
@@ -197,7 +197,7 @@ def _tracked(path: Path) -> str:
         raw = file.read(MAX_TRACKER_BYTES)
     name = raw.decode("ascii", "replace").strip()
     if not name.isascii() or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
-        raise RequestError(f"{path}: names {shown(name)}, allowed: the plain name of a folder beside it; fetch it again")
+        raise RequestError(f"{path}: names {shown(name)}, allowed: the plain name of a folder beside it; download it again")
     return name
 
 

@@ -61,7 +61,7 @@ def tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     for key in ("rope_parameters", "rope_scaling"):
         table = config.get(key) or {}
         if not isinstance(table, dict):
-            raise RequestError(f"{path}: {key} is {shown(table)}, not a table; fetch the file again")
+            raise RequestError(f"{path}: {key} is {shown(table)}, not a table; download the file again")
         out.append(table)
     return out
 
@@ -86,11 +86,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror}); give a complete Hugging Face folder") from error
     except files.TooLargeError as error:
-        raise RequestError(f"{path}: is {error}, the most allowed; fetch the file again") from error
+        raise RequestError(f"{path}: is {error}, the most allowed; download the file again") from error
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number of too many digits
-        raise RequestError(f"{path}: is not JSON ({shown(files.reason(error))}); fetch the file again") from error
+        raise RequestError(f"{path}: is not JSON ({shown(files.reason(error))}); download the file again") from error
     if not isinstance(value, dict):
-        raise RequestError(f"{path}: is not a JSON object; fetch the file again")
+        raise RequestError(f"{path}: is not a JSON object; download the file again")
     return value
 
 

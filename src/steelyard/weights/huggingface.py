@@ -256,7 +256,7 @@ def _open(path: Path, name: str) -> Tensor:
 def _inspect(path: Path) -> SafetensorsFile:
     try:
         if not path.is_file():
-            raise RequestError(f"{path}: shard is missing; fetch it again, or give a complete Hugging Face folder")
+            raise RequestError(f"{path}: shard is missing; download it again, or give a complete Hugging Face folder")
         with path.open("rb") as raw:  # nothing is parsed before its length is known
             length = int.from_bytes(raw.read(8), "little")
         if MAX_HEADER_BYTES < length <= path.stat().st_size:
@@ -272,5 +272,5 @@ def _inspect(path: Path) -> SafetensorsFile:
         return SafetensorsFile(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
     except (SafetensorError, OSError) as error:
         raise RequestError(
-            f"{path}: is not a whole safetensors file ({shown(str(error))}); fetch it again and compare its size"
+            f"{path}: is not a whole safetensors file ({shown(str(error))}); download it again and compare its size"
         ) from error

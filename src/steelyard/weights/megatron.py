@@ -292,9 +292,9 @@ def _rank(path: Path, iteration: int | None) -> Rank:
         raise RequestError(f"{path}: checkpoint_version is {told}, allowed: {OLDEST} or later; save it with a newer Megatron")
     step = table.get("iteration")
     if not (step is None or (isinstance(step, int) and 0 <= step < 2**63)):
-        raise RequestError(f"{path}: its iteration is no number of 0 to 2**63; fetch it again")
+        raise RequestError(f"{path}: its iteration is no number of 0 to 2**63; download it again")
     if iteration not in (None, step):
-        raise RequestError(f"{path}: is of iteration {shown(step)}, its folder of {iteration}; fetch it again")
+        raise RequestError(f"{path}: is of iteration {shown(step)}, its folder of {iteration}; download it again")
     tensors: dict[str, Stored] = {}
     for stored in (_stored(path, name, value) for name, value in leaves(model)):
         name = ours(stored.name)

@@ -26,7 +26,7 @@ def check(job: Job) -> None:
     tune, precision, model = job.case.tune, job.case.question.precision, job.case.question.model
     if model.layers % job.plan.pp:
         raise RequestError(
-            f"engine megatron has as many layers in every stage; PP{job.plan.pp} does not divide {model.layers}; change PP"
+            f"engine megatron needs equal pipeline stages; PP{job.plan.pp} does not divide {model.layers}; change PP"
         )
     if job.case.question.train is None:
         return

@@ -40,6 +40,6 @@ def _check_device(device: torch.device) -> None:
         current = None
     if current is None or current.type != device.type:
         raise RequestError(
-            f"engine megatron runs on CUDA devices alone, and this rank has {device.type}; choose another --accelerator, or "
+            f"engine megatron runs on CUDA devices only; this rank has {device.type}; choose another --accelerator, or "
             "--engine torch"
         )

@@ -28,7 +28,9 @@ class MegatronScore:
     def __init__(self, job: Job) -> None:
         self.job, self.tune, self.question = job, job.case.tune, job.case.question
         if self.tune.batching not in ("auto", "packed"):
-            raise RequestError(f"engine megatron packs; tune.batching={self.tune.batching!r} is for engine transformers")
+            raise RequestError(
+                f"engine megatron packs sequences; tune.batching={self.tune.batching!r} is for engine transformers"
+            )
         config.check(job)
         self.kernel = config.choose_kernel(job)
         groups.join(job)

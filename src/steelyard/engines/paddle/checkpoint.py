@@ -49,7 +49,7 @@ class HuggingFaceFolder:
         if not (folder / hf_config.CONFIG_NAME).is_file():
             raise RequestError(
                 f"weights {str(folder)!r}: engine paddle reads Hugging Face folders ({hf_config.CONFIG_NAME} and safetensors); "
-                "others become one with steelyard weights convert"
+                "convert others with steelyard weights convert"
             )
         path = folder / hf_config.CONFIG_NAME
         fields = model.model_dump() | {"head_dim": model.hidden // model.heads}
@@ -96,7 +96,7 @@ class HuggingFaceFolder:
         for name, stored in self.tensors.items():
             about = f"{stored.path}: tensor {shown(name)}"
             if name not in wanted and name not in spare and not name.endswith(COMPUTED):
-                raise RequestError(f"{about} is none of this model's; give other weights")
+                raise RequestError(f"{about} does not belong to this model; give other weights")
             if name in wanted and stored.shape != wanted[name]:
                 raise RequestError(f"{about} has shape {stored.shape}, and the case's model {wanted[name]}; give other weights")
             if stored.dtype not in DTYPES:
@@ -142,7 +142,7 @@ def _header(path: Path) -> dict[str, Stored]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             return {name: Stored(path, str(one.get_dtype()), list(one.get_shape())) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{path}: is not a whole safetensors file ({shown(str(error))}); fetch it again") from error
+        raise RequestError(f"{path}: is not a whole safetensors file ({shown(str(error))}); download it again") from error
 
 
 def _length(path: Path) -> int:

@@ -24,7 +24,7 @@ DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_determinist
 class PaddleFramework:
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
-            raise RequestError("this accelerator brings no device class for paddle; choose another with --accelerator")
+            raise RequestError("this accelerator has no device class for paddle; choose another with --accelerator")
         self.device: PaddleDevice = plugins.load(device)(local_rank, clock)
         self.world, self.local_rank = 1, local_rank
 

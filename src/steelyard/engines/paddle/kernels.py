@@ -33,7 +33,7 @@ class Kernels:
 def choose(asked: str, dtype: str, lacks: Mapping[str, str]) -> Kernels:
     """The kernels for a device and a type; `asked` is `tune.attention`."""
     if asked not in ("auto", *ATTENTION):
-        raise RequestError(f"tune.attention={asked!r} is none of engine paddle's; allowed: auto, {', '.join(ATTENTION)}")
+        raise RequestError(f"tune.attention={asked!r} is not supported by engine paddle; allowed: auto, {', '.join(ATTENTION)}")
     if asked == "flash" and ("flash" in lacks or dtype not in NARROW):
         why = lacks.get("flash", f"flash attention computes in {' and '.join(NARROW)}, not in {dtype}")
         raise RequestError(f"tune.attention=flash: {why}; leave it out")

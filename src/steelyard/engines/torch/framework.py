@@ -45,7 +45,7 @@ def _store(meet: Meeting, rank: int, world: int) -> Any:
 class TorchFramework:
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
-            raise RequestError("this accelerator brings no device class for torch; choose another with --accelerator")
+            raise RequestError("this accelerator has no device class for torch; choose another with --accelerator")
         self.device: TorchDevice = plugins.load(device)(local_rank, clock)
         self.world = 1
 

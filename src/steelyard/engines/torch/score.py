@@ -31,7 +31,7 @@ class TorchScore:
         self.question = job.case.question
         self.tune = job.case.tune
         if self.tune.batching not in ("auto", "packed"):
-            raise RequestError(f"engine torch packs; tune.batching={self.tune.batching!r} is for engine transformers")
+            raise RequestError(f"engine torch packs sequences; tune.batching={self.tune.batching!r} is for engine transformers")
         self.kernel = self._choose_kernel()
         self.device: torch.device = job.device.torch_device
         make = READERS[job.work]
@@ -52,7 +52,7 @@ class TorchScore:
             kernel = self.job.device.attention(self.question.precision.weights, shared)
         if shared and kernel == "cudnn":
             raise RequestError(
-                "tune.attention='cudnn' cannot see a shared prefix; allowed in division open: auto, flash, efficient, rows"
+                "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, flash, efficient, rows"
             )
         return known(kernel, False)
 

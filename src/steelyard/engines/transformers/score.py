@@ -44,7 +44,7 @@ class TransformersScore:
         if self.question.division != "closed":
             raise RequestError("engine transformers computes every token of every prompt; allowed: --division closed")
         if self.tune.batching == "packed":
-            raise RequestError("engine transformers pads; allowed: tune.batching=auto, sorted or single")
+            raise RequestError("engine transformers pads sequences; allowed: tune.batching=auto, sorted or single")
         self.attention = "sdpa" if self.tune.attention == "auto" else self.tune.attention
         if self.attention not in ATTENTION:
             raise RequestError(f"tune.attention={self.attention!r} is not known; allowed: auto, {', '.join(ATTENTION)}")

@@ -77,7 +77,7 @@ def _content(path: Path) -> bytes:
         with path.open("rb") as file:
             compressed = file.read(len(files.GZIP)) == files.GZIP
         if compressed and path.stat().st_size > MAX_GZIP_BYTES:
-            raise RequestError(f"{path}: larger than {MAX_GZIP_BYTES} bytes, which a packed file has at most")
+            raise RequestError(f"{path}: larger than {MAX_GZIP_BYTES} bytes, the limit for a compressed file")
         return files.read(path, MAX_FILE_BYTES)
 
 
@@ -142,7 +142,7 @@ def _conversation(line: jsonl.Line) -> Conversation:
             raise RequestError(f"{where}: turn {number} is the {role}'s; turns alternate, and the human begins")
         out.append((role, _text(turn["value"], f"the value of turn {number}", where)))
     if len(out) < 2:
-        raise RequestError(f"{where}: no turn of the assistant's; there is nothing to learn in it")
+        raise RequestError(f"{where}: no turn of the assistant; it has nothing to train on")
     return Conversation(tuple(out), _text(found.get("instruction", ""), "instruction", where))
 
 
@@ -150,7 +150,7 @@ def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{where}: {name} is {shown(value)}; allowed: a string")
     if not jsonl.whole(value):
-        raise RequestError(f"{where}: {name} is {shown(value)}; a text is whole characters")
+        raise RequestError(f"{where}: {name} is {shown(value)}; a text must be valid Unicode")
     return value
 
 

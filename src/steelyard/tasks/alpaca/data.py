@@ -82,7 +82,7 @@ def _cut(whole: ConversationSample, length: int, last_target: bool) -> Conversat
 def _frame(tokenizer: Tokenizer) -> _Frame:
     if tokenizer.end is None:
         raise RequestError(
-            f"tokenizer {tokenizer.source} does not tell which token ends a text, and every sample has one; put its "
+            f"tokenizer {tokenizer.source} does not say which token ends a text; put its "
             "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
         )
     empty, letter = tokenizer.encode(["", "a"])
@@ -154,7 +154,7 @@ class AlpacaRows:
         if not 0 <= held_out < len(samples):
             raise RequestError(f"{len(samples)} samples, and {held_out} to hold out; at least one is to be trained on")
         if batch < 1:
-            raise RequestError(f"a global batch of {batch} samples; allowed: 1 and more")
+            raise RequestError(f"a global batch of {batch} samples; allowed: 1 or more")
         order = _permutation(len(samples), f"held out:{seed}")
         self._samples = samples
         self._length = length

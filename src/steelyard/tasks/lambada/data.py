@@ -94,7 +94,7 @@ def _passage(line: jsonl.Line) -> str:
             f"{line.where} has the text {_shown(text)}; it needs two words with a space between, and to end in one"
         )
     if not jsonl.whole(text):
-        raise RequestError(f"{line.where} has the text {_shown(text)}; a text is whole characters")
+        raise RequestError(f"{line.where} has the text {_shown(text)}; a text must be valid Unicode")
     return text
 
 
@@ -114,7 +114,7 @@ def encode(texts: list[str], tokenizer: Tokenizer, positions: int, sample: int |
     end = tokenizer.end
     if end is None:
         raise RequestError(
-            f"tokenizer {tokenizer.source} does not tell which token ends a text, and every passage has one; put its "
+            f"tokenizer {tokenizer.source} does not say which token ends a text; put its "
             "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
         )
     index = chosen(len(texts), sample, seed, "passage")

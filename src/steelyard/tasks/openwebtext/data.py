@@ -22,7 +22,7 @@ _WHEN = ("at dawn", "at noon", "before the rain", "after the fair")
 def make(made: MadeText, tokenizer: Tokenizer) -> Corpus:
     """Documents of a few sentences on who does what when, each ended by the tokenizer's end."""
     if tokenizer.end is None:
-        raise RequestError(f"tokenizer {tokenizer.source} does not tell which token ends a text; name another with --tokenizer")
+        raise RequestError(f"tokenizer {tokenizer.source} does not say which token ends a text; name another with --tokenizer")
     rng = random.Random(f"text:{made.seed}")
     texts = [" ".join(_sentence(rng) for _ in range(rng.randrange(2, 12))) for _ in range(made.documents)]
     documents = [[*ids, tokenizer.end] for ids in tokenizer.encode(texts)]

@@ -69,7 +69,7 @@ class ClozeTokenizer:
         least = len(_SPECIAL) + len(_WORDS)
         if self.vocab < least:
             raise RequestError(
-                f"a made vocabulary of {self.vocab} pieces; allowed: {least} and more, all words of the made task"
+                f"a made vocabulary of {self.vocab} pieces; allowed: {least} or more, all words of the made task"
             )
 
     @property

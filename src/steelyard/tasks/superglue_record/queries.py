@@ -45,7 +45,7 @@ class Query:
 def find(folder: Path) -> tuple[Path, Path]:
     """The files of training and of evaluation in a folder."""
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
+        what = "is not a folder" if folder.exists() else "does not exist"
         raise RequestError(
             f"data {str(folder)!r} {what}; give the folder that holds ReCoRD's train.jsonl and val.jsonl with --data"
         )
@@ -94,7 +94,7 @@ def _entities(found: Any, text: str, where: str) -> tuple[str, ...]:
     if not isinstance(found, list):
         raise RequestError(f"{where}: the passage's entities are {shown(found)}; {_LINE}")
     if not found:
-        raise RequestError(f"{where}: the passage has no entities, and its queries no candidates; allowed: one and more")
+        raise RequestError(f"{where}: the passage has no entities, and its queries no candidates; allowed: 1 or more")
     out = set()
     for i, one in enumerate(found, 1):
         start, end = (one.get("start"), one.get("end")) if isinstance(one, dict) else (None, None)
@@ -126,5 +126,5 @@ def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{where}: {name} is {shown(value)}; {_LINE}")
     if not jsonl.whole(value):
-        raise RequestError(f"{where}: {name} is {shown(value)}; a text is whole characters")
+        raise RequestError(f"{where}: {name} is {shown(value)}; a text must be valid Unicode")
     return value

@@ -1,0 +1,70 @@
+"""What a shell offers to complete. Names alone: nothing that takes time is imported."""
+
+from collections.abc import Iterable
+from typing import get_args
+
+
+def cases(incomplete: str) -> list[str]:
+    from steelyard.case import resolve
+
+    return _begin([*resolve.names(), "smoke"], incomplete)
+
+
+def shipped_cases(incomplete: str) -> list[str]:
+    from steelyard.case import resolve
+
+    return _begin(resolve.names(), incomplete)
+
+
+def engines(incomplete: str) -> list[str]:
+    from steelyard import engines
+
+    return _begin(sorted(engines.table()), incomplete)
+
+
+def engines_or_all(incomplete: str) -> list[str]:
+    return [*engines(incomplete), *_begin(["all"], incomplete)]
+
+
+def sizes(incomplete: str) -> list[str]:
+    return _begin(["full", "smoke"], incomplete)
+
+
+def divisions(incomplete: str) -> list[str]:
+    from steelyard.data.division import Division
+
+    return _begin(get_args(Division), incomplete)
+
+
+def precisions(incomplete: str) -> list[str]:
+    from steelyard.case.precision import PRESETS
+
+    return _begin(dict.fromkeys(name for presets in PRESETS.values() for name in presets), incomplete)
+
+
+def accelerators(incomplete: str) -> list[str]:
+    from steelyard import accelerators
+
+    return _begin(accelerators.table(), incomplete)
+
+
+def launchers(incomplete: str) -> list[str]:
+    from steelyard.run import launch
+
+    return _begin(launch.table(), incomplete)
+
+
+def formats(incomplete: str) -> list[str]:
+    return _begin(["text", "md", "html"], incomplete)
+
+
+def report_formats(incomplete: str) -> list[str]:
+    return _begin(["text", "md", "html", "csv"], incomplete)
+
+
+def langs(incomplete: str) -> list[str]:
+    return _begin(["en", "zh"], incomplete)
+
+
+def _begin(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

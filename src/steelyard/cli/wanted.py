@@ -1,0 +1,76 @@
+"""What the names on a command line stand for: cases, and for `smoke` every case that an engine runs at that size."""
+
+from typing import TYPE_CHECKING
+
+from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.case.case import Case
+    from steelyard.case.resolve import Resolved
+    from steelyard.case.sweep import Point
+
+SMOKE = "smoke"
+
+
+def at(
+    point: "Point",
+    name: str,
+    engine: str,
+    size: str | None,
+    precision: str | None,
+    division: str | None,
+    settings: list[str] | None,
+    devices: int | None,
+    accelerator: str | None,
+) -> "list[tuple[Resolved, int]]":
+    """What a name stands for at a point of a sweep: cases, each with a number of devices."""
+    from steelyard.case import sweep
+
+    with sweep.named(point):
+        found = resolved(name, engine, size, precision, division, [*(settings or []), *sweep.settings(point)])
+        wanted = sweep.number(point, "devices") or devices
+        return [(one, number) for one, smoke in found for number in numbers(one.case, smoke, engine, wanted, accelerator)]
+
+
+def resolved(
+    name: str,
+    engine: str,
+    size: str | None,
+    precision: str | None,
+    division: str | None,
+    settings: list[str] | None,
+) -> "list[tuple[Resolved, bool]]":
+    """What to run, and whether it was asked for as `smoke`: every case that the engine runs at that size, in every
+    division that both have."""
+    from steelyard import engines
+    from steelyard.case import resolve
+
+    if name != SMOKE:
+        return [(resolve.resolve(name, size, precision, division, settings), False)]
+    if size not in (None, SMOKE):
+        raise RequestError(f"smoke --size {size}: smoke runs every case at size smoke; name a case to use --size {size}")
+    row = engines.row(engine)
+    out: list[tuple[Resolved, bool]] = []
+    for known in resolve.names():
+        found = resolve.resolve(known, SMOKE, precision, division, settings).case
+        if row.refusal(found) is not None:
+            continue
+        able = [one for one in found.divisions if one in row.divisions]
+        for one in [division] if division else able:
+            out.append((resolve.resolve(known, SMOKE, precision, one, settings), True))
+    return out
+
+
+def numbers(case: "Case", smoke: bool, engine: str, devices: int | None, accelerator: str | None) -> list[int]:
+    """The number of devices that was asked for, else 1; for `smoke` those of the case that can be had here, with this
+    engine, and 1 in any case."""
+    from steelyard import accelerators, engines
+    from steelyard.plan import degrees
+
+    if devices is not None or not smoke or max(case.devices) == 1:
+        return [1 if devices is None else devices]
+    row = accelerators.named(accelerator) if accelerator else accelerators.detect()
+    most = row.most(row.find())
+    divides = engines.row(engine)
+    able = [n for n in case.devices if n <= most and divides.divides(degrees.make(case, 1, n))]
+    return able or [1]

@@ -1,0 +1,219 @@
+"""What a newcomer asks first: help, completion, and whether anything happens."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.commands import Shell
+from steelyard.case import resolve
+from steelyard.cli import VERBS, app, terminal
+from steelyard.cli.commands import Command
+
+GROUPS = {"weights": ("inspect", "convert"), "data": ("pack", "inspect")}
+EVERY = (
+    (),
+    *((verb,) for verb in VERBS),
+    *((group,) for group in GROUPS),
+    *((g, v) for g, verbs in GROUPS.items() for v in verbs),
+)
+FIRST = ("--data", "--weights", "--size", "--engine", "--devices")
+
+
+def examples(text: str) -> list[str]:
+    """The commands of the example(s) in a help."""
+    return re.findall(r"steelyard (?:[^\n]*\\\n)*[^\n]*", text.split("Example", 1)[1].split("\n\n")[0])
+
+
+@pytest.mark.parametrize("verb", EVERY, ids=" ".join)
+def test_help_fits_80_columns_and_has_an_example(shell: Shell, verb: tuple[str, ...]) -> None:
+    done = shell.ask(*verb, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert shell.ask(*verb, "-h").out == done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    found = examples(done.out)
+    assert found[0].startswith(" ".join(("steelyard", *verb)))
+    assert done.out.startswith(" ".join(("Usage: steelyard", *verb)))
+    if len(verb) == 1 and verb[0] in VERBS:
+        assert "--json" in done.out
+
+
+@pytest.mark.parametrize("verb", [verb for verb in EVERY if verb and verb[-1] not in GROUPS], ids=" ".join)
+def test_examples_are_understood(shell: Shell, verb: tuple[str, ...]) -> None:
+    """Options and arguments of every example parse; what they name is not looked for."""
+    command: Any = _command(verb)
+    for line in examples(shell.ask(*verb, "-h").out):
+        words = shlex.split(line.replace("\\\n", " ").partition(" > ")[0])
+        if words[1] == verb[0]:  # an example may also show another verb
+            assert words[: len(verb) + 1] == ["steelyard", *verb]
+            command.make_context("steelyard", words[len(verb) + 1 :])
+
+
+def _command(verb: tuple[str, ...]) -> Any:
+    import typer
+
+    found: Any = typer.main.get_command(app)
+    for name in verb:
+        found = found.commands[name]
+    return found
+
+
+def test_help_names_every_verb_whole_and_a_start(shell: Shell) -> None:
+    done = shell("--help")
+    assert (done.code, done.err) == (0, "")
+    assert "steelyard run smoke" in done.out
+    commands = done.out.split("Commands:")[1]
+    assert re.findall(r"^  ([a-z]+)  ", commands, re.MULTILINE) == [*VERBS, *GROUPS]
+    assert "..." not in commands
+    assert shell().out == done.out
+    assert shell("--version").out == "0.1.0\n"
+
+
+def test_run_shows_the_options_that_matter_first(shell: Shell) -> None:
+    said = shell.ask("run", "-h").out
+    titles = re.findall(r"^([A-Z][a-z ]+):$", said, re.MULTILINE)
+    assert titles == [
+        *("Arguments", "Most used", "What is measured", "How much of it", "Devices and hosts"),
+        *("Several runs", "Training", "Detail", "Output", "Options"),
+    ]
+    first = said.split("Most used:")[1].split("\n\n")[0]
+    assert tuple(re.findall(r"^  (--[a-z-]+)", first, re.MULTILINE)) == FIRST
+
+
+def test_a_verb_with_few_options_has_no_groups(shell: Shell) -> None:
+    titles = re.findall(r"^([A-Z][a-z ]+):$", shell.ask("show", "-h").out, re.MULTILINE)
+    assert titles == ["Arguments", "Options"]
+    assert isinstance(_command(("show",)), Command)
+
+
+COMPLETED = [
+    ("steelyard ru", ["run"]),
+    ("steelyard run llama2", ["llama2-7b-mmlu"]),
+    ("steelyard run sm", ["smoke"]),
+    ("steelyard show sm", ["smoke"]),
+    ("steelyard run smoke --size ", ["full", "smoke"]),
+    ("steelyard run smoke --division ", ["closed", "open"]),
+    ("steelyard run smoke --precision bf", ["bf16", "bf16-pure", "bf16-o2"]),
+    ("steelyard run smoke --engine t", ["torch", "transformers"]),
+    ("steelyard run smoke --engine a", ["all"]),
+    ("steelyard conform --case glm", ["glm-large-record"]),
+    ("steelyard run smoke --accelerator c", ["cuda", "cpu"]),
+    ("steelyard run smoke --launcher s", ["ssh", "slurm"]),
+    ("steelyard report --format ", ["text", "md", "html"]),
+]
+
+COMPLETE = """
+import sys
+from steelyard.cli import main
+try:
+    main()
+finally:
+    sys.stderr.write(" ".join(sorted({"torch", "transformers", "numpy", "rich.live"} & sys.modules.keys())))
+"""
+
+
+@pytest.mark.parametrize(("typed", "offered"), COMPLETED, ids=[typed for typed, _ in COMPLETED])
+def test_bash_completes_names_and_imports_nothing_heavy(shell: Shell, typed: str, offered: list[str]) -> None:
+    words = typed.split(" ")
+    told = {"_STEELYARD_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    command = [sys.executable, "-c", COMPLETE]
+    done = subprocess.run(command, env=shell.env(**told), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == offered
+
+
+def test_the_completion_script_is_for_steelyard(shell: Shell) -> None:
+    done = shell("--show-completion", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert done.code == 2  # then it takes the name of a shell
+    done = shell("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert (done.code, done.err) == (0, "")
+    assert "_STEELYARD_COMPLETE=complete_bash" in done.out
+    assert done.out.rstrip().endswith("steelyard")
+
+
+FIRST_WORD = """
+import sys
+
+class Terminal:
+    encoding = "utf-8"
+    closed = False
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        heavy = ("torch", "transformers", "numpy", "rich", "jinja2", "psutil", "steelyard.case", "steelyard.report")
+        sys.__stdout__.write(repr((text, [name for name in heavy if name in sys.modules], len(sys.modules) < 600)))
+        sys.__stdout__.flush()
+        import os
+        os._exit(0)
+
+    def flush(self):
+        pass
+
+sys.stderr = Terminal()
+from steelyard.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("run", "smoke"), "preparing"),
+        (("spec", "--quick"), "preparing"),
+        (("check",), "checking"),
+        (("conform", "transformers"), "preparing"),
+        (("reproduce", "record.json"), "preparing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_the_first_word_comes_before_anything_heavy(shell: Shell, command: tuple[str, ...], said: str) -> None:
+    env = shell.env(TERM="dumb")
+    done = subprocess.run([sys.executable, "-c", FIRST_WORD, *command], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == repr((f"steelyard 0.1.0: {said} …\n", [], True))
+
+
+@pytest.mark.parametrize(
+    ("wide", "told", "columns"),
+    [(False, None, 80), (True, None, None), (False, "120", 120), (True, "120", None), (False, "9", 40), (False, "x", 80)],
+)
+def test_how_wide_lines_may_be(monkeypatch: pytest.MonkeyPatch, wide: bool, told: str | None, columns: int | None) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("COLUMNS", told)
+    assert terminal.columns(wide) == columns  # stdout of a test is no terminal
+
+
+def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:
+    done = shell("show", "smoke", "--json")
+    assert (done.code, done.err) == (0, "")
+    runs = done.json()["runs"]
+    assert {run["case"] for run in runs} == set(resolve.names())
+    assert {run["precision"] for run in runs} == {"fp32"}
+    lines = shell("show", "smoke").out.splitlines()
+    assert lines[0] == f"{len(runs)} runs: every case at size smoke, with engine torch"
+    assert [line.split()[0] for line in lines[2:-1]] == [run["case"] for run in runs]
+    assert lines[-1] == "run them: steelyard run smoke"
+
+
+@pytest.mark.parametrize("verb", [("list",), ("show", "smoke"), ("check", "--accelerator", "cpu")], ids=" ".join)
+def test_answers_fit_80_columns(shell: Shell, verb: tuple[str, ...]) -> None:
+    done = shell(*verb)
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_report_is_a_screen_and_full_is_the_page(shell: Shell, smoke: dict[str, Path]) -> None:
+    short = shell("report", smoke["closed"], smoke["open"])
+    assert (short.code, short.err) == (0, "")
+    assert len(short.out.splitlines()) <= 24
+    assert max(map(len, short.out.splitlines())) <= 80
+    assert "Checks" not in short.out
+    assert "--full" in short.out
+    full = shell("report", smoke["closed"], smoke["open"], "--full").out
+    assert "Checks" in full
+    assert "--wide" not in full

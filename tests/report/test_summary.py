@@ -1,0 +1,140 @@
+"""Runs on a terminal: the table after a run, a screen a case, and which columns fit."""
+
+import pytest
+
+from fixtures.report import everything, failed, make
+from steelyard import report
+from steelyard.report.document import Cell, Code, Column, Heading, Page, Paragraph, Priority, Table, TableRow
+from steelyard.report.fit import fit
+from steelyard.report.plain import width
+
+AFTER_RUNS = """\
+size full · torch
+
+case            precision  status                         rate    MFU     acc
+--------------  ---------  ----------------  -----------------  -----  ------
+llama2-7b-mmlu  bf16       valid               45,903 tokens/s  62.1%   45.8%
+llama2-7b-mmlu  bf16       valid             59.38 questions/s      /  45.8%*
+open
+llama2-7b-mmlu  fp16       invalid: quality    45,903 tokens/s  62.1%   45.8%
+llama2-7b-mmlu  fp32       failed: oom                       /      /       /
+* quality is reported, not checked
+Not shown: scope, p_infer_whole, p_infer_core, mem, e2e_time. --wide shows all
+columns.
+"""
+
+ONE_SCREEN = """\
+llama2-7b-mmlu · full
+---------------------
+
+NVIDIA H200 · torch · plan 1x1
+
+run  precision  status                         rate    MFU     acc  J/token
+---  ---------  ----------------  -----------------  -----  ------  -------
+#1   bf16       valid               45,903 tokens/s  62.1%   45.8%  0.01458
+#2   bf16 open  valid             59.38 questions/s      /  45.8%*        /
+#3   fp16       invalid: quality    45,903 tokens/s  62.1%   45.8%  0.01458
+#4   fp32       failed: oom                       /      /       /        /
+* quality is reported, not checked
+Not shown: scope. --wide shows all columns.
+
+rate: all devices together. ±: half of its 95 % interval. /: unknown, --full
+says why.
+
+More: --full prints every detail, --explain where the time goes, --format html
+--to page.html writes a page.
+"""
+
+
+def test_the_table_after_runs_fits_80_columns() -> None:
+    assert report.text(report.table(everything()), 80) == AFTER_RUNS
+
+
+def test_one_screen_a_case() -> None:
+    said = report.text(report.brief(everything()), 80)
+    assert said == ONE_SCREEN
+    assert len(said.splitlines()) <= 24
+
+
+def test_wide_shows_every_column() -> None:
+    [head, *_] = [line for line in report.text(report.table(everything())).splitlines() if line.startswith("case")]
+    names = ["case", "precision", "scope", "status", "rate", "MFU", "acc", "p_infer_whole", "p_infer_core", "mem", "e2e_time"]
+    assert head.split() == names
+    assert "window: 1404 samples" in report.text(report.table(everything()))
+    assert "Not shown" not in report.text(report.table(everything()))
+
+
+def test_what_all_runs_have_in_common_is_said_once() -> None:
+    said = report.text(report.table([make(), make()]), 120).splitlines()
+    assert said[0] == "llama2-7b-mmlu · size full · closed · torch · bf16"
+    assert said[2].split() == ["status", "rate", "MFU", "acc", "p_infer_whole", "p_infer_core", "mem", "e2e_time"]
+    assert said[5:7] == [said[5]] * 2
+    assert said[5].split()[:4] == ["valid", "45,903", "62.1%", "45.8%"]
+
+
+def test_a_column_that_no_run_has_goes_and_says_why() -> None:
+    metrics = {"tokens_per_device_s": {"value": 1000.0, "unit": "tokens/s/device", "interval": [980.0, 1020.0]}}
+    metrics["mfu"] = {"value": None, "unit": "", "note": "no row"}
+    said = report.text(report.brief([make(metrics=metrics)]), 80)
+    assert "No MFU: no row.\n" in said
+    heads = next(line for line in said.splitlines() if line.startswith("run"))
+    assert heads.split() == ["run", "status", "rate", "±", "acc"]
+    assert [line.split() for line in said.splitlines() if line.startswith("#1")] == [["#1", "valid", "1,000", "2.0%", "/"]]
+
+
+def test_plans_leave_out_degrees_of_one() -> None:
+    plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "local"}
+    assert "plan 2x8 TP2DP8" in report.text(report.brief([make(plan=plan)]))
+
+
+def test_points_of_a_sweep_begin_their_rows() -> None:
+    out = report.text(report.table([make(), failed()], points=["devices=1", "devices=2"])).splitlines()
+    assert [line.split()[0] for line in out[2:]] == ["point", "tokens/s", "---------", "devices=1", "devices=2"]
+
+
+def table(*columns: tuple[str, Priority, str]) -> Table:
+    """A row of these cells; a priority of 3 and more."""
+    heads = tuple(Column(title, priority=priority) for title, priority, _ in columns)
+    return Table(heads, (TableRow(tuple(Cell(text) for _, _, text in columns)),))
+
+
+THREE = table(("a", 1, "x" * 20), ("b", 2, "y" * 20), ("c", 3, "z" * 20), ("d", 2, "w" * 20))
+
+
+@pytest.mark.parametrize(
+    ("columns", "kept", "left_out"),
+    [
+        (None, "abcd", ""),
+        (86, "abcd", ""),
+        (85, "abd", "c"),
+        (64, "abd", "c"),
+        (63, "ab", "cd"),
+        (41, "a", "bcd"),
+        (5, "a", "bcd"),
+    ],
+)
+def test_columns_go_by_priority_and_of_equals_the_last_first(columns: int | None, kept: str, left_out: str) -> None:
+    found = fit(THREE, columns)
+    assert "".join(one.title for one in found.columns) == kept
+    assert "".join(one.title for one in found.left_out) == left_out
+
+
+def test_text_is_wrapped_before_a_column_goes() -> None:
+    words = table(("a", 1, "one two three"), ("b", 2, "four five six"))
+    assert fit(words, 28).limits == (13, 13)
+    assert fit(words, 20).limits == (9, 9)
+    assert [one.title for one in fit(words, 11).columns] == ["a", "b"]  # "three" and "four"
+    assert [one.title for one in fit(words, 10).columns] == ["a"]
+
+
+def test_words_are_broken_only_where_nothing_else_helps() -> None:
+    assert fit(table(("a", 1, "x" * 20)), 12).limits == (12,)
+    assert fit(table(("a", 1, "x" * 20)), 2).limits == (8,)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
+    blocks = (Heading(1, "word " * 40), Paragraph("推理 word " * 40), THREE, Code("short"))
+    said = report.text(Page("", "en", blocks, "foot " * 40), columns)
+    assert max(map(width, said.splitlines())) <= columns
+    assert f"Not shown: {'b, c, d' if columns == 40 else 'c, d' if columns == 60 else 'c'}" in said
