@@ -23,6 +23,7 @@ from steelyard.report.plain import clean, lines, pad, width, wrap
 from steelyard.report.words import Words
 
 LINE = 100  # where nobody says how wide the terminal is
+MIN_TEXT = 20  # beside a label that takes the whole line
 _RULES = {1: "=", 2: "-", 3: "~"}
 
 
@@ -79,7 +80,8 @@ class _Text:
         indent = min(MAX_CELL, self._line // 2, max(width(label) for label in labels) + 5)
         out = []
         for label, item in zip(labels, block.items, strict=True):
-            first, *more = wrap(clean(item.text), self._line - max(indent, width(label) + 4))
+            room = max(MIN_TEXT, self._line - max(indent, width(label) + 4))
+            first, *more = wrap(clean(item.text), room)
             out.append(f"- {pad(label + ':', indent - 3)} {first}")
             out += [" " * indent + line for line in more]
         return "\n".join(out)

@@ -53,7 +53,8 @@ _PIECES = re.compile(rf"\s+|[{_WIDE}][{_CLOSING}]*|[^\s{_WIDE}]+[{_CLOSING}]*")
 
 
 def wrap(text: str, columns: int) -> list[str]:
-    """The text in lines of at most so many columns."""
+    """The text in lines of at most so many columns; one at least."""
+    columns = max(1, columns)
     out, line = [], ""
     for piece in _PIECES.findall(text):
         if width(line) + width(piece.rstrip()) > columns and line.strip():
