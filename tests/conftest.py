@@ -41,6 +41,7 @@ LONGEST = (
     "real/",
     "hosts/",
     "cli/test_cli",
+    "cli/test_terminal",
     "cli/test_sweep",
     "tasks/test_superglue_case",
     "weights/test_megatron",

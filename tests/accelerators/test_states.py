@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from accelerators.test_accelerators import library, python
+from fixtures.nvml import library, python
 from steelyard.record.facts import DeviceState
 
 STATES = "import json; from steelyard import accelerators as a; print(json.dumps(a.CUDA.states(a.CUDA.find())))"
@@ -24,11 +22,6 @@ except SystemExit as end:
     code = end.code
 print(json.dumps([code, json.loads(out.getvalue())]))
 """
-
-
-@pytest.fixture(scope="session")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return library(tmp_path_factory.mktemp("states") / "full")
 
 
 def test_every_setting_is_read(fake: str) -> None:

@@ -1,32 +1,14 @@
-"""Packing: exact arrays on an example worked out by hand, and the same logits however prompts are packed."""
+"""Packing: exact arrays on an example worked out by hand, and bins and batches of equal size."""
 
 import random
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from steelyard import engines
-from steelyard.accelerators.cpu_torch import Device
-from steelyard.case import resolve
 from steelyard.data import batches
 from steelyard.data.batches import Batch, PromptPiece
-from steelyard.engines.job import Job
-from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
-from steelyard.engines.work import Work
-from steelyard.models.attention import Prefix, layout
-from steelyard.models.llama import Llama, LlamaShape
-from steelyard.plan import degrees
-from steelyard.plan.degrees import Plan
-from steelyard.run.clock import now
-from steelyard.tasks.mmlu.data import Prompts
-from steelyard.weights import load
-
-CPU = torch.device("cpu")
 
 # Group 0 shares [1, 2, 3], group 1 is one prompt alone, group 2 shares [9].
 ROWS = [[1, 2, 3, 10], [1, 2, 3, 20, 21], [7, 8], [1, 2, 3, 30], [9, 4], [9, 5, 6]]
@@ -34,9 +16,6 @@ GROUPS = [0, 0, 1, 0, 2, 2]
 SHARED = [3, 0, 1]
 # Seeds whose random order of three groups is the one named.
 SEED_012, SEED_201 = 2, 1
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(batch: Batch) -> dict[str, Any]:
@@ -255,158 +234,3 @@ def test_sorted_batches(seed: int) -> None:
     assert longest != sorted(longest, reverse=True)
     assert bins == batches.sorted_batches(lengths, 8192, 16, seed)
     assert bins != batches.sorted_batches(lengths, 8192, 16, seed + 1)
-
-
-# The same answers, however prompts are packed.
-
-SHAPE = LlamaShape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61, positions=64)
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    made = load.build(SHAPE, CPU, torch.float32)
-    load.fill_random(made, 3)
-    return made
-
-
-def prompts(seed: int) -> tuple[list[list[int]], list[int]]:
-    """Groups of random prompts, in mixed order. Group 0 shares nothing, group 1 is one prompt, group 2 holds one twice."""
-    rng = random.Random(f"prompts:{seed}")
-    pairs: list[tuple[list[int], int]] = []
-    for group in range(rng.randrange(4, 8)):
-        head = [rng.randrange(SHAPE.vocab) for _ in range(rng.randrange(1, 17))]
-        members = 1 if group == 1 else rng.randrange(2, 8)
-        for i in range(members):
-            tail = [rng.randrange(SHAPE.vocab) for _ in range(rng.randrange(1, 9))]
-            pairs.append(([i, *tail] if group == 0 else head + tail, group))
-    pairs.append(next(pair for pair in pairs if pair[1] == 2))
-    rng.shuffle(pairs)
-    return [row for row, _ in pairs], [group for _, group in pairs]
-
-
-def alone(model: Llama, rows: list[list[int]]) -> Tensor:
-    """Each prompt by itself."""
-    return torch.cat([run(model, batches.closed_batch(rows, [i]), None) for i in range(len(rows))])
-
-
-def run(model: Llama, batch: Batch, prefix: list[Prefix] | None) -> Tensor:
-    gather = None if batch.gather is None else torch.from_numpy(batch.gather)
-    rows = layout(batch.q_lens, batch.k_lens, CPU, gather)
-    keep = None if batch.keep is None else slice(*batch.keep)
-    tokens, positions, pick = (torch.from_numpy(array) for array in (batch.tokens, batch.positions, batch.pick))
-    with torch.no_grad():
-        out: Tensor = model(tokens, positions, rows, "rows", pick, prefix, keep)
-    return out
-
-
-def closed_ranks(rows: list[list[int]], budget: int, seed: int, world: int) -> list[list[Batch]]:
-    bins = batches.equal_bins([len(row) for row in rows], budget, seed, world)
-    return [[batches.closed_batch(rows, one) for one in bins[rank::world]] for rank in range(world)]
-
-
-def open_ranks(rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int) -> list[list[Batch]]:
-    shared = batches.prefixes(rows, groups)
-    return [
-        [batches.open_batch(rows, one, after, shared, max(shared)) for one, after in zip(bins, [*bins[1:], None], strict=False)]
-        for bins in batches.open_bins(rows, groups, budget, seed, world)
-    ]
-
-
-def answered(model: Llama, ranks: list[list[Batch]], cache: int | None) -> Tensor:
-    """Logits by prompt. Every prompt is answered once; room for a cached prefix holds NaN until one is kept in it."""
-    found: dict[int, Tensor] = {}
-    for own in ranks:
-        prefix = None if cache is None else model.empty_prefix(cache)
-        for pair in prefix or []:
-            for part in pair:
-                part.fill_(float("nan"))
-        for batch in own:
-            logits = run(model, batch, prefix)
-            assert len(logits) == len(batch.items)
-            for item, row in zip(batch.items, logits, strict=True):
-                assert item not in found
-                found[item] = row
-    return torch.stack([found[item] for item in range(len(found))])
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-@pytest.mark.parametrize("budget", [1, 23, 60, 10_000])
-@pytest.mark.parametrize("seed", range(6))
-def test_every_packing_gives_the_same_logits(model: Llama, seed: int, budget: int, world: int) -> None:
-    rows, groups = prompts(seed)
-    expected = alone(model, rows)
-    shared = batches.prefixes(rows, groups)
-    assert 0 in shared
-    assert max(shared) > 0
-    closed = closed_ranks(rows, budget, seed, world)
-    opened = open_ranks(rows, groups, budget, seed, world)
-    for ranks, cache in ((closed, None), (opened, max(shared))):
-        assert sum(batch.counts["samples"] for batches in ranks for batch in batches) == len(rows)
-        found = answered(model, ranks, cache)
-        assert found.shape == expected.shape
-        assert float((found - expected).abs().max()) <= 1e-5
-    assert sum(batch.counts["tokens"] for batches in closed for batch in batches) == sum(map(len, rows))
-    computed = sum(batch.counts["tokens"] for batches in opened for batch in batches)
-    once = sum(shared) + sum(len(row) - shared[group] for row, group in zip(rows, groups, strict=True))
-    assert once <= computed <= once + (world - 1) * max(shared)
-    assert world > 1 or computed == once
-
-
-def test_the_comparison_sees_swapped_prompts(model: Llama) -> None:
-    rows, _ = prompts(0)
-    found = alone(model, rows)
-    near = [(a, b) for a in range(len(rows)) for b in range(a) if float((found[a] - found[b]).abs().max()) <= 1e-3]
-    assert [(rows[a], a) for a, b in near] == [(rows[b], a) for a, b in near]
-    assert len(near) == 1  # the prompt that is there twice
-
-
-# The engines, which lay the batches over ranks.
-
-
-LETTERS = [6, 22, 10, 24]  # tokens that are likely somewhere, so that every letter is chosen
-
-
-def job(rows: list[list[int]], groups: list[int], division: str, rank: int, world: int, **tune: Any) -> Job:
-    settings = ["question.model.vocab=61", *(f"tune.{key}={value}" for key, value in tune.items())]
-    count = len(rows)
-    shared = Plan(nodes=1, devices=world, tp=1, pp=1, dp=world, launcher="local")
-    return Job(
-        case=resolve.resolve("llama2-7b-mmlu", "smoke", division=division, settings=settings).case,
-        work="score_choices",
-        inputs=Prompts(rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0),
-        weights=None,
-        device=Device(0, now),
-        rank=rank,
-        world=world,
-        plan=shared,
-        place=degrees.place(shared, rank),
-        group=TensorParallelGroup(),
-        steps=None,
-    )
-
-
-def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int, int, int, int]]:
-    """(prompt, likeliest token, likeliest letter, finite) of all ranks."""
-    rows, groups = prompts(5)
-    out: list[tuple[int, int, int, int]] = []
-    for rank in range(world):
-        engine = engines.load(name, "score_choices")(job(rows, groups, division, rank, world, **tune))
-        engine.prepare("val", lambda part: nullcontext())
-        works = [item for item in engine.work("val") if isinstance(item, Work)]
-        assert len(works) == engine.total("val")
-        table = engine.outputs("val")
-        assert sorted(row for work in works for row in work.rows or ()) == sorted(table["items"])
-        out += zip(table["items"], table["best"], table["choice"], table["finite"], strict=True)
-    return sorted(out)
-
-
-@pytest.mark.parametrize("world", [1, 3, 40])  # with 40 ranks, some get nothing to do
-def test_engines_answer_alike(world: int) -> None:
-    assert len(prompts(5)[0]) < 40
-    expected = answers("transformers", "closed", 1, batching="single")
-    assert [item for item, *_ in expected] == list(range(len(prompts(5)[0])))
-    assert len({best for _, best, _, _ in expected}) >= 8
-    assert {choice for _, _, choice, _ in expected} == {0, 1, 2, 3}
-    assert answers("torch", "closed", world, batch_tokens=50) == expected
-    assert answers("torch", "open", world, batch_tokens=50) == expected
-    assert answers("transformers", "closed", world, batch_tokens=50) == expected

@@ -4,19 +4,17 @@ import base64
 import hashlib
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from fixtures.report import ENVIRONMENT, METRICS, everything, hostile, make, question, samples, training
+from fixtures.pages import html_text
+from fixtures.report import ENVIRONMENT, METRICS, everything, hostile, make, samples
 from steelyard import report
 from steelyard.case.resolve import resolve
 from steelyard.errors import RequestError
-from steelyard.metrics import table as metrics
-from steelyard.record.record import Record
 from steelyard.report import as_html
 from steelyard.report.as_md import escape
 from steelyard.report.document import Cell, Column, Curve, Lines, Page, Stack, Table, TableRow, walk
@@ -27,48 +25,6 @@ from steelyard.report.plot import plot
 
 def line_with(text: str, start: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(start))
-
-
-def html_text(text: str) -> "Reader":
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    return reader
-
-
-class Reader(HTMLParser):
-    """Tags, attributes and table rows of a page; an unclosed or crossed tag is an error."""
-
-    VOID = ("meta", "line", "path", "br")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.rows: list[list[str]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += attrs
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        if tag == "small" and self.rows and self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += " "
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self.rows and {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
 
 
 def own(name: str) -> str:
@@ -274,94 +230,6 @@ def test_sizes_of_a_case_have_tables_of_their_own() -> None:
     )
 
 
-def test_training_has_its_own_columns() -> None:
-    values = {"p_core": 42.4, "p_train": 42.4, "p_whole": 36.5, "loss": 2.9, "mfu": 0.035, "e2e_time": 2763.0}
-    metrics = {name: {"value": value, "unit": "samples/s" if name[0] == "p" else ""} for name, value in values.items()}
-    origins = {"tune.compile": "case", "tune.env.NCCL_ALGO": "command line", "tune.warmup": "default"}
-    tune = {"compile": True, "env": {"NCCL_ALGO": "ring"}, "warmup": 2}
-    record = make(case__question=question(), metrics=metrics, case__reference=[], case__origins=origins, tune=tune)
-    rows = html_text(report.render([record], "html", "en")).rows
-    tuned = "compile=true, env={NCCL_ALGO=ring}"
-    measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
-    assert ["#1 torch valid, full", "bf16", "1x1", "TP1PP1DP1", tuned, *measured] in rows
-
-
-PUBLISHED = {"source": "page", "config": "8x A100, TP2PP4DP1 SH1", "published_as": "fp16 O2", "ran_as": "fp16", "note": None}
-STAGED = PUBLISHED | {"values": {"config": "1x8", "tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}}
-PADDED = PUBLISHED | {"values": {"tokens_per_device_s_padded": 4318.9, "loss": 2.9, "mem": 75.0, "mem_total": 80.0}}
-
-
-def trained(**changes: Any) -> Record:
-    """A pipeline of two stages that warms up for a step; the second stage is slower."""
-    return training(((2.0, 1.0, 1.0, 1.0), (2.0, 1.5, 1.0, 2.0)), plan=(1, 2, 1), **changes)
-
-
-def test_a_run_of_training() -> None:
-    rows = html_text(report.render([trained(case__reference=[STAGED, PADDED])], "html", "en")).rows
-    [head] = [row for row in rows if row[0] == "tool"]
-    names = ["tool", "precision", "config", "parallel", "fix_hp", "e2e_time s"]
-    names += ["p_whole tokens/s", "p_train tokens/s", "*p_core tokens/s"]
-    names += ["token/p/s tokens/s/device", "*MFU", "loss nats", "held-out loss(before/after) nats", "mem(used/total) GiB"]
-    assert head == [*names, "mem_predicted GiB", "mem_stages", "energy J", "tokens_per_joule tokens/J"]
-    settings = ["#1 torch valid, full", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
-    rates = ["61.54", "61.54", "88.89", "33.33", "11.6%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
-    assert [*settings, *rates, "750.0", "0.4000"] in rows
-    unknown = ["/"] * 6
-    published = ["fp16 O2 ran fp16", "1x8", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2", "/", "/"]
-    assert ["published [1]", *published] in rows
-    padded = ["/"] * 7 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/", "/", "/"]
-    assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
-    assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "2.000e-6"] in rows
-    assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "2.000e-6"] in rows
-
-
-@pytest.mark.parametrize("lang", report.LANGS)
-@pytest.mark.parametrize("format", report.FORMATS)
-def test_training_in_every_format(format: str, lang: str) -> None:
-    text = report.render([trained(case__reference=[STAGED, PADDED]), trained(status="invalid")], format, lang)
-    said = {
-        "en": (
-            "Training data set",
-            "Training tool",
-            "Slowest step",
-            "Held-out loss before",
-            "Memory predicted",
-            "schedule=cosine",
-        ),
-        "zh": ("训练数据集", "训练工具", "最慢步时", "训练前留出集损失", "预测显存", "schedule=cosine"),
-    }[lang]
-    assert [one for one in said if one not in text] == []
-    assert re.search(r"40\.00\\?\*1 \+ 39\.00\\?\*1", text)
-    if format == "html":
-        assert html_text(text).open == []
-
-
-@pytest.mark.parametrize(
-    ("lang", "titles"), [("en", ["Loss of each step", "Rate of each step"]), ("zh", ["每步损失", "每步速率"])]
-)
-def test_charts_of_training(lang: Any, titles: list[str]) -> None:
-    record = trained(losses=[9.0, None, 7.0, 6.0], aside={1: ("evaluate", 0.5)})
-    loss, rate = [block for block in walk(report.page([record], lang).blocks) if isinstance(block, Lines)]
-    assert [loss.title, rate.title] == titles
-    assert [one.points for one in loss.series] == [((0.0, 9.0), (1.0, None), (2.0, 7.0), (3.0, 6.0))]
-    assert [[y for _, y in one.points] for one in rate.series] == [[50.0, 100.0, 100.0, 100.0], [50.0, 100 / 1.5, 100.0, 50.0]]
-    [alone, level] = [block for block in walk(report.page([training()], lang).blocks) if isinstance(block, Lines)]
-    assert (alone.level, level.level, level.level_label) == (None, 100 / 0.75, "p_core")
-
-
-def test_every_metric_of_training_has_a_name_in_both_languages() -> None:
-    for name in training().metrics:
-        row = metrics.row(name)
-        assert row.formula is not None
-        assert all(all(row.words(lang)) for lang in report.LANGS)
-
-
-def test_a_training_run_that_left_nothing_is_shown() -> None:
-    record = trained(passes=[], samples=[], ranks=[], telemetry=[], outputs={})
-    for name in report.FORMATS:
-        assert "TP1PP2DP1 SH1" in report.render([record], name, "en")
-
-
 def test_a_bare_record_is_shown() -> None:
     nothing: dict[str, Any] = {"site": {}, "data": {}, "budget": {}, "metrics": {}, "samples": [], "telemetry": [], "tune": {}}
     published = {"source": "", "config": "", "published_as": "", "ran_as": "", "values": {}}
@@ -441,51 +309,6 @@ def test_steps_without_work_are_not_drawn() -> None:
     steps.append({**steps[-1], "step": 3, "start_s": 2.2, "end_s": 2.3, "counts": {}})
     [chart, *_] = [block for block in walk(report.page([make(samples=steps)], "en").blocks) if isinstance(block, Lines)]
     assert (chart.title, len(chart.series[0].points), chart.level) == ("Rate of each batch, val pass", 3, None)
-
-
-def scaled(devices: int, rate: float, ends: tuple[float, float] | None = None, **changes: Any) -> Record:
-    """A run on so many devices of one node, each of which does so many tokens a second."""
-    metrics = {"tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": ends}}
-    plan = {"nodes": 1, "devices": devices, "tp": 1, "pp": 1, "dp": devices, "launcher": "local"}
-    return make(plan=plan, metrics=metrics, id=f"{devices:012}", **changes)
-
-
-SCALED = [scaled(1, 1000.0, (970.0, 1040.0)), scaled(8, 800.0, (776.0, 840.0)), scaled(8, 820.0), scaled(2, 950.0)]
-
-
-def test_scaling_in_html() -> None:
-    rows = html_text(report.render(SCALED[:2], "html", "en")).rows
-    ends = ["6.080 – 6.773", "76.0% – 84.7%"]
-    assert ["config", "plan", "runs", "rate tokens/s", "speed-up", "efficiency", "interval from"] in rows
-    assert ["1x1", "TP1PP1DP1", "1", "1,000 970.0 – 1,040", "1.000 base", "100.0%", "the run's steps"] in rows
-    assert ["1x8", "TP1PP1DP8", "1", "6,400 6,208 – 6,720", f"6.400 {ends[0]}", f"80.0% {ends[1]}", "the run's steps"] in rows
-
-
-def test_scaling_in_markdown() -> None:
-    en, zh = (report.render(SCALED, "md", lang) for lang in report.LANGS)
-    assert "\n### Scaling\n\n**Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200**\n" in en
-    assert "| 1x2 | TP1PP1DP2 | 1 | 1,900 | 1.900 | 95.0% | / |" in en
-    half = 12.706 * 80  # of 6,400 and 6,560: t of one degree of freedom, standard error 80
-    assert f"| 1x8 | TP1PP1DP8 | 2 | 6,480<br>{6480 - half:,.0f} – {6480 + half:,.0f} |" in en
-    assert "| spread of the runs |" in en
-    assert "\n### 扩展性\n" in zh
-    assert "| 配置 | 并行策略 | 运行次数 | **吞吐量**<br>tokens/s | 加速比 | 扩展效率 | 区间来源 |" in zh
-
-
-def test_scaling_is_shown_where_there_are_two_numbers_of_devices() -> None:
-    for records in ([SCALED[1], SCALED[2]], [SCALED[0], scaled(8, 800.0, status="invalid")], [make()]):
-        assert "Scaling" not in report.render(records, "text", "en")
-        assert report.scaling(records) is None
-
-
-def test_groups_of_a_sweep_say_in_what_they_differ() -> None:
-    records = [scaled(n, 100.0, tune__batch_tokens=size) for n in (1, 2) for size in (64, 128)]
-    page = report.scaling(records, "en")
-    assert page is not None
-    text = report.text(page)
-    start = "Scaling: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200 · batch_tokens="
-    assert [line for line in text.splitlines() if line.startswith("Scaling")] == [f"{start}64", f"{start}128"]
-    assert text.count("Config: nodes x devices.") == 1
 
 
 def test_config_is_written_as_published_pages_do() -> None:

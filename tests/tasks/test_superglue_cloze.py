@@ -1,8 +1,7 @@
-"""The cloze: a ReCoRD example worked out by hand in both divisions, candidates, shortening, batches, real rows, made data."""
+"""The cloze: a ReCoRD example worked out by hand in both divisions, candidates, shortening, and fingerprints."""
 
 import json
 import random
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,20 +9,17 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from fixtures.cloze import END, SHORT, START
 from steelyard.data import cloze, tokenizer
 from steelyard.data.cloze import Cloze, ClozeRows, Pack
 from steelyard.data.tokenizer import WordPieces
 from steelyard.errors import RequestError
 from steelyard.tasks.superglue_record import data as record
-from steelyard.tasks.superglue_record import made
 from steelyard.tasks.superglue_record import queries as superglue
-from steelyard.tasks.superglue_record.fields import MadeCloze
-from steelyard.tasks.superglue_record.made import ClozeTokenizer
 from steelyard.tasks.superglue_record.queries import Query
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[MASK]", "ann", "met", "bob", "ray", "in", "os", "##lo", ".", "-", '"', "cold", "won"]
 PIECES += ["the", "end", "'", "s"]
-START, END = 20, 21
 
 LINE = {
     "passage": {
@@ -121,9 +117,6 @@ def test_evaluation_by_hand_in_division_closed(pieces: WordPieces, queries: list
             "square": 3 * 25 * 25 + (2 + 3 + 3) * 25 + (4 + 9 + 9),
         },
     }
-
-
-SHORT = Cloze((2, 5, 3, 0), 2, ((7,), (8, 9), ()), (), ("a", "b c", ""), ("d",), "2-1")
 
 
 @pytest.mark.parametrize("division", ["closed", "open"])
@@ -268,59 +261,6 @@ def test_texts_are_encoded_in_parts_and_each_once(monkeypatch: pytest.MonkeyPatc
     assert seen == [["passage", "who ", " then", "b", "a", "c"], ["passage", "who ", " then", "d", "e"]]
 
 
-def rows(count: int, division: Literal["closed", "open"] = "open", batch: int = 4, seed: int = 0) -> ClozeRows:
-    train = [replace(SHORT, context=(2, *[5] * (i * 7 % 10), 3, 0)) for i in range(count)]
-    held = [replace(SHORT, context=(2, *[5] * length, 3, 0)) for length in (1, 4, 4, 2)]
-    return ClozeRows(train, held, division, batch, seed, START, END)
-
-
-def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
-    found = rows(12)
-    epochs = [[key for step in range(start, start + 3) for key in found.batch(step)] for start in (0, 3, 6)]
-    assert [sorted(one) for one in epochs] == [list(range(12))] * 3
-    assert len({tuple(sorted(found.batch(step))) for step in (0, 3, 6)}) == 3
-    assert [rows(12).batch(step) for step in range(9)] == [found.batch(step) for step in range(9)]
-    assert [rows(12, seed=1).batch(step) for step in range(9)] != [found.batch(step) for step in range(9)]
-    # The order is drawn whatever the division, so that both learn from the same samples.
-    assert [sorted(rows(12, "closed").batch(step)) for step in range(9)] == [sorted(found.batch(step)) for step in range(9)]
-
-
-def test_a_batch_goes_over_the_end_of_an_epoch() -> None:
-    found = rows(6)
-    keys = [key for step in range(3) for key in found.batch(step)]
-    assert Counter(keys) == dict.fromkeys(range(6), 2)
-    assert Counter(rows(3, batch=7).batch(0)).most_common()[0][1] == 3
-
-
-def test_lengths_are_sorted_inside_a_batch_and_nowhere_else() -> None:
-    found = rows(40, batch=8)
-    sizes = [[found.size(key, held=False) for key in found.batch(step)] for step in range(5)]
-    assert all(one == sorted(one, reverse=True) and len(set(one)) > 1 for one in sizes)
-    assert all(sizes[i][-1] < sizes[i + 1][0] for i in range(4))
-    ties = [key for key in found.batch(0) if found.size(key, held=False) == sizes[0][0]]
-    assert ties == sorted(ties)
-
-
-@pytest.mark.parametrize(("division", "sizes"), [("open", [10, 13, 13, 11]), ("closed", [18, 27, 27, 21])])
-def test_evaluation_is_all_of_it_the_longest_first(division: Literal["closed", "open"], sizes: list[int]) -> None:
-    found = rows(3, division)
-    assert found.held_out() == [1, 2, 3, 0]
-    assert [found.size(key, held=True) for key in range(4)] == sizes
-    assert [found.pack([key], held=True).counts["tokens"] for key in range(4)] == sizes
-    assert found.sample(3, held=True).context == (2, 5, 5, 3, 0)
-    assert found.sample(2, held=False).context == (2, *[5] * 4, 3, 0)
-    both = found.pack([3, 0], held=True)
-    assert both.counts["tokens"] == sizes[3] + sizes[0]
-    assert both.contexts == ([5] * 3 + [4] * 3 if division == "closed" else [5, 4])
-
-
-def test_rows_that_are_none() -> None:
-    with pytest.raises(RequestError, match="no samples to train on; allowed: 1 or more"):
-        ClozeRows([], [SHORT], "open", 1, 0, START, END)
-    with pytest.raises(RequestError, match="a global batch of 0 samples; allowed: 1 or more"):
-        ClozeRows([SHORT], [SHORT], "open", 0, 0, START, END)
-
-
 def test_a_fingerprint_sees_texts_order_set_and_vocabulary() -> None:
     one, two = query("a b", "b"), query("a c", "c", "2-1")
     base = record.fingerprint([one], [two], Letters())
@@ -341,133 +281,3 @@ def test_a_fingerprint_sees_texts_order_set_and_vocabulary() -> None:
         ),
     ]
     assert len({base, *others}) == len(others) + 1
-
-
-@pytest.fixture(scope="module")
-def bert(data_dir: Path) -> WordPieces:
-    return tokenizer.load_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
-
-
-@pytest.fixture(scope="module")
-def real(data_dir: Path) -> list[Query]:
-    names = ("train32", "dev32", "explorer123")
-    return [one for name in names for one in superglue.read(data_dir / "record" / f"record_{name}.jsonl")]
-
-
-@pytest.mark.parametrize(
-    ("division", "learned", "held"),
-    [
-        ("closed", (590_569, 2087, 143_081_852, 143_092_196), (505_481, 2703, 123_793_508, 123_802_340)),
-        ("open", (74_356, 263, 17_932_119, 17_942_463), (50_489, 270, 12_158_880, 12_167_712)),
-    ],
-)
-def test_real_rows(
-    division: Literal["closed", "open"],
-    learned: tuple[int, ...],
-    held: tuple[int, ...],
-    real: list[Query],
-    bert: WordPieces,
-) -> None:
-    """The figures of the design: 283 examples of 187 queries, of 2,087 tokens closed and 263 open."""
-    train, shortened = record.training(real, bert, 512, 9)
-    ask, asked_shortened = record.evaluation(real, bert, 512)
-    assert (len(train), len(ask), shortened, asked_shortened) == (283, 187, 0, 0)
-    assert (sum(len(one.candidates) for one in train), sum(len(one.candidates) for one in ask)) == (2460, 2083)
-    assert max(len(one.context) for one in ask) == 406
-    found = ClozeRows(train, ask, division, 8, 0, bert.vocab, bert.vocab + 1)
-    for keys, is_held, figures, logits in ((range(283), False, learned, 7655), (range(187), True, held, 6497)):
-        counts = found.pack(list(keys), is_held).counts
-        assert counts["tokens"] == sum(found.size(key, is_held) for key in keys)
-        assert (counts["tokens"], round(counts["tokens"] / len(keys)), counts["pairs"], counts["square"]) == figures
-        assert (counts["logits"], counts["samples"], counts["padded"]) == (logits, len(keys), 0)
-
-
-def test_real_rows_that_are_shortened(real: list[Query], bert: WordPieces) -> None:
-    whole = record.evaluation(real, bert, 512)[0]
-    found, shortened = record.evaluation(real, bert, 256)
-    longest = [max(map(len, one.candidates)) + 1 for one in found]
-    assert shortened == 58
-    for one, before, span in zip(found, whole, longest, strict=True):
-        fits = len(before.context) + span <= 256
-        assert (one == before) == fits
-        assert fits or len(one.context) + span == 256
-        assert one.context[one.mask] == bert.mask
-        kept = len(one.context) - one.mask
-        assert one.context[-kept:] == before.context[-kept:]
-        assert one.context[:5] == before.context[:5]
-
-
-MADE = MadeCloze(queries=300, held_out=60, entities=4, seed=3)
-
-
-def test_made_queries_ask_for_the_one_that_is_named_most() -> None:
-    train, held = made.make(MADE)
-    assert (len(train), len(held)) == (300, 60)
-    assert len({(one.passage, one.query) for one in train + held}) == 360
-    for one in train + held:
-        times = {entity: one.passage.count(entity) for entity in one.entities}
-        assert one.entities == tuple(sorted(set(one.entities)))
-        assert len(one.entities) == 4
-        assert {entity for entity, count in times.items() if count == 4} == set(one.answers)
-        assert {count for entity, count in times.items() if entity not in one.answers} == {1}
-        assert one.query.count("@placeholder") == 1
-    assert Counter(len(one.answers) for one in train + held).keys() == {1, 2}
-    # Neither the first nor the last name gives the answer away.
-    for at in (str.startswith, str.endswith):
-        assert 0.2 < sum(at(one.passage, one.answers) for one in train) / 300 < 0.8
-
-
-def test_made_queries_are_the_same_each_time_and_other_with_another_seed() -> None:
-    assert made.make(MADE) == made.make(MADE)
-    other = made.make(MADE.model_copy(update={"seed": 4}))
-    assert other != made.make(MADE)
-    more = made.make(MADE.model_copy(update={"held_out": 70}))
-    assert more[0] == made.make(MADE)[0]
-    assert [one.name for one in more[0][:2]] == ["made-1", "made-2"]
-
-
-def test_no_two_made_queries_are_alike() -> None:
-    """With two candidates there are so few of the shortest that some would be."""
-    train, held = made.make(MadeCloze(queries=6000, held_out=1000, entities=2))
-    assert len({(one.passage, one.query) for one in train + held}) == 7000
-
-
-@pytest.mark.parametrize("entities", [2, 3, 12])
-def test_made_queries_of_other_sizes(entities: int) -> None:
-    train, held = made.make(MadeCloze(queries=40, held_out=10, entities=entities))
-    assert {len(one.entities) for one in train + held} == {entities}
-    assert all(set(one.answers) < set(one.entities) for one in train + held)
-
-
-def test_there_are_so_many_names() -> None:
-    with pytest.raises(RequestError) as caught:
-        made.make(MadeCloze(queries=2, held_out=1, entities=13))
-    assert str(caught.value) == "question.data.made.entities=13; allowed: 2 to 12, the names there are"
-
-
-def test_the_made_vocabulary() -> None:
-    words = ClozeTokenizer(62)
-    assert (words.vocab, words.source, words.end, words.pad, words.cls, words.mask) == (62, "made", None, 0, 1, 2)
-    assert len(words.sha256) == 64
-    assert words.sha256 == ClozeTokenizer(62).sha256 != ClozeTokenizer(63).sha256
-    assert words.encode(["Mira Jonas", "Old  Mill", "elsewhere", ""]) == [[4, 5], [13, 14], [3], []]
-    found = {i for one in made.make(MADE)[0] for i in words.encode([one.passage])[0]}
-    assert 3 not in found
-    assert max(found) < ClozeTokenizer(31).vocab
-    with pytest.raises(RequestError) as caught:
-        ClozeTokenizer(30)
-    assert str(caught.value) == "a made vocabulary of 30 pieces; allowed: 31 or more, all words of the made task"
-
-
-def test_made_queries_are_read_with_the_made_vocabulary() -> None:
-    """No word is unknown, nothing is shortened, and some candidates have two tokens."""
-    train, held = made.make(MADE)
-    words: WordPieces = ClozeTokenizer(62)
-    learned, shortened = record.training(train, words, 64, 9)
-    asked, asked_shortened = record.evaluation(held, words, 64)
-    assert (shortened, asked_shortened) == (0, 0)
-    assert len(learned) == sum(len(one.answers) for one in train) > 300
-    assert not any(3 in one.context for one in learned + asked)
-    assert {len(piece) for one in learned + asked for piece in one.candidates} == {1, 2}
-    assert len({one.mask for one in asked}) > 5
-    assert [len(one.right) for one in asked] == [len(one.answers) for one in held]

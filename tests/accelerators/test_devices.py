@@ -1,0 +1,244 @@
+"""Both sides of each built-in row: what the parent reads of a device, and what torch is told of it."""
+
+import platform
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from fixtures.nvml import FIND, library, python
+from steelyard.accelerators import cpu, cpu_torch, nvml
+from steelyard.accelerators.events import HostEvent
+from steelyard.accelerators.row import Source
+from steelyard.errors import RequestError
+from steelyard.run.clock import now
+
+READ = """
+import json
+from steelyard.accelerators import nvml
+found = nvml.sources(nvml.find(None))
+print(json.dumps([[source.device, source.whole(()), *(source.read(()) for _ in range(10))] for source in found]))
+"""
+FIRST = {
+    "memory_bytes": 1000,
+    "sm_clock_mhz": 1980,
+    "memory_clock_mhz": 3201,
+    "power_w": 650.5,
+    "energy_j": 5000.0,
+    "temperature_c": 61,
+    "reasons": ["sw_power_cap"],
+    "processes": 2,
+}
+SECOND = {
+    "memory_bytes": 2000,
+    "sm_clock_mhz": 1200,
+    "memory_clock_mhz": 2619,
+    "power_w": 300.25,
+    "energy_j": None,
+    "temperature_c": 85,
+    "reasons": ["hw_slowdown", "hw_power_brake_slowdown"],
+    "processes": 2,
+}
+
+
+def test_readings(fake: str) -> None:
+    got = python(READ, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
+    between = [{**FIRST, "energy_j": None}] * 9
+    assert got == [["cuda:0", FIRST, *between, {**FIRST, "energy_j": 5000.5}], ["cuda:1", *[SECOND] * 11]]
+
+
+def test_readings_of_an_old_driver(tmp_path: Path) -> None:
+    (_, first, *_), (_, second, *_) = python(READ, LD_LIBRARY_PATH=library(tmp_path / "old", "-DOLD_DRIVER"))
+    assert first == {
+        **FIRST, "memory_bytes": 1512, "temperature_c": 62, "reasons": ["gpu_idle", "sw_power_cap"], "processes": 0
+    }  # fmt: skip
+    assert second["reasons"] == ["gpu_idle", "hw_slowdown", "hw_power_brake_slowdown"]
+
+
+def test_what_a_driver_lacks_is_none(tmp_path: Path) -> None:
+    folder = library(tmp_path / "bare", "-DBARE")
+    assert python(READ, LD_LIBRARY_PATH=folder) == [
+        ["cuda:0", *[dict.fromkeys(FIRST)] * 11],
+        ["cuda:1", *[dict.fromkeys(FIRST)] * 11],
+    ]
+    _, found = python(FIND, LD_LIBRARY_PATH=folder)
+    assert [row["memory_bytes"] for row in found] == [None, None]
+
+
+def test_the_sampler_of_cuda(fake: str) -> None:
+    code = """
+import json, os
+from steelyard.accelerators import CUDA
+from steelyard.run.clock import now
+from steelyard.run.telemetry import Sampler, collect
+sampler = Sampler(CUDA.sources(CUDA.find()), now())
+os.environ["FAKE_NVML_PROCESSES"] = "3"
+sampler.start()
+os.environ["FAKE_NVML_PROCESSES"] = "4"
+sampler.stop()
+print(json.dumps([one.model_dump(mode="json") for one in collect(sampler, "here")]))
+"""
+    series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
+    assert [(one["device"], one["baseline_processes"]) for one in series] == [("cuda:0", 3), ("cuda:1", 3)]
+    assert [one["columns"]["sm_clock_mhz"][0] for one in series] == [1200, 1980]
+    assert [one["columns"]["processes"][-1] for one in series] == [4, 4]
+    energy = [one for one in series[1]["columns"]["energy_j"] if one is not None]
+    assert energy[0] == 5000.0  # read first and last, however short the run
+    assert energy[-1] == series[1]["columns"]["energy_j"][-1] > energy[0]
+
+
+def test_reasons() -> None:
+    assert nvml.reason_names(0) == []
+    assert nvml.reason_names(0x1FF) == [reason.name for reason in nvml.REASONS[:9]]
+    assert nvml.reason_names(0x1004) == ["sw_power_cap", "unknown_0x1000"]
+    assert nvml.severity("unknown_0x1000") == "note"
+    by_severity = {word: [r.name for r in nvml.REASONS[:9] if nvml.severity(r.name) == word] for word in ("note", "nothing")}
+    assert by_severity == {
+        "note": ["sw_power_cap"],
+        "nothing": ["gpu_idle", "applications_clocks", "sync_boost", "display_clock"],
+    }
+    slowed = ["hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"]
+    assert [nvml.severity(name) for name in slowed] == ["invalidates"] * 4
+
+
+def test_reason_bits_are_those_of_the_library() -> None:
+    import pynvml
+
+    official = {"applications_clocks": "ApplicationsClocksSetting", "display_clock": "DisplayClockSetting"}
+    for reason in nvml.REASONS[:9]:
+        suffix = official.get(reason.name, reason.name.title().replace("_", ""))
+        assert reason.bit == getattr(pynvml, f"nvmlClocksEventReason{suffix}")
+
+
+def test_cpu_model_name(tmp_path: Path) -> None:
+    text = tmp_path / "cpuinfo"
+    text.write_text("processor\t: 0\nmodel\t\t: 85\nmodel name\t: Xeon: the first \nmodel name\t: Xeon, the second\n")
+    assert cpu.model_name(text) == "Xeon: the first"
+    text.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert cpu.model_name(text) == platform.machine()
+    assert cpu.model_name(tmp_path / "absent") == platform.machine()
+
+
+def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process with two threads, one of which started another, which started one that has ended."""
+    started = {"1/task/1": "", "1/task/9": "2 ", "2/task/2": "3 ", "5/task/5": ""}
+    for place, children in started.items():
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "children").write_text(children)
+    for pid, pages in {1: 300, 2: 20, 5: 7}.items():
+        (tmp_path / str(pid) / "statm").write_text(f"9999 {pages} 5 1 0 60 0\n")
+    monkeypatch.setattr(cpu, "PROC", tmp_path)
+    monkeypatch.setattr(cpu, "PAGE_BYTES", 1)
+    monkeypatch.setattr(cpu, "LOOK", 2)
+    source: Source = cpu.source()
+    assert source.device == "cpu"
+    assert source.read((1,)) == {"memory_bytes": 320}
+    assert source.read((1, 5)) == {"memory_bytes": 327}
+    assert source.read((5,)) == {"memory_bytes": 7}
+    (tmp_path / "5/task/5/children").write_text("1")
+    assert source.read((5,)) == {"memory_bytes": 7}
+    assert source.read((5,)) == {"memory_bytes": 327}
+    assert source.read((4,)) == {"memory_bytes": None}
+    assert cpu.source().read(()) == {"memory_bytes": None}
+
+
+def test_the_cpu_device() -> None:
+    import torch
+
+    device = cpu_torch.Device(3, now)
+    total = psutil.virtual_memory().total
+    assert (device.backend, device.matmul_shape, device.torch_device) == ("gloo", 1024, torch.device("cpu"))
+    assert isinstance(device.event(), HostEvent)
+    device.synchronize()
+    device.reset_memory()
+    memory = device.memory()
+    assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (None, None)
+    assert 0 < memory["in_use_bytes"] < total
+    assert device.identity() == {
+        "name": cpu.model_name(), "uuid": None, "memory_bytes": total, "capability": None, "multiprocessors": None
+    }  # fmt: skip
+    assert device.versions() == {"cuda": None, "cudnn": None, "nccl": None}
+    assert device.attention("bf16", True) == "rows"
+    for precision in ("fp32", "fp16", "bf16"):
+        device.set_precision(precision)
+    with pytest.raises(RequestError, match="a CPU has no precision 'tf32'; use --precision with one of: fp32, fp16, bf16"):
+        device.set_precision("tf32")
+
+
+class FakeEvent:
+    clock_ms = iter((1000.0, 1250.0))
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = next(self.clock_ms)
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from steelyard.accelerators import cuda_torch
+
+    calls: list[tuple[str, int]] = []
+    for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda index, name=name: calls.append((name, index)))
+    seen = SimpleNamespace(name="NVIDIA H200", uuid="aaaa0000", total_memory=10, major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {2: seen}.get)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {2: 7}.get)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", {2: 8}.get)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    device = cuda_torch.Device(2, now)
+    device.synchronize()
+    device.reset_memory()
+    assert calls == [("set_device", 2), ("synchronize", 2), ("reset_peak_memory_stats", 2)]
+    assert (device.backend, device.matmul_shape, device.torch_device) == ("nccl", 8192, torch.device("cuda", 2))
+    assert device.event().elapsed_s(device.event()) == 0.25
+    assert device.memory() == {"allocated_bytes": 7, "reserved_bytes": 8}
+    assert device.identity() == {
+        "name": "NVIDIA H200", "uuid": "GPU-aaaa0000", "memory_bytes": 10, "capability": "9.0", "multiprocessors": 132
+    }  # fmt: skip
+    assert [device.attention(name, False) for name in ("fp16", "bf16", "fp32")] == ["flash", "flash", "efficient"]
+    FakeEvent.clock_ms = iter((0.0,))
+    with pytest.raises(TypeError, match="two kinds of device"):
+        device.event().elapsed_s(HostEvent(now))
+
+
+def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from steelyard.accelerators import cuda_torch
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr("torch.backends.cudnn.m.version", lambda: 91002)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert cuda_torch.Device(0, now).versions() == {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"}
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert cuda_torch.Device(0, now).versions()["nccl"] is None
+    assert cuda_torch.cudnn_version(None) is None
+
+
+def test_tf32_only_where_asked_for() -> None:
+    """Every setting that torch or its compiler reads agrees, and none raises or warns."""
+    code = """
+import json, warnings
+import torch
+from steelyard.accelerators import cuda_torch
+warnings.simplefilter("error")
+torch.cuda.set_device = lambda index: None
+device = cuda_torch.Device(0, lambda: 0.0)
+out = []
+for precision in ("fp32", "tf32", "bf16", "tf32", "fp16"):
+    device.set_precision(precision)
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    newer = matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+    out.append([matmul.allow_tf32, cudnn.allow_tf32, *newer, torch.get_float32_matmul_precision() == "high"])
+print(json.dumps(out))
+"""
+    assert python(code) == [[False] * 5, [True] * 5, [False] * 5, [True] * 5, [False] * 5]

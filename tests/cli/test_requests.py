@@ -1,0 +1,117 @@
+"""What a command line asks to run: settings, devices, and the label of each run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fixtures.commands import CASE
+from steelyard import accelerators, cli
+from steelyard.accelerators import Accelerator, Found
+from steelyard.case import resolve
+from steelyard.case.request import Request
+from steelyard.cli import app
+from steelyard.cli.out import Output
+from steelyard.errors import RequestError
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
+    """What a command line asks to run, with nothing run."""
+
+    def ask(*arguments: str) -> list[Request]:
+        made: list[Request] = []
+
+        def keep(requests: list[Request], output: Output) -> int:
+            made.extend(requests)
+            return 0
+
+        monkeypatch.setattr("steelyard.cli.run._run", keep)
+        assert app(["run", *arguments], standalone_mode=False) == 0
+        return made
+
+    return ask
+
+
+def show_on(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Every case as if its file said on how many devices it is shown."""
+    real = resolve.resolve
+
+    def shown(*arguments: Any) -> resolve.Resolved:
+        found = real(*arguments)
+        return replace(found, case=found.case.model_copy(update={"devices": list(numbers)}))
+
+    monkeypatch.setattr(resolve, "resolve", shown)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool = False) -> None:
+    """A machine whose only accelerator has so many devices."""
+    found = [Found("Abacus", None, None, i, None) for i in range(devices)]
+    row = Accelerator("abacus", lambda: found, accelerators.CPU.sources, {}, divisible)
+    monkeypatch.setattr(accelerators, "table", lambda: {row.name: row})
+
+
+Asked = Callable[..., list[Request]]
+
+
+def test_parallel_is_a_setting(asked: Asked) -> None:
+    (one,) = asked(CASE, "--size", "smoke", "--parallel", "TP2DP4", "--devices", "8", "--set", "tune.batch_tokens=99")
+    assert (one.resolved.case.tune.parallel, one.resolved.case.tune.batch_tokens) == ("TP2DP4", 99)
+    assert one.resolved.origins["tune.parallel"] == "command line"
+    (late,) = asked(CASE, "--set", "tune.parallel=DP", "--parallel", "TP")
+    assert late.resolved.case.tune.parallel == "TP"
+    (plain,) = asked(CASE)
+    assert plain.resolved == resolve.resolve(CASE)
+    assert {one.resolved.case.tune.parallel for one in asked("smoke", "--parallel", "TP2", "--devices", "2")} == {"TP2"}
+
+
+def test_devices_default_to_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    show_on(monkeypatch, 1, 2)
+    machine(monkeypatch, 8)
+    assert [one.devices for one in asked(CASE)] == [1]
+    assert [one.devices for one in asked(CASE, "--size", "smoke")] == [1]
+    assert [one.devices for one in asked(CASE, "--devices", "4")] == [4]
+    assert {one.devices for one in asked("smoke", "--devices", "4")} == {4}
+
+
+@pytest.mark.parametrize(
+    "numbers,here,divisible,run",
+    [
+        ((1, 2), 2, False, [1, 2]),
+        ((1, 2), 1, False, [1]),
+        ((1, 2, 4), 3, False, [1, 2]),
+        ((2, 4), 2, False, [2]),
+        ((2,), 1, False, [1]),
+        ((1, 2), 0, False, [1]),  # refused later, with what is missing
+        ((1, 2), 1, True, [1, 2]),
+        ((1,), 8, False, [1]),
+    ],
+)
+def test_smoke_runs_on_the_devices_that_a_case_names(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], here: int, divisible: bool, run: list[int]
+) -> None:
+    show_on(monkeypatch, *numbers)
+    machine(monkeypatch, here, divisible)
+    wanted = [
+        (name, division, number)
+        for name in resolve.names()
+        for division in resolve.resolve(name, "smoke").case.divisions
+        for number in run
+    ]
+    requests = asked("smoke", "--accelerator", "abacus")
+    assert [(one.resolved.case.name, one.resolved.case.question.division, one.devices) for one in requests] == wanted
+    twice = asked("smoke", "--accelerator", "abacus", "--division", "closed", "--repeat", "2")
+    assert [one.devices for one in twice] == [number for _ in resolve.names() for number in run for _ in range(2)]
+
+
+def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    show_on(monkeypatch, 1, 2)
+    with pytest.raises(RequestError, match="accelerator 'slide-rule' is not known"):
+        asked("smoke", "--accelerator", "slide-rule")
+
+
+def test_label_tells_the_devices() -> None:
+    one = Request(resolve.resolve(CASE, "smoke"))
+    assert cli.run._label(one) == f"{CASE} closed fp32 torch"
+    assert cli.run._label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"

@@ -1,0 +1,142 @@
+"""Progress of a run: its line, a line a minute without a terminal, and what a terminal sees."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fixtures.commands import CASE, SMOKE, Shell
+from steelyard.cli.progress import Display, clock, line
+from steelyard.run.session import PhaseProgress
+
+
+@pytest.mark.parametrize(
+    "progress,text",
+    [
+        (PhaseProgress("data", 0, 0, 3.9), "data  0:03"),
+        (PhaseProgress("val", 0, 48, 0.0), f"val  {'╌' * 24}  0/48  0:00"),
+        (PhaseProgress("val", 12, 48, 6.0), f"val  {'━' * 6}{'╌' * 18}  12/48  2.00/s  0:06, 0:18 left"),
+        (PhaseProgress("infer", 48, 48, 24.0), f"infer  {'━' * 24}  48/48  2.00/s  0:24, 0:00 left"),
+        (PhaseProgress("weights", 1, 1000, 10.0), f"weights  {'╌' * 24}  1/1000  0.10/s  0:10, 2:46:30 left"),
+        (PhaseProgress("val", 5, 4, 10.0), f"val  {'━' * 24}  5/4  0.50/s  0:10, 0:00 left"),
+    ],
+)
+def test_progress_line(progress: PhaseProgress, text: str) -> None:
+    assert line(progress) == text
+
+
+def test_progress_line_fits_the_terminal() -> None:
+    """The bar gives way first; what is left of a line is cut by the terminal's own width."""
+    long = PhaseProgress("a phase with a rather long name", 14042, 140420, 3600.0)
+    rest = "14042/140420  3.90/s  1:00:00, 9:00:00 left"
+    assert line(long) == f"a phase with a rather long name  {rest}"
+    assert line(long, 100) == f"a phase with a rather long name  {'━━' + '╌' * 19}  {rest}"
+    assert len(line(long, 100)) == 99
+    assert line(long, 200, bar=False) == f"a phase with a rather long name  {rest}"
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (0.0, 59.99, 60.0, 3599.0, 3600.0, 36061.0)] == [
+        "0:00",
+        "0:59",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "10:01:01",
+    ]
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_without_a_terminal_progress_is_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    time = Clock()
+    monkeypatch.setattr("steelyard.cli.progress.now", time)
+    with Display(Console(file=io.StringIO()), "[1/2] a case", alone=False) as display:
+        for minute in range(3):
+            for second in (0, 30, 59):
+                time.now_s = 60.0 * minute + second
+                display.show(PhaseProgress("infer", 10 * minute + 1, 100, time.now_s))
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "[1/2] a case",
+        "  infer  11/100  0.18/s  1:00, 8:05 left",
+        "  infer  21/100  0.17/s  2:00, 7:31 left",
+    ]
+    with Display(Console(file=io.StringIO(), quiet=True), "a case") as display:
+        time.now_s = 1000.0
+        display.show(PhaseProgress("infer", 1, 100, 1.0))
+    assert capsys.readouterr().err == ""
+
+
+def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, str, str]:
+    """Exit code, stdout, and what the terminal saw."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "steelyard", *arguments]
+    env = shell.env(**{"TERM": "xterm-256color", "COLUMNS": "80", **variables})
+    process = subprocess.Popen(command, cwd=shell.folder, stdout=subprocess.PIPE, stderr=theirs, env=env, text=True)
+    os.close(theirs)
+    seen = b""
+    while True:
+        if select.select([ours], [], [], 0.1)[0]:
+            try:
+                seen += os.read(ours, 65536)
+            except OSError:  # how Linux says that the other side is closed
+                break
+        elif process.poll() is not None:
+            break
+    out = process.communicate()[0]
+    os.close(ours)
+    return process.returncode, out, seen.decode()
+
+
+def test_progress_on_a_terminal(tmp_path: Path, faulty_package: Path) -> None:
+    shell = Shell(tmp_path, (faulty_package,))
+    command = (*SMOKE, "--engine", "faulty", "--out", str(shell.out))
+    code, out, seen = on_terminal(shell, *command, FAULTY_STEP_S="0.4")
+    assert code == 0, seen
+    assert seen.startswith("steelyard 0.1.0: preparing …\r\n" + f"{CASE} closed fp32 faulty\r\n")
+    assert re.search(r"starting  0:0\d", seen)
+    assert re.search(r"(data|prepare val)  0:0\d", seen)
+    assert re.search(r"val  ━{6}╌{18}  1/4  \d\.\d\d/s  0:0\d, 0:0\d left", seen)
+    assert re.search(r"infer  ━{18}╌{6}  3/4  \d\.\d\d/s  0:0\d, 0:0\d left", seen)
+    assert f"\x1b[32mvalid\x1b[0m: {shell.out}" in seen.replace("\r\n", "")
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
+def test_a_terminal_without_colours(shell: Shell, variables: dict[str, str]) -> None:
+    code, _, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), **variables)
+    assert code == 0, seen
+    assert f"valid: {shell.out}" in seen
+    assert not re.search(r"\x1b\[[0-9;]*m", seen)
+    assert ("\x1b" in seen) == ("NO_COLOR" in variables)  # a line that changes is no colour
+
+
+def test_quiet_says_nothing_but_the_result(shell: Shell) -> None:
+    code, out, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), "--quiet")
+    assert (code, seen) == (0, "")
+    assert "valid" in out
+
+
+def test_json_is_silent_on_a_terminal_too(shell: Shell) -> None:
+    code, out, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), "--json")
+    assert (code, seen) == (0, "")
+    assert json.loads(out)["records"][0]["status"] == "valid"

@@ -1,0 +1,182 @@
+"""When a run of training is valid: losses, coverage, its gate, and records that are none."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.report import COUNTS, question, rank_samples, training
+from fixtures.training import ONE, TWO, codes, value
+from steelyard.errors import RequestError
+from steelyard.metrics import verify
+from steelyard.record.record import Scope, canonical_bytes
+
+OTHER_DATA = {"source": "made", "rows": 1, "fingerprint": "f", "published": False}
+
+
+def outputs(**tables: Any) -> dict[str, Any]:
+    base = {"before": {"nll": 360.0, "targets": 40}, "after": {"nll": 240.0, "targets": 40}, "train": {"stopped": None}}
+    return {"held_out": 4, "passes": base | tables}
+
+
+def test_a_null_loss_is_named_by_its_step():
+    found = training(ONE, losses=[9.0, 8.0, None, 6.0], aside={0: ("evaluate", 0.5)})
+    assert [(r.code, r.text) for r in found.reasons] == [("nan", "step 2: the loss is not finite")]
+    assert value(found, "loss") == 6.0
+    last = training(ONE, losses=[9.0, 8.0, 7.0, None])
+    assert (value(last, "loss"), last.metrics["loss"].note) == (None, "a loss is not finite")
+
+
+def test_a_norm_may_overflow():
+    samples = rank_samples(0, ONE[0], [9.0] * 4, {})
+    samples[1]["values"]["grad_norm"] = None
+    assert training(ONE, samples=samples).status == "valid"
+    samples[3]["values"]["grad_norm"] = None
+    assert training(ONE, samples=samples).metrics["grad_norm"].note == "the norm is not finite"
+
+
+def test_a_run_that_was_stopped_says_why():
+    asked = question(steps=6, bound=8.5)
+    stopped = {"step": 3, "why": "bound", "value": 12.5}
+    found = training(ONE, case__question=asked, outputs=outputs(train={"stopped": stopped}))
+    assert [(r.code, r.text) for r in found.reasons] == [
+        ("loss_bound", "step 3: the loss 12.5 exceeds the bound 8.5; the run was stopped"),
+        ("coverage", "train: rank 0 took 4 of 6 steps"),
+    ]
+    late = outputs(train={"stopped": {"step": 3, "why": "nan", "value": None}})
+    assert [(r.code, r.text) for r in training(ONE, outputs=late).reasons] == [("nan", "step 3: the loss is not finite")]
+    both = training(ONE, losses=[9.0, 8.0, 7.0, None], outputs=late)
+    assert codes(both) == ["nan"]
+
+
+def test_a_held_out_loss_that_is_not_finite():
+    found = training(ONE, outputs=outputs(after={"nll": None, "targets": 40}))
+    assert [(r.code, r.text) for r in found.reasons] == [("nan", "after: the held-out loss is not finite")]
+    assert (found.quality.evaluated, value(found, "loss_after")) == (False, None)
+
+
+def test_every_rank_takes_every_step_in_scope():
+    assert codes(training(TWO, case__question=question(steps=5))) == ["coverage"]
+    window = training(ONE, case__question=question(steps=100), scope={"kind": "window", "steps": 4})
+    assert (window.status, window.quality.evaluated) == ("valid", False)
+    assert window.scope == Scope(kind="window", steps=4)
+    samples = rank_samples(0, ONE[0], [9.0] * 4, {}) + rank_samples(1, (2.0, 1.0, 2.0), [9.0] * 3, {})
+    short = training(((2.0, 1.0, 1.0, 1.0),) * 2, samples=samples)
+    assert [(r.code, r.text) for r in short.reasons] == [("coverage", "train: rank 1 took 3 of 4 steps")]
+    assert value(short, "tokens_per_device_s") == 400 / 3.0 / 2  # steps 1 and 2, which both finished
+
+
+def test_a_run_without_a_token_is_not_valid():
+    samples = rank_samples(0, ONE[0], [9.0] * 4, {})
+    for sample in samples:
+        sample["counts"] = dict.fromkeys(COUNTS, 0)
+    found = training(ONE, samples=samples)
+    assert codes(found) == ["tokens"]
+    assert (value(found, "p_whole"), value(found, "energy_per_token")) == (None, None)
+
+
+def test_time_and_device_are_judged_in_the_train_pass():
+    window = {"rank": 0, "allocated_bytes": None, "reserved_bytes": None}
+    timed = [
+        {"pass": "before", "start_s": 1.0, "wall_s": 9.0, **window},
+        {"pass": "train", "start_s": 20.0, "wall_s": 5.0, **window},
+    ]
+    assert training(ONE, passes=timed).status == "valid"  # nothing accounts for the time of `before`, and nothing asks
+    timed[1]["wall_s"] = 6.0
+    assert codes(training(ONE, passes=timed)) == ["unaccounted"]
+
+
+def test_a_wide_interval_invalidates():
+    times = [1.6 if step % 2 else 0.4 for step in range(20)]
+    assert codes(training((times,))) == ["interval"]
+    assert training(ONE).notes == ["too few batches for an interval of the rate"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "codes_"),
+    [
+        ({"metric": "loss_after", "below": "loss_before", "target": None}, []),
+        ({"metric": "loss_after", "below": "loss_before", "target": 6.5}, []),
+        ({"metric": "loss_after", "below": "loss_before", "target": 6.0}, ["quality"]),
+        ({"metric": "loss", "below": "loss_first", "target": None}, []),
+    ],
+)
+def test_the_gate_asks_for_a_loss_that_falls(gate, codes_):
+    found = training(ONE, case__gate=gate)
+    assert (codes(found), found.quality.evaluated) == (codes_, True)
+
+
+def test_a_loss_that_rises_misses_the_gate():
+    found = training(ONE, outputs=outputs(after={"nll": 480.0, "targets": 40}))
+    assert [(r.code, r.text) for r in found.reasons] == [
+        ("quality", "loss_after is 12.0000; it must be below loss_before 9.0000")
+    ]
+    flat = training(ONE, losses=[5.0] * 4, case__gate={"metric": "loss", "below": "loss_first", "target": None})
+    assert codes(flat) == ["quality"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"case__size": "smoke", "data": OTHER_DATA}, None),
+        ({"data": OTHER_DATA}, "the data are not the published set"),
+        ({"case__question": question("alpaca")}, "the weights are random"),
+        ({"case__question": question("alpaca"), "case__size": "smoke"}, None),
+        ({"case__question": question("alpaca"), "weights": {"source": "huggingface"}}, None),
+        ({"case__gate": None}, "the case has no gate"),
+        ({"case__origins": {"question.train.lr": "command line"}}, "the question was changed on the command line"),
+        ({"scope": {"kind": "window", "steps": 4}}, "the scope is a window"),
+        ({"outputs": {"held_out": 4, "passes": {"after": {"nll": 1.0, "targets": 1}}}}, "loss_before is unknown"),
+    ],
+)
+def test_when_quality_is_evaluated(changes, note):
+    found = training(ONE, **changes)
+    assert (found.quality.note, found.quality.evaluated) == (note, note is None)
+    assert found.quality.metric == "loss_after"
+
+
+def test_a_run_that_left_nothing_still_has_a_record():
+    failure = {"rank": None, "exit_code": 1, "error": "x", "stderr_tail": ""}
+    empty: dict[str, Any] = {"passes": [], "samples": [], "ranks": [], "telemetry": [], "outputs": {}}
+    found = training(ONE, failure=failure, **empty)
+    known = {name for name, one in found.metrics.items() if one.value is not None}
+    assert known == {"e2e_time", "mem_predicted", "mem_total"}
+    assert all(one.note for one in found.metrics.values() if one.value is None)
+    assert found.metrics["p_whole"].note == "the train pass did not run or did not finish"
+    assert (found.checks, found.reasons) == ([], [])
+
+
+ODD: list[tuple[tuple[str, ...], Any]] = [
+    (("outputs", "passes", "train", "stopped"), "soon"),
+    (("outputs", "passes", "train"), []),
+    (("outputs", "passes", "before"), {"nll": "much"}),
+    (("outputs", "passes"), 3),
+    (("case", "question", "train"), None),
+    (("case", "question", "train", "steps"), "many"),
+    (("case", "question", "model", "layers"), 0),
+    (("case", "question", "kind"), ["train"]),
+    (("case", "gate"), {"metric": [], "below": {}}),
+    (("case", "gate"), {"below": "loss_before"}),
+    (("tune", "micro_batch"), 0),
+    (("tune",), {"unknown": 1}),
+    (("plan", "tp"), 0),
+    (("plan", "pp"), 10**12),
+    (("ranks",), [{"rank": [], "device": {}}]),
+    (("telemetry",), [{"device": "cuda:0"}]),
+]
+
+
+@pytest.mark.parametrize(("place", "odd"), ODD, ids=lambda x: str(x)[:40])
+def test_odd_tables_are_refused_in_one_line(place, odd, tmp_path: Path):
+    """What a stranger's record may hold: no formula sees it."""
+    table = copy.deepcopy(training(ONE).model_dump(mode="json", by_alias=True))
+    node = table
+    for part in place[:-1]:
+        node = node[part]
+    node[place[-1]] = odd
+    path = tmp_path / "record.json"
+    path.write_bytes(canonical_bytes(table))
+    with pytest.raises(RequestError, match="not a record: ") as caught:
+        verify.verify(path)
+    assert "\n" not in str(caught.value)
