@@ -155,7 +155,7 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
             "--help",
         ]  # run elsewhere: verbs on real records, all of smoke by make run, engines by test_engines
     done = subprocess.run(here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
-    absent = ("data.tar: ", "tokenizer.model: ", "site.toml", "is no folder", "does not exist", "this host only", "salloc")
+    absent = ("data.tar: ", "tokenizer.model: ", "site.toml", "is not a folder", "does not exist", "this host only", "salloc")
     absent += ("cannot be started: No such file", "no run.py in it")
     refused = done.returncode == 2 and any(text in done.stderr for text in absent)
     assert done.returncode == 0 or refused, done.stderr

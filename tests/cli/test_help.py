@@ -103,7 +103,7 @@ COMPLETED = [
     ("steelyard conform --case glm", ["glm-large-record"]),
     ("steelyard run smoke --accelerator c", ["cuda", "cpu"]),
     ("steelyard run smoke --launcher s", ["ssh", "slurm"]),
-    ("steelyard report --format ", ["text", "md", "html"]),
+    ("steelyard report --format ", ["text", "md", "html", "csv"]),
 ]
 
 COMPLETE = """

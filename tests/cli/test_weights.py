@@ -249,8 +249,8 @@ def test_convert_shows_progress(run: Run, worker: Worker, terminal: io.StringIO,
     clock = iter((100.0, 104.0))
     monkeypatch.setattr("steelyard.run.clock.now", lambda: next(clock))
     code, out, err = run("convert", "src", "dst", "--to", "hf")
-    assert (code, err) == (0, "")
-    assert f"dst hf  MiB  {'━' * 6}{'╌' * 18}  512/2048  128.00/s  0:04, 0:12 left" in terminal.getvalue()
+    assert (code, err) == (0, "dst hf\n")
+    assert f"MiB  {'━' * 6}{'╌' * 18}  512/2048  128.00/s  0:04, 0:12 left" in terminal.getvalue()
     assert "\x1b" not in out
 
 
@@ -275,7 +275,7 @@ def test_convert_interrupted(run: Run, worker: Worker) -> None:
         (("convert", "src", "dst", "--to", "megatron", "--tp", "two"), "--tp"),
         (("convert", "src", "dst", "--to", "hf", "--tp", "2"), "--tp 2 --to hf: a Hugging Face folder is not sharded"),
         (("convert", "src", "dst", "--to", "hf", "--case", "lama2-7b-mmlu"), "did you mean 'llama2-7b-mmlu'?"),
-        (("convert", "none", "dst", "--to", "hf"), "'none' is no folder"),
+        (("convert", "none", "dst", "--to", "hf"), "'none' is not a folder"),
     ],
     ids=lambda value: "_".join(value)[-40:] if isinstance(value, tuple) else "",
 )

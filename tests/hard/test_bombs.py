@@ -79,9 +79,9 @@ def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytes
     assert record.read(path).plan.world == 2
     monkeypatch.setattr(sealed, "RANK_BYTES", (size - 1000) // 2 - 1)
     most = 1000 + 2 * ((size - 1000) // 2 - 1)
-    assert refusal(record.read, path) == f"{path}: {size} bytes; a record of 2 rank(s) has at most {most}"
+    assert refusal(record.read, path) == f"{path}: {size} bytes; the limit for a record of 2 rank(s) is {most}"
     monkeypatch.setattr(sealed, "MAX_RECORD_BYTES", size - 1)
-    assert refusal(record.integrity, path) == f"{path}: {size} bytes; a record has at most {size - 1}"
+    assert refusal(record.integrity, path) == f"{path}: {size} bytes; the limit for a record is {size - 1}"
 
 
 def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(240):
             file.write(b"[],[" * (MIB // 4))
     monkeypatch.setattr(json, "loads", None)  # a call would raise
-    assert refusal(record.read, path) == f"{path}: {240 * MIB} bytes; a record of 0 rank(s) has at most {48 * MIB}"
+    assert refusal(record.read, path) == f"{path}: {240 * MIB} bytes; the limit for a record of 0 rank(s) is {48 * MIB}"
 
 
 def test_a_pickle_of_millions_of_opcodes_is_left_early(tmp_path: Path) -> None:

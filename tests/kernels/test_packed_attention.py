@@ -22,6 +22,6 @@ def test_it_is_refused_where_it_cannot_be():
     assert not packed_attention.serves(CPU, torch.bfloat16, 128)
     with pytest.raises(RequestError, match="needs a GPU with Triton"):
         attend(q, q, q, layout([8], None, CPU), "packed")
-    with pytest.raises(RequestError, match="no shared prefixes"):
+    with pytest.raises(RequestError, match="does not support shared prefixes"):
         rows = layout([4], [8], CPU)
         KERNELS["packed"](q[:4], q, q, rows.cu_q, rows.cu_k, rows.max_q, rows.max_k)

@@ -347,7 +347,7 @@ def test_file_that_is_too_large(tmp_path: Path, run: Run) -> None:
     for verb in ("verify", "report"):
         code, out, err = run(verb, path)
         assert (code, out) == (2, "")
-        assert err == f"error: {path}: {300 << 20} bytes; a record of 0 rank(s) has at most {48 << 20}\n"
+        assert err == f"error: {path}: {300 << 20} bytes; the limit for a record of 0 rank(s) is {48 << 20}\n"
 
 
 def test_things_that_are_no_files(tmp_path: Path, run: Run) -> None:

@@ -226,7 +226,8 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
         text=True,
         check=True,
     ).stdout
-    assert "llama2-7b-mmlu · smoke · question.model.layers=1" in page
+    assert "llama2-7b-mmlu · smoke · changed question\n" in page
+    assert "\nquestion.model.layers=1\n" in page
     assert "different question: question.model.layers changed on the command line" in " ".join(page.split())
 
 

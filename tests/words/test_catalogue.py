@@ -231,7 +231,7 @@ def test_a_text_that_is_there_twice_is_refused(tmp_path: Path, monkeypatch: pyte
     install(tmp_path, '"quality.random", "other words", "别的话"')
     monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RequestError, match=r"text 'quality\.random' is there twice"):
+    with pytest.raises(RequestError, match=r"text 'quality\.random' is defined twice"):
         words.table()
     assert words.text(Message("quality.random")) == "the weights are random"
 

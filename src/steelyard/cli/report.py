@@ -210,7 +210,7 @@ def schema(
     of: Annotated[str, typer.Argument(metavar="[record|spec|report|worker|rank]", help="Which schema to print.")] = "record",
     as_json: Json = False,
 ) -> None:
-    """Print the JSON Schema of records, of report --json and of worker files.
+    """Print the JSON Schema of records, reports and worker files.
 
     record: of a run. spec: a record of kind spec. report: what report --json prints. worker: a worker's input.
     rank: what a rank writes.
