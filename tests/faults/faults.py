@@ -10,7 +10,7 @@ from hosts.runs import SILENCE_S
 PHASES = ("imports", "join", "data", "weights", "compile", "warm-up", "pass", "evaluation", "checkpoint", "record")
 LOCAL, SSH, SSH4, SLURM = "local 1x2", "ssh 2x1", "ssh 2x2", "slurm 2x1"
 KILL, STOP, TERM, INT = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT
-HANG_AFTER_S = 25.0  # a busy machine takes its time to import torch
+HANG_AFTER_S = 12.0
 LIMIT_S = 15.0
 
 # Seconds from a fault until the command has ended; docs/faults.md says what they are made of.
