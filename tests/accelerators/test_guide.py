@@ -71,6 +71,7 @@ def test_the_guides_package_runs(shell: Shell) -> None:
     assert {"accelerator": "abacus", "index": 0, "device": "Abacus 13"}.items() <= listed[0].items()
 
 
+@pytest.mark.full
 def test_what_it_refuses(shell: Shell) -> None:
     options = ("--size", "smoke", "--accelerator", "abacus", "--precision", "fp16", "--out", shell.out)
     done = shell("run", CASE, *options)

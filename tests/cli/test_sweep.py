@@ -26,6 +26,7 @@ def begin(lines: list[str]) -> list[str]:
     return [line.partition(": ")[0] if "/" in line else line for line in lines]
 
 
+@pytest.mark.full
 def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
     names = ["point 1 of 2: tune.batch_tokens=4096", "point 2 of 2: tune.batch_tokens=8192"]
     first = shell(*TWO, "--out", shell.out)

@@ -253,6 +253,7 @@ def test_compiled_dropout_drops_the_same_backward() -> None:
         assert not bool(grad[~kept].count_nonzero())
 
 
+@pytest.mark.full
 def test_two_replicas_are_one(tmp_path: Path) -> None:
     """Real processes over gloo, in float64: five samples dealt unevenly, three steps with clipping; weights, losses, norms."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0"]

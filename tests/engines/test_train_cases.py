@@ -28,6 +28,7 @@ def steps(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [s for s in found["samples"] if s["pass"] == "train"]
 
 
+@pytest.mark.full
 def test_a_loss_that_is_no_number_ends_the_run(shell: Shell) -> None:
     done = shell(*RUN, "--set=question.train.lr=1e30", "--set=question.train.warmup_steps=0", "--out", shell.out)
     assert done.code == 1

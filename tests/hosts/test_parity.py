@@ -115,6 +115,7 @@ def test_two_hosts_are_bit_equal_to_four_ranks_on_one(runs: Runs, asked: Asked) 
     assert numbers(runs.record(*asked.arguments(*HOSTS, *plan))) == numbers(runs.record(*asked.arguments(*FOUR, *plan)))
 
 
+@pytest.mark.full
 def test_a_clock_that_is_off(cluster: Cluster, runs: Runs, one_process: Callable[[Asked], Record]) -> None:
     """The clock of node2 is five seconds ahead. All times of a record are on the parent's."""
     with cluster.clock_offset("node2", 5):

@@ -69,6 +69,7 @@ def waiting(runs: Runs, slurm: Slurm, process: "subprocess.Popen[str]") -> None:
     assert wait_for(lambda: sorted(queue(slurm)) == ["PENDING", "RUNNING"], 10)
 
 
+@pytest.mark.full
 def test_an_allocation_is_asked_for_and_given_back(runs: Runs, slurm: Slurm) -> None:
     """The wait in the queue is shown, and not in the time of the run."""
     occupy(slurm)

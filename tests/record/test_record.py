@@ -364,6 +364,7 @@ def free_tables(table: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
     return [place for key, value in items for place in [(*path, key), *free_tables(value, (*path, key))]]
 
 
+@pytest.mark.full
 def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run) -> None:
     """Every value in turn becomes something else: the answer is a page, a list of what is wrong, or one line."""
     rng = random.Random("types")

@@ -113,6 +113,7 @@ def in_a_write(folder: Path) -> bool:
     return part.is_file() and not (part.parent / checkpoints.TENSORS).is_file()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", [in_a_step, in_a_write])
 def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Callable[[Path], bool]) -> None:
     folder = killed(shell, when)

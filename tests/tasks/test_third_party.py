@@ -46,6 +46,7 @@ def test_the_example_runs_and_is_reported(shell: Shell) -> None:
             assert text in page.out, (lang, text)
 
 
+@pytest.mark.full
 def test_its_fields_are_settable_and_checked(shell: Shell) -> None:
     done = shell(*RUN, "--size", "smoke", "--set", "question.data.made=3", "--passes", "val", "--out", shell.out)
     assert done.code == 0, done.err
