@@ -120,13 +120,15 @@ def _each_device(machine: Machine) -> list[Row]:
     return [rule(device) for device in machine.host.devices for rule in _OF_DEVICE]
 
 
-def _persistence(device: DeviceState) -> Row:
-    key, name, on = "persistence", Message("fit.name.persistence", {"device": device.device}), device.persistence
+def _better_on(key: str, name: Message, on: bool | None, off: Message) -> Row:
     if on is None:
         return _unknown(key, name)
-    if on:
-        return Row(key, name, Message("fit.on"), "ok")
-    return Row(key, name, Message("fit.persistence.off"), "warn", Message("fit.step.on"))
+    return Row(key, name, Message("fit.on"), "ok") if on else Row(key, name, off, "warn", Message("fit.step.on"))
+
+
+def _persistence(device: DeviceState) -> Row:
+    name = Message("fit.name.persistence", {"device": device.device})
+    return _better_on("persistence", name, device.persistence, Message("fit.persistence.off"))
 
 
 def _processes(device: DeviceState) -> Row:
@@ -175,12 +177,7 @@ def _power(device: DeviceState) -> Row:
 
 
 def _ecc(device: DeviceState) -> Row:
-    key, name, on = "ecc", Message("fit.name.ecc", {"device": device.device}), device.ecc
-    if on is None:
-        return _unknown(key, name)
-    if on:
-        return Row(key, name, Message("fit.on"), "ok")
-    return Row(key, name, Message("fit.ecc.off"), "warn", Message("fit.step.on"))
+    return _better_on("ecc", Message("fit.name.ecc", {"device": device.device}), device.ecc, Message("fit.ecc.off"))
 
 
 def _mig(device: DeviceState) -> Row:
