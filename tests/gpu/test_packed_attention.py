@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steelyard.kernels import jit
-from steelyard.models.attention import attend, steady_layout
+from steelyard.models.attention import attend, layout, steady_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,3 +29,17 @@ def test_outputs_and_gradients(heads, groups, dim, dtype):
 
     for one, exact in zip(computed("packed", dtype), computed("rows", torch.float64), strict=True):
         assert (one.double() - exact).norm() / exact.norm() < 5e-3
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1)])
+def test_rows_with_shared_prefixes(heads):
+    """As scoring lays them out: keys of a prefix before each row's own."""
+    device = torch.device("cuda")
+    more = [n + extra for n, extra in zip(LENGTHS, (300, 0, 64, 1, 129, 500), strict=True)]
+    rows = layout(LENGTHS, more, device)
+    torch.manual_seed(4)
+    q = torch.randn(sum(LENGTHS), heads[0], 128, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(more), heads[1], 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        one, exact = attend(q, k, v, rows, "packed"), attend(q.double(), k.double(), v.double(), rows, "rows")
+    assert (one.double() - exact).norm() / exact.norm() < 5e-3

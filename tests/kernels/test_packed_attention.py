@@ -12,9 +12,17 @@ CPU = torch.device("cpu")
 
 def test_of_every_token_the_borders_of_its_row():
     rows = steady_layout([3, 1, 4], 8, CPU)  # with empty rows behind
-    begin, end = packed_attention.borders(rows.cu_q, 8)
-    assert begin.tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
-    assert end.tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
+    of = rows.borders(8)
+    assert of.begin.tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
+    assert of.stop.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert of.end.tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
+    assert rows.borders(8) is of  # once for all layers
+
+
+def test_a_query_behind_a_shared_prefix_sees_it_and_its_own_past():
+    of = layout([2, 1], [5, 3], CPU).borders(3)
+    assert of.begin.tolist() == [0, 0, 5]
+    assert of.stop.tolist() == [4, 5, 8]
 
 
 def test_it_is_refused_where_it_cannot_be():
@@ -22,6 +30,10 @@ def test_it_is_refused_where_it_cannot_be():
     assert not packed_attention.serves(CPU, torch.bfloat16, 128)
     with pytest.raises(RequestError, match="needs a GPU with Triton"):
         attend(q, q, q, layout([8], None, CPU), "packed")
-    with pytest.raises(RequestError, match="does not support shared prefixes"):
-        rows = layout([4], [8], CPU)
-        KERNELS["packed"](q[:4], q, q, rows.cu_q, rows.cu_k, rows.max_q, rows.max_k)
+
+
+def test_it_learns_nothing_from_shared_prefixes(monkeypatch):
+    monkeypatch.setattr(packed_attention, "serves", lambda *of: True)
+    q = torch.randn(8, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RequestError, match="learns nothing from rows with shared prefixes"):
+        KERNELS["packed"](q[:4], q, q, layout([4], [8], CPU))

@@ -1,10 +1,16 @@
 """Causal attention over packed rows and its gradient in Triton, for 16-bit types.
 
-The rows of a layout are read as one long row: of every token it is known where its own row begins and ends, and a tile of
-queries reads the keys from the first beginning in it on, whatever the number of rows. Queries, keys and values are
-[T, heads, D] and contiguous; D is a power of two. Exponents are to base 2.
+The rows of a layout are read as one long row. Of every query it is known which keys it sees, from where to where, and a tile
+of queries reads from the first of them to the last, whatever the number of rows. Queries, keys and values are [T, heads, D]
+and contiguous; D is a power of two. Exponents are to base 2. Where a device moves tiles by descriptors (Hopper's TMA), keys
+and values are read by them.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,67 +22,108 @@ from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl
 LOG2_E = 1.4426950408889634
 # Tiles of queries and of keys, warps, stages.
 FORWARD = (64, 64, 4, 3)
-BACK_QUERIES = (128, 128, 8, 2)
+BACK_QUERIES = (64, 64, 4, 2)
 BACK_KEYS = (64, 64, 4, 2)
 DIMS = (32, 64, 128)  # of a head: what these tiles leave room for
 MOST = 2**31 - 1  # addresses are 32-bit offsets
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Which keys a query sees, and which queries a key: int32 on the device."""
+
+    begin: Tensor  # [Tq]: its first key
+    stop: Tensor  # [Tq]: one behind its last key
+    end: Tensor  # [Tk]: one behind the last query of its row; its first is itself, where no prefix is shared
+
+
+def borders(cu_q: Tensor, cu_k: Tensor, queries: int) -> Borders:
+    """From the cumulative lengths of rows, each aligned at its end."""
+    at = torch.arange(queries, dtype=cu_q.dtype, device=cu_q.device)
+    row = torch.searchsorted(cu_q, at, right=True)
+    return Borders(cu_k[row - 1], at + 1 + cu_k[row] - cu_q[row], cu_q[row])
 
 
 def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     return serve(device) and dtype.itemsize == torch.bfloat16.itemsize and dim in DIMS
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-    """Attention inside rows with these cumulative lengths."""
+def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
+    """Attention inside rows with these borders."""
     if not serves(q.device, q.dtype, q.shape[-1]):
         raise RequestError("tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32, 64 or 128")
-    if q.numel() > MOST:
+    if max(q.numel(), k.numel()) > MOST:
         raise RequestError(f"tune.attention='packed' counts to {MOST}, and queries are {q.numel()}; lower tune.micro_batch")
-    out: Tensor = PackedAttention.apply(q, k, v, *borders(cu, len(q)))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and len(q) != len(k):
+        raise RequestError("tune.attention='packed' learns nothing from rows with shared prefixes")
+    out: Tensor = PackedAttention.apply(q, k, v, of.begin, of.stop, of.end)  # type: ignore[no-untyped-call]
     return out
+
+
+@cache
+def _descriptors(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None:
+    """What makes descriptors of tiles, where the device reads by them."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] < 9:
+        return None
+    name = "triton.tools.tensor_descriptor"
+    if find_spec("triton.tools") is None or find_spec(name) is None:  # an older Triton
+        return None
+    made: Callable[[Tensor, list[int]], Any] = import_module(name).TensorDescriptor.from_tensor
+    return made
+
+
+def _tiles(rows: int, *tensors: Tensor) -> list[Any]:
+    """Tensors to be read in tiles of so many tokens of one head: by descriptors, or as they are."""
+    describe = _descriptors(tensors[0].device)
+    return [one if describe is None else describe(one.flatten(1), [rows, one.shape[-1]]) for one in tensors]
+
+
+def _read_by_tiles(device: torch.device) -> bool:
+    return _descriptors(device) is not None
 
 
 class PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, stop: Tensor, end: Tensor) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         tokens, heads, dim = q.shape
+        out, lse = torch.empty_like(q), q.new_empty(heads, tokens, dtype=torch.float32)
         tile, keys, warps, stages = FORWARD
+        sizes = (dim**-0.5 * LOG2_E, tokens, len(k), heads, heads // k.shape[1], dim, tile, keys, _read_by_tiles(q.device))
         grid = (-(-tokens // tile), heads)
-        options = {"num_warps": warps, "num_stages": stages}
-        _forward[grid](
-            q, k, v, out, lse, begin, dim**-0.5 * LOG2_E, tokens, heads, heads // k.shape[1], dim, tile, keys, **options
-        )
+        _forward[grid](q, *_tiles(keys, k, v), out, lse, begin, stop, *sizes, num_warps=warps, num_stages=stages)
         context.save_for_backward(q, k, v, out, lse, begin, end)
         return out
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse, begin, end = context.saved_tensors
         grad = grads[0].contiguous()
         tokens, heads, dim = q.shape
         groups, scale = k.shape[1], dim**-0.5
         dot = torch.empty_like(lse)
-        _dot[(-(-tokens * heads // 64),)](out, grad, dot, tokens * heads, dim, 64)
+        _dot[(-(-tokens // 64), heads)](out, grad, dot, tokens, heads, dim, 64)
         back_q, back_k, back_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        given = (q, k, v, grad, lse, dot)
-        tile, keys, warps, stages = BACK_KEYS
         sizes = (scale, scale * LOG2_E, tokens, heads, heads // groups, dim)
-        _back_keys[(-(-tokens // keys), groups)](
-            *given, back_k, back_v, end, *sizes, tile, keys, num_warps=warps, num_stages=stages
-        )
+        tile, keys, warps, stages = BACK_KEYS
+        given = (q, k, v, grad, lse, dot, back_k, back_v, end, *sizes, tile, keys)
+        _back_keys[(-(-tokens // keys), groups)](*given, num_warps=warps, num_stages=stages)
         tile, keys, warps, stages = BACK_QUERIES
-        _back_queries[(-(-tokens // tile), heads)](
-            *given, back_q, begin, *sizes, tile, keys, num_warps=warps, num_stages=stages
-        )
-        return back_q, back_k, back_v, None, None
+        given = (q, *_tiles(keys, k, v), grad, lse, dot, back_q, begin, *sizes, tile, keys, _read_by_tiles(q.device))
+        _back_queries[(-(-tokens // tile), heads)](*given, num_warps=warps, num_stages=stages)
+        return back_q, back_k, back_v, None, None, None
 
 
-def borders(cu: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Of every token, where its row begins and where it ends, from cumulative lengths."""
-    row = torch.searchsorted(cu, torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
-    return cu[row - 1], cu[row]
+@jit
+def _tile(
+    x: tensor, low: tensor, group: tensor, groups: tensor, count: tensor, dim: constexpr, keys: constexpr, described: constexpr
+) -> tensor:
+    """Keys or values of one head, from a token on; zeros behind the last."""
+    if described:
+        return x.load([low, group * dim])
+    else:
+        at = low + tl.arange(0, keys)
+        return tl.load(x + (at[:, None] * groups + group) * dim + tl.arange(0, dim)[None, :], (at < count)[:, None], 0.0)
 
 
 @jit
@@ -87,57 +134,61 @@ def _forward(
     out: tensor,
     lse: tensor,
     begin: tensor,
+    stop: tensor,
     scale: tensor,
     tokens: tensor,
+    count: tensor,
     heads: tensor,
     ratio: constexpr,
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
+    described: constexpr,
 ) -> None:
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
     row = first + tl.arange(0, tile)
-    d = tl.arange(0, dim)
     there = row < tokens
-    at = (row[:, None] * heads + head) * dim + d[None, :]
+    at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
     query = tl.load(q + at, there[:, None], 0.0)
     start = tl.load(begin + row, there, 0)
-    lowest = tl.load(begin + first)
-    last = tl.minimum(first + tile, tokens)
-    highest = tl.load(begin + last - 1)
+    bound = tl.load(stop + row, there, 0)
+    final = tl.minimum(first + tile, tokens) - 1
+    lowest = tl.load(begin + first) // keys * keys
+    shown = tl.load(begin + final)  # to all queries of the tile, from here
+    hidden = tl.load(stop + first)  # from some of them, from here
+    last = tl.load(stop + final)
     groups = heads // ratio
-    side = (tl.arange(0, keys)[:, None] * groups + head // ratio) * dim + d[None, :]
+    group = head // ratio
     most = tl.full([tile], -1e30, tl.float32)
     total = tl.zeros([tile], tl.float32)
     sums = tl.zeros([tile, dim], tl.float32)
-    for low in range(lowest // keys * keys, last, keys):
+    for low in range(lowest, last, keys):
         column = low + tl.arange(0, keys)
-        base = low * groups * dim
-        known = (column < tokens)[:, None]
-        key = tl.load(k + base + side, known, 0.0)
+        key = _tile(k, low, group, groups, count, dim, keys, described)
         score = tl.dot(query, tl.trans(key)) * scale
-        if (low + keys > first) | (low < highest):
-            seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
+        if (low + keys > hidden) | (low < shown):
+            seen = (column[None, :] < bound[:, None]) & (column[None, :] >= start[:, None])
             score = tl.where(seen, score, -1e30)
         more = tl.maximum(most, tl.max(score, 1))
         weight = tl.exp2(score - more[:, None])
         less = tl.exp2(most - more)
         total = total * less + tl.sum(weight, 1)
-        value = tl.load(v + base + side, known, 0.0)
+        value = _tile(v, low, group, groups, count, dim, keys, described)
         sums = tl.dot(weight.to(value.dtype), value, sums * less[:, None])
         most = more
     tl.store(out + at, sums / total[:, None], there[:, None])
-    tl.store(lse + row * heads + head, most + tl.log2(total), there)
+    tl.store(lse + head * tokens + row, most + tl.log2(total), there)
 
 
 @jit
-def _dot(out: tensor, grad: tensor, dot: tensor, count: tensor, dim: constexpr, tile: constexpr) -> None:
-    row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    at = row[:, None] * dim + tl.arange(0, dim)[None, :]
-    there = row < count
+def _dot(out: tensor, grad: tensor, dot: tensor, tokens: tensor, heads: tensor, dim: constexpr, tile: constexpr) -> None:
+    row = tl.program_id(0) * tile + tl.arange(0, tile)
+    head = tl.program_id(1)
+    at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
+    there = row < tokens
     product = tl.load(out + at, there[:, None], 0.0).to(tl.float32) * tl.load(grad + at, there[:, None], 0.0).to(tl.float32)
-    tl.store(dot + row, tl.sum(product, 1), there)
+    tl.store(dot + head * tokens + row, tl.sum(product, 1), there)
 
 
 @jit
@@ -169,7 +220,6 @@ def _back_keys(
     key = tl.load(k + at, there[:, None], 0.0)
     value = tl.load(v + at, there[:, None], 0.0)
     stop = tl.load(end + column, there, 0)
-    soonest = tl.load(end + first)
     last = tl.load(end + tl.minimum(first + keys, tokens) - 1)
     sums_k = tl.zeros([keys, dim], tl.float32)
     sums_v = tl.zeros([keys, dim], tl.float32)
@@ -180,15 +230,13 @@ def _back_keys(
             known = row < tokens
             side = (row[:, None] * heads + head) * dim + d[None, :]
             query = tl.load(q + side, known[:, None], 0.0)
-            above = tl.load(lse + row * heads + head, known, 0.0)
-            score = tl.dot(key, tl.trans(query)) * scale2
-            if (low < first + keys) | (low + tile > soonest):
-                seen = (row[None, :] >= column[:, None]) & (row[None, :] < stop[:, None])
-                score = tl.where(seen, score, -1e30)
-            weight = tl.exp2(score - above[None, :])
+            above = tl.load(lse + head * tokens + row, known, 0.0)
+            # Masked in every tile: a branch here costs more than it saves.
+            seen = (row[None, :] >= column[:, None]) & (row[None, :] < stop[:, None])
+            weight = tl.where(seen, tl.exp2(tl.dot(key, tl.trans(query)) * scale2 - above[None, :]), 0.0)
             slope = tl.load(grad + side, known[:, None], 0.0)
             sums_v = tl.dot(weight.to(slope.dtype), slope, sums_v)
-            part = tl.load(dot + row * heads + head, known, 0.0)
+            part = tl.load(dot + head * tokens + row, known, 0.0)
             change = weight * (tl.dot(value, tl.trans(slope)) - part[None, :])
             sums_k = tl.dot(change.to(query.dtype), query, sums_k)
     tl.store(back_k + at, sums_k * scale, there[:, None])
@@ -213,35 +261,29 @@ def _back_queries(
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
+    described: constexpr,
 ) -> None:
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
     row = first + tl.arange(0, tile)
-    d = tl.arange(0, dim)
     there = row < tokens
-    at = (row[:, None] * heads + head) * dim + d[None, :]
+    at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
     query = tl.load(q + at, there[:, None], 0.0)
     slope = tl.load(grad + at, there[:, None], 0.0)
     start = tl.load(begin + row, there, 0)
-    above = tl.load(lse + row * heads + head, there, 0.0)
-    part = tl.load(dot + row * heads + head, there, 0.0)
-    lowest = tl.load(begin + first)
+    above = tl.load(lse + head * tokens + row, there, 0.0)
+    part = tl.load(dot + head * tokens + row, there, 0.0)
     last = tl.minimum(first + tile, tokens)
-    highest = tl.load(begin + last - 1)
+    lowest = tl.load(begin + first) // keys * keys
     groups = heads // ratio
-    side = (tl.arange(0, keys)[:, None] * groups + head // ratio) * dim + d[None, :]
+    group = head // ratio
     sums = tl.zeros([tile, dim], tl.float32)
-    for low in range(lowest // keys * keys, last, keys):
+    for low in range(lowest, last, keys):
         column = low + tl.arange(0, keys)
-        base = low * groups * dim
-        known = (column < tokens)[:, None]
-        key = tl.load(k + base + side, known, 0.0)
-        score = tl.dot(query, tl.trans(key)) * scale2
-        if (low + keys > first) | (low < highest):
-            seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
-            score = tl.where(seen, score, -1e30)
-        weight = tl.exp2(score - above[:, None])
-        value = tl.load(v + base + side, known, 0.0)
+        key = _tile(k, low, group, groups, tokens, dim, keys, described)
+        value = _tile(v, low, group, groups, tokens, dim, keys, described)
+        seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
+        weight = tl.where(seen, tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - above[:, None]), 0.0)
         change = weight * (tl.dot(slope, tl.trans(value)) - part[:, None])
         sums = tl.dot(change.to(key.dtype), key, sums)
     tl.store(back_q + at, sums * scale, there[:, None])

@@ -5,7 +5,7 @@ attention inside each row, aligned at the row's end: the last query of a row see
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from steelyard.errors import RequestError
 from steelyard.kernels import packed_attention
+from steelyard.kernels.packed_attention import Borders
 from steelyard.models.tensors import cumulative
 
 SEGMENTS = 64  # a steady layout has a multiple of so many rows
@@ -27,6 +28,13 @@ class Layout:
     max_q: int
     max_k: int
     gather: Tensor | None = None  # int64 [Tk]: which of (cached prefix rows ++ this batch's rows) each key is
+    made: list[Borders] = field(default_factory=list, repr=False, compare=False)
+
+    def borders(self, queries: int) -> Borders:
+        """Of every token, for kernels that need them: made once, and read by all layers."""
+        if not self.made:
+            self.made.append(packed_attention.borders(self.cu_q, self.cu_k, queries))
+        return self.made[0]
 
 
 Prefix = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G, D] each
@@ -48,22 +56,22 @@ def steady_layout(lens: list[int], longest: int, device: torch.device) -> Layout
     return Layout(cu, cu, longest, longest)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
     """Row by row through SDPA: for a CPU, and the plain meaning of every other kernel."""
     out = []
-    q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
+    q_ends, k_ends = rows.cu_q.tolist(), rows.cu_k.tolist()
     for i in range(len(q_ends) - 1):
-        rows = slice(q_ends[i], q_ends[i + 1])
+        queries = slice(q_ends[i], q_ends[i + 1])
         keys = slice(k_ends[i], k_ends[i + 1])
-        n, m = rows.stop - rows.start, keys.stop - keys.start
+        n, m = queries.stop - queries.start, keys.stop - keys.start
         if n == 0:
             continue
         mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         one = F.scaled_dot_product_attention(
-            q[rows].transpose(0, 1)[None],
+            q[queries].transpose(0, 1)[None],
             k[keys].transpose(0, 1)[None],
             v[keys].transpose(0, 1)[None],
             attn_mask=mask,
@@ -79,36 +87,34 @@ def _learns(q: Tensor) -> bool:
     return torch.is_grad_enabled() and q.requires_grad
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False)[0]
+def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
+    borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
+    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, True, False)[0]
     return out
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
     """The only fused kernel that takes fp32. It knows no grouped keys, so they are repeated."""
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     causal_from_bottom_right = 2
+    borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
     out: Tensor = torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, cu_q, cu_k, max_q, max_k, 0.0, causal_from_bottom_right, _learns(q)
+        q[None], k[None], v[None], None, *borders, 0.0, causal_from_bottom_right, _learns(q)
     )[0]
     return out[0]
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
     """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix only."""
-    args = (q, k, v, None, cu_q, cu_k, max_q, max_k, _learns(q), 0.0, True, False)
-    out: Tensor = torch.ops.aten._cudnn_attention_forward(*args)[0]
+    borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
+    out: Tensor = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *borders, _learns(q), 0.0, True, False)[0]
     return out
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-    """Our own, for rows without a shared prefix."""
-    if cu_q is not cu_k:
-        raise RequestError(
-            "tune.attention='packed' does not support shared prefixes; allowed there: auto, flash, efficient, rows"
-        )
-    return packed_attention.attend(q, k, v, cu_q)
+def _packed(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
+    """Our own. Rows with a shared prefix are scored and not learned from."""
+    return packed_attention.attend(q, k, v, rows.borders(len(q)))
 
 
 KERNELS: dict[str, Kernel] = {
@@ -145,7 +151,8 @@ def _packed_attention(
     prefix_v: Tensor | None,
     kernel: str,
 ) -> Tensor:
-    return _plain(q, k, v, cu_q, cu_k, max_q, max_k, gather, prefix_k, prefix_v, kernel).contiguous()
+    prefix = None if prefix_k is None or prefix_v is None else (prefix_k, prefix_v)
+    return _plain(q, k, v, Layout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix).contiguous()
 
 
 @_packed_attention.register_fake
@@ -165,10 +172,6 @@ def _(
     return q.new_empty(q.shape)
 
 
-def _with_prefix(prefix: Tensor, own: Tensor, gather: Tensor) -> Tensor:
-    return torch.cat((prefix, own)).index_select(0, gather)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None = None) -> Tensor:
     """Attention of packed rows by the named kernel: [Tq, H, D].
 
@@ -177,27 +180,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: P
     """
     if rows.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
-    opaque = torch.compiler.is_compiling() and not torch.is_grad_enabled()  # compiled, and nothing to differentiate
-    op = torch.ops.steelyard.packed_attention if opaque else _plain
-    before = prefix if prefix is not None and rows.gather is not None else (None, None)
-    out: Tensor = op(q, k, v, rows.cu_q, rows.cu_k, rows.max_q, rows.max_k, rows.gather, before[0], before[1], kernel)
-    return out
+    before = prefix if rows.gather is not None else None
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled, and nothing to differentiate
+        borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
+        out: Tensor = torch.ops.steelyard.packed_attention(q, k, v, *borders, rows.gather, *(before or (None, None)), kernel)
+        return out
+    return _plain(q, k, v, rows, kernel, before)
 
 
-def _plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    gather: Tensor | None,
-    prefix_k: Tensor | None,
-    prefix_v: Tensor | None,
-    kernel: str,
-) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None) -> Tensor:
     """The same without the custom op, which would hide what is inside from a FLOP counter."""
-    if gather is not None and prefix_k is not None and prefix_v is not None:
-        k, v = _with_prefix(prefix_k, k, gather), _with_prefix(prefix_v, v, gather)
-    return KERNELS[kernel](q, k, v, cu_q, cu_k, max_q, max_k)
+    if rows.gather is not None and prefix is not None:
+        k, v = (torch.cat((before, own)).index_select(0, rows.gather) for before, own in zip(prefix, (k, v), strict=True))
+    return KERNELS[kernel](q, k, v, rows)
