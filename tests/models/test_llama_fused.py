@@ -13,7 +13,7 @@ from steelyard.models import llama_fused
 from steelyard.models.attention import layout
 from steelyard.models.llama import Block, LlamaShape, heads
 from steelyard.models.llama import rotary as angles
-from steelyard.models.llama_fused import Accumulating, BlockKernels, ByAutograd, FusedBlock
+from steelyard.models.llama_fused import Accumulating, BlockKernels, ByAutograd, FusedBlock, Scoring
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,3 +137,17 @@ def test_the_written_gradients_are_those_of_autograd():
     back, again = swiglu.gated_backward(gate_up, grad, 8)
     torch.testing.assert_close(back, torch.autograd.grad(wide, gate_up, grad)[0])
     torch.testing.assert_close(again, wide)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_scoring_answers_as_the_plain_block(name):
+    """Hooks of modules run too: they are how a tensor-parallel group sums."""
+    block, given = block_of(SHAPES[name], torch.float64), streams(SHAPES[name], torch.float64)
+    for module in (block.out, block.down):
+        module.register_forward_hook(lambda module, inputs, out: 2 * out)
+    rows = layout(LENGTHS, None, torch.device("cpu"))
+    with torch.inference_mode():
+        found = FusedBlock(block, Scoring(), BlockKernels(False))(*given, rows, "rows", None)
+        expected = block(*given, rows, "rows", None)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

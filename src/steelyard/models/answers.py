@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steelyard.data.texts import Choices, Passages
+from steelyard.kernels import jit
+from steelyard.kernels.token_loss import read_logits, triton_read_logits
 from steelyard.models.placements import Shard
 
 Ids = NDArray[np.int64]
@@ -80,7 +82,7 @@ class LossReader:
         self.texts = texts
         self.vocab = vocab
         self.share, self.gather = share, gather
-        self.compiled: Callable[..., Tensor] | None = None
+        self.fast: Callable[..., Tensor] | None = None
 
     def logits(self, items: list[int]) -> int:
         return sum(len(self.texts.rows[i]) - 1 for i in items)
@@ -99,7 +101,7 @@ class LossReader:
 
     def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
         targets, word, sizes = asked.extra
-        local = self._compiled() if compiled else _local
+        local = self._fast(hidden.device) if compiled else read_logits
         parts = []
         chunks = -(-len(targets) // CHUNK)
         for rows, wanted in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
@@ -113,24 +115,16 @@ class LossReader:
         made = [torch.segment_reduce(c, way, lengths=sizes) for c, way in zip(columns, ways, strict=True)]
         return torch.stack(made, dim=1)
 
-    def _compiled(self) -> Callable[..., Tensor]:
-        """Made where it is first used: loading a compiler takes seconds, and they belong to compiling."""
-        self.compiled = self.compiled or torch.compile(_local, dynamic=True)
-        return self.compiled
+    def _fast(self, device: torch.device) -> Callable[..., Tensor]:
+        """A kernel where the device runs one. Compiled where it is first used: loading a compiler takes seconds, and they
+        belong to compiling."""
+        if self.fast is None:
+            self.fast = triton_read_logits if jit.serve(device) else torch.compile(read_logits, dynamic=True)
+        return self.fast
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         nll, last, hit = answers.reshape(-1, 3).unbind(1)
         return {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist()}
-
-
-def _local(logits: Tensor, own: Tensor) -> Tensor:
-    """Of one share of the vocabulary, per token: log of the summed exponentials, the target's logit (-inf where another
-    share has it), the highest logit, and how far from the target it stands: [4, tokens], in fp32."""
-    values = logits.float()
-    here = (own >= 0) & (own < values.shape[-1])
-    target = values.gather(-1, own.clamp(0, values.shape[-1] - 1)[:, None])[:, 0]
-    top, best = values.max(-1)
-    return torch.stack((values.logsumexp(-1), torch.where(here, target, -torch.inf), top, (best - own).float()))
 
 
 def _nothing(targets: Tensor) -> Tensor:

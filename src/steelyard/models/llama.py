@@ -96,9 +96,11 @@ class Llama(nn.Module):
         prefix: list[Prefix] | None = None,
         keep: slice | None = None,
         blocks: Sequence[Callable[..., Streams]] | None = None,
+        pick: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream after the last layer, before its norm: [T, hidden]. With `keep`, the keys and values of
-        those tokens are left in `prefix` for later batches. `blocks` stand in for the layers, compiled ones say."""
+        """The residual stream after the last layer, before its norm: [T, hidden], or at the picked tokens only. With `keep`,
+        the keys and values of those tokens are left in `prefix` for later batches. `blocks` stand in for the layers, compiled
+        ones say."""
         x = self.embed(tokens)
         delta = torch.zeros_like(x)
         cos, sin = rotary(positions, self.shape, x.dtype)
@@ -110,7 +112,7 @@ class Llama(nn.Module):
                 size = keep.stop - keep.start
                 cached[0][:size].copy_(k[keep])
                 cached[1][:size].copy_(v[keep])
-        out: Tensor = x + delta
+        out: Tensor = x + delta if pick is None else x[pick] + delta[pick]
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class Llama(nn.Module):
         blocks: Sequence[Callable[..., Streams]] | None = None,
     ) -> Tensor:
         """Logits at the picked tokens only: [len(pick), vocab]."""
-        return self.logits(self.hidden(tokens, positions, rows, kernel, prefix, keep, blocks)[pick])
+        return self.logits(self.hidden(tokens, positions, rows, kernel, prefix, keep, blocks, pick))
 
     def empty_prefix(self, rows: int) -> list[Prefix]:
         """Room for the keys and values of one shared prefix of at most so many tokens, in every layer."""

@@ -10,6 +10,7 @@ input of down is made again from it by the kernel that makes its gradient.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -120,10 +121,13 @@ class BlockKernels:
 
 def _compiled(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel where the device runs it, otherwise the plain function compiled."""
-    compiled: Any = torch.compile(plain)
+
+    @cache
+    def compiled() -> Any:  # where it is first used: loading a compiler takes seconds
+        return torch.compile(plain)
 
     def run(x: Tensor, *arguments: Any) -> Any:
-        return (kernel if jit.serve(x.device) else compiled)(x, *arguments)
+        return (kernel if jit.serve(x.device) else compiled())(x, *arguments)
 
     return run
 
@@ -160,6 +164,18 @@ class ByAutograd:
 
     def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
         out: Tensor = _apply(SwigluLinear, gate_up, layer.weight, None, block, kernels)
+        return out
+
+
+class Scoring:
+    """Modules are called, with their hooks; nothing is learned."""
+
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        out: Tensor = layer(x)
+        return out
+
+    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
+        out: Tensor = layer(kernels.gated(gate_up, block))
         return out
 
 

@@ -1,6 +1,7 @@
 """Engine `torch`, scoring: packed prompts through models/llama.py, logits only where an answer is read.
 
-The val pass runs the layers as they are written; the infer pass runs them compiled, one graph for all layers and batch sizes.
+The val pass runs the layers as they are written. The infer pass runs them with a kernel for all that stands between matmuls,
+or, where the device runs no such kernels, compiled: one graph for all layers and batch sizes.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ from steelyard.data.batches import Batch, closed_batch, equal_bins, open_batch, 
 from steelyard.engines.job import Job, Part
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
+from steelyard.kernels import jit, packed_attention
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.attention import Layout, Prefix, known, layout
 from steelyard.models.llama import Llama, Streams
+from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
 from steelyard.models.tensors import DTYPES, dtype_names, send
 from steelyard.training.fsdp import local
 from steelyard.weights import load
@@ -49,12 +52,18 @@ class TorchScore:
         shared = self.question.division == "open"
         kernel = self.tune.attention
         if kernel == "auto":
-            kernel = self.job.device.attention(self.question.precision.weights, shared)
+            kernel = self._fastest(shared)
         if shared and kernel == "cudnn":
             raise RequestError(
                 "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, flash, efficient, rows"
             )
         return known(kernel, False)
+
+    def _fastest(self, shared: bool) -> str:
+        dtype, device, model = self.question.precision.weights, self.job.device, self.question.model
+        kernel: str = device.attention(dtype, shared)
+        ours = packed_attention.serves(device.torch_device, DTYPES[dtype], model.hidden // model.heads)
+        return "packed" if kernel == "flash" and ours and not shared else kernel
 
     def _plan(self) -> list[Callable[[], Batch]]:
         """What to compute, batch by batch; the arrays themselves are made inside the pass."""
@@ -82,11 +91,17 @@ class TorchScore:
         new = compiled and not self.compiled
         with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
             if new:
-                self.compiled = [torch.compile(block, dynamic=True) for block in self.model.layers]
+                self.compiled = self._fast(self.model)
             self.blocks = self.compiled if compiled else None
             for batch in self.batches[: max(self.tune.warmup, int(compiled))]:
                 self._answer(*self._to_device(batch()))
             self.job.device.synchronize()
+
+    def _fast(self, model: Llama) -> list[Callable[..., Streams]]:
+        if not jit.serve(self.device):
+            return [torch.compile(block, dynamic=True) for block in model.layers]
+        linears, kernels = Scoring(), BlockKernels(compiled=True)
+        return [FusedBlock(block, linears, kernels) for block in model.layers]  # type: ignore[arg-type]
 
     def _load(self) -> tuple[Llama, dict[str, Any]]:
         question, group = self.question, self.job.group
@@ -121,8 +136,8 @@ class TorchScore:
             raise RuntimeError("work before prepare")
         tokens, positions, rows, asked = inputs
         keep = None if batch.keep is None else slice(*batch.keep)
-        hidden = self.model.hidden(tokens, positions, rows, self.kernel, self.prefix, keep, self.blocks)
-        return self.reader.answer(self.model.logits, hidden[asked.pick], asked, self.blocks is not None)
+        hidden = self.model.hidden(tokens, positions, rows, self.kernel, self.prefix, keep, self.blocks, asked.pick)
+        return self.reader.answer(self.model.logits, hidden, asked, self.blocks is not None)
 
     def outputs(self, name: str) -> dict[str, Any]:
         return self.answers[name].table(self.reader)

@@ -1,0 +1,39 @@
+"""The infer pass on a device: a model through its kernels beside the same model as it is written."""
+
+import pytest
+import torch
+
+from steelyard.kernels import token_loss
+from steelyard.models.attention import layout
+from steelyard.models.llama import Llama, LlamaShape
+from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
+
+pytestmark = pytest.mark.gpu
+SHAPE = LlamaShape(layers=3, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=704, vocab=1003, positions=512)
+LENGTHS = [77, 1, 200, 130]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "packed"])
+def test_kernels_answer_as_the_model(kernel: str) -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(1)
+    model = Llama(SHAPE).to(device, torch.bfloat16)
+    blocks = [FusedBlock(block, Scoring(), BlockKernels(compiled=True)) for block in model.layers]
+    tokens = torch.randint(0, SHAPE.vocab, (sum(LENGTHS),), device=device)
+    positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
+    rows, pick = layout(LENGTHS, None, device), torch.arange(0, len(tokens), 3, device=device)
+    with torch.inference_mode():
+        found = model(tokens, positions, rows, kernel, pick, blocks=blocks)
+        expected = model(tokens, positions, rows, "flash", pick)
+        right = model.double()(tokens, positions, rows, "rows", pick)
+    allowed = 1.5 * float((expected.double() - right).norm())  # no further from fp64 than the plain model by more than half
+    assert float((found.double() - right).norm()) <= allowed
+
+
+def test_logits_are_read_as_they_are_written() -> None:
+    logits = torch.randn(300, 100_008, device="cuda", dtype=torch.bfloat16)[:, :100_003]
+    own = torch.randint(0, 100_003, (300,), device="cuda")
+    found, expected = token_loss.triton_read_logits(logits, own), token_loss.read_logits(logits, own)
+    torch.testing.assert_close(found[:3], expected[:3], rtol=1e-5, atol=1e-5)
+    best = (found[3] + own).long()
+    assert torch.equal(logits.gather(1, best[:, None])[:, 0].float(), expected[2])
