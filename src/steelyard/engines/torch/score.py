@@ -55,7 +55,7 @@ class TorchScore:
             kernel = self._fastest(shared)
         if shared and kernel == "cudnn":
             raise RequestError(
-                "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, flash, efficient, rows"
+                "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, packed, flash, efficient, rows"
             )
         return known(kernel, False)
 
@@ -63,7 +63,7 @@ class TorchScore:
         dtype, device, model = self.question.precision.weights, self.job.device, self.question.model
         kernel: str = device.attention(dtype, shared)
         ours = packed_attention.serves(device.torch_device, DTYPES[dtype], model.hidden // model.heads)
-        return "packed" if kernel == "flash" and ours and not shared else kernel
+        return "packed" if kernel == "flash" and ours else kernel
 
     def _plan(self) -> list[Callable[[], Batch]]:
         """What to compute, batch by batch; the arrays themselves are made inside the pass."""
