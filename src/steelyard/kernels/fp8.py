@@ -56,7 +56,7 @@ def product(a: Fp8, b: Fp8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def triton_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
     x = x.contiguous()
-    out = empty(*x.shape, dtype, x.device)
+    out = empty(len(x), x.shape[1], dtype, x.device)
     each = min(ROW[0], power_of_2(x.shape[1]))
     count = blocks(x.shape[1], each)
     _rows[(len(x),)](x, *out, x.shape[1], LARGEST[dtype], TINY, each, count, num_warps=warps(each))
