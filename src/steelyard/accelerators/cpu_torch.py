@@ -9,7 +9,7 @@ from steelyard.accelerators.cpu import capacity, find
 from steelyard.accelerators.events import Clock, HostEvent
 from steelyard.errors import RequestError
 
-PRECISIONS = ("fp32", "fp16", "bf16")
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8")  # fp8 is emulated: its answers count, its rates do not
 LACKS = {
     "tf32": "a CPU has no TF32",
     "copies": "a CPU's memory is the host's: nothing is copied between them",

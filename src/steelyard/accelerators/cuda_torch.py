@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from steelyard.accelerators.events import Clock, Event
+from steelyard.errors import RequestError
 
 _cuda: Any = torch.cuda  # untyped in parts, which parts depends on the version
 _cudnn: Any = torch.backends.cudnn
@@ -98,6 +99,8 @@ class Device:
     def set_precision(self, matmul: str) -> None:
         """Through the older pair of flags: they set the newer `fp32_precision` too, so that both can be read later.
         The newer ones leave the older unreadable (torch 2.13 raises), and torch's own compiler still reads those."""
+        if matmul == "fp8" and "fp8" in self.lacks:
+            raise RequestError(f"{self.lacks['fp8']}; use --precision bf16")
         tf32 = matmul == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32

@@ -4,12 +4,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Matmul = Literal["fp32", "tf32", "fp16", "bf16"]
+Matmul = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Kept = Literal["fp32", "fp16", "bf16"]
 
 
 class Precision(BaseModel):
-    """`matmul` names the peak-table column that MFU is measured against. The last two are of training only."""
+    """`matmul` names the peak-table column that MFU is measured against; fp8 is that of the layers' matrices alone, and bf16
+    what all else is computed in. The last two are of training only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,6 +39,7 @@ SCORE = {
         _score("tf32", "tf32", "fp32"),
         _score("fp16", "fp16", "fp16"),
         _score("bf16", "bf16", "bf16"),
+        _score("fp8", "fp8", "bf16"),
     )
 }
 
@@ -49,6 +51,8 @@ TRAIN = {
         _train("fp16", "fp16", "fp32"),
         _train("bf16", "bf16", "fp32"),
         _train("bf16-pure", "bf16", "bf16"),
+        _train("fp8", "fp8", "fp32"),
+        _train("fp8-pure", "fp8", "bf16"),
         # Paddle's mixed precision of level O2: 16-bit gradients, summed as such, beside fp32 master weights and states.
         _train("fp16-o2", "fp16", "fp32", "fp16"),
         _train("bf16-o2", "bf16", "fp32", "bf16"),

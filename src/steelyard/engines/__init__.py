@@ -102,6 +102,8 @@ TORCH = EngineRow(
     },
     families=("llama", "glm"),
     divisions=("closed", "open"),
+    precisions=("fp32", "tf32", "fp16", "bf16", "fp8"),
+    trains_in=("fp32", "tf32", "fp16", "bf16", "bf16-pure", "fp8", "fp8-pure"),
     degrees=("tp", "pp", "dp"),
     needs=("torch",),
     extra="torch",

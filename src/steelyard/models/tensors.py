@@ -9,11 +9,13 @@ from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-COMPUTED_IN = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}  # by what matmuls run in
+SHORT |= {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+# By what matmuls run in; of fp8, what is none of the layers' matrices.
+COMPUTED_IN = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
 
 def compute_dtype(matmul: str) -> torch.dtype:
-    """The type that a matmul's operands have."""
+    """The type that a matmul's operands have, or of fp8 the one they are made of."""
     return DTYPES[COMPUTED_IN[matmul]]
 
 

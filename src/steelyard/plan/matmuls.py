@@ -17,6 +17,7 @@ from steelyard.schema import Frozen
 # weight gᵀ·x.
 Layout = Literal["nt", "nn", "tn"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+VOCABULARY = "vocabulary"  # the product that gives logits
 # Numbers of a product's rows, operand and result together: more are taken in blocks of rows, so that knowing a rate does not
 # take the memory of the run that it is for. 256 MiB in 16 bit; each block is still far larger than a device's caches.
 MOST_NUMBERS = 1 << 27
@@ -53,7 +54,7 @@ def of_model(model: LlamaModel | GlmModel, tokens: int, logits: int, kind: str, 
         outputs = one.outputs // tp if one.divided == "outputs" else one.outputs
         inputs = one.inputs // tp if one.divided == "inputs" else one.inputs
         out += _products(one.name, tokens, outputs, inputs, model.layers, kind)
-    return (*out, *_products("vocabulary", logits, vocab_rows(model.vocab, tp), model.hidden, 1, kind))
+    return (*out, *_products(VOCABULARY, logits, vocab_rows(model.vocab, tp), model.hidden, 1, kind))
 
 
 def _products(name: str, rows: int, outputs: int, inputs: int, count: int, kind: str) -> list[Matmul]:

@@ -16,7 +16,8 @@ from steelyard.models.shapes import LlamaModel, vocab_rows
 from steelyard.plan import flops
 from steelyard.plan.degrees import Plan, shard_degree, stage_layers
 
-BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # of fp8, what all but the layers' matrices is in
+FP8_COPIES = 2  # bytes of a weight in fp8 for training: one as it stands for the forward, one transposed for the backward
 WIDE = 4  # bytes of what is kept in fp32 whatever the precision
 MOST_STAGES = 1024  # a record may come from a stranger
 GIB = 1 << 30
@@ -32,7 +33,7 @@ class Parts:
     """Bytes on one device."""
 
     parameters: int  # as they are kept
-    copies: int  # of them in the type of the matmuls, where that is another
+    copies: int  # of them in the type of the matmuls, where that is another; of fp8, two of the layers' matrices
     gradients: int
     states: int  # Adam's two
     activations: int
@@ -47,7 +48,7 @@ class Parts:
 class Saved:
     """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation it does. `fused` ones are
     computed again by a compiler, without being asked; `plain` ones are kept by models/llama.py's own block, and not by that of
-    models/llama_fused.py."""
+    models/llama_fused.py; `wide_only` ones are not kept by that of models/llama_fp8.py."""
 
     name: str
     numbers: Callable[[LlamaModel], int]
@@ -55,6 +56,7 @@ class Saved:
     wide: bool = False
     fused: bool = False
     plain: bool = False
+    wide_only: bool = False
 
 
 def _dim(model: LlamaModel) -> int:
@@ -67,7 +69,7 @@ SAVED = (
     Saved("residual stream and what is to be added to it", lambda m: 2 * m.hidden, ("selective", "full")),
     Saved("input of the attention's norm", lambda m: m.hidden),
     Saved("scale of the attention's norm", lambda m: 1, wide=True),
-    Saved("input of qkv", lambda m: m.hidden),
+    Saved("input of qkv", lambda m: m.hidden, wide_only=True),
     Saved("output of qkv", lambda m: (m.heads + 2 * m.kv_heads) * _dim(m), _BOTH),
     Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * _dim(m), plain=True),
     Saved("output of attention", lambda m: m.hidden, _BOTH),
@@ -75,16 +77,22 @@ SAVED = (
     Saved("output of out", lambda m: m.hidden, ("selective",)),
     Saved("input of the FFN's norm", lambda m: m.hidden),
     Saved("scale of the FFN's norm", lambda m: 1, wide=True),
-    Saved("input of gate_up", lambda m: m.hidden),
+    Saved("input of gate_up", lambda m: m.hidden, wide_only=True),
     Saved("output of gate_up", lambda m: 2 * m.ffn, _BOTH),
     Saved("SiLU of the gate", lambda m: m.ffn, fused=True, plain=True),
     Saved("input of down", lambda m: m.ffn, plain=True),
 )
 
 
-def layer_bytes(model: LlamaModel, size: int, recompute: Recompute, compiled: bool, lean: bool = False) -> int:
+def layer_bytes(
+    model: LlamaModel, size: int, recompute: Recompute, compiled: bool, lean: bool = False, fp8: bool = False
+) -> int:
     """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of models/llama_fused.py."""
-    kept = [part for part in SAVED if recompute in part.under and not (part.fused and compiled) and not (part.plain and lean)]
+
+    def drops(part: Saved) -> bool:
+        return (part.fused and compiled) or (part.plain and lean) or (part.wide_only and fp8)
+
+    kept = [part for part in SAVED if recompute in part.under and not drops(part)]
     return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
 
 
@@ -96,6 +104,11 @@ def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
     first, last = stage == 0, stage == plan.pp - 1
     tables = (first + last) if not (first and last and model.tied) else 1
     return len(stage_layers(model.layers, plan.pp)[stage]) * layer + tables * table + last * model.hidden
+
+
+def stage_matrices(model: LlamaModel, plan: Plan, stage: int) -> int:
+    """Weights of the layers' matrices among them: those that fp8 multiplies."""
+    return len(stage_layers(model.layers, plan.pp)[stage]) * (flops.layer_parameters(model) // model.layers) // plan.tp
 
 
 def predict(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False) -> list[Parts]:
@@ -112,26 +125,30 @@ def _stage(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, trai
     mixed = kept != size
     tokens = tune.micro_batch * train.length
 
+    fp8 = precision.matmul == "fp8"
+
     def held(each: int, divided_from: int) -> int:
         return each * (-(-numbers // degree) if tune.sharding >= divided_from else numbers)
 
     return Parts(
         # Where matmuls read a copy, the optimiser alone reads the parameters: they are divided with its states.
         parameters=held(kept, 1 if mixed else 3),
-        copies=held(size, 3) if mixed else 0,
+        # In fp8 they are two of one byte each of the layers' matrices, made of the parameters themselves, and 16-bit ones of
+        # the rest where that is kept in fp32.
+        copies=held(size, 3) if mixed else fp8 * FP8_COPIES * stage_matrices(model, plan, stage),
         gradients=held(BYTES[precision.gradients or precision.weights], 2),
         states=held(2 * BYTES[precision.states or precision.weights], 1),
-        activations=tokens * _activations(model, size, tune, plan, train, stage, lean) // plan.tp,
+        activations=tokens * _activations(model, size, tune, plan, train, stage, lean, fp8) // plan.tp,
         logits=tokens * _logits(model, size, plan, tune.compile) if stage == plan.pp - 1 else 0,
     )
 
 
-def _activations(model: LlamaModel, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> int:
+def _activations(model: LlamaModel, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool, fp8: bool) -> int:
     """Bytes a token of a micro-batch: of all that are under way at once in 1F1B, and of the one layer that is computed again.
     A tensor-parallel group divides all of them, those between its matmuls by sequence."""
     batches = -(-train.batch // (plan.dp * tune.micro_batch))
-    kept = layer_bytes(model, size, tune.recompute, tune.compile, lean)
-    again = layer_bytes(model, size, "none", tune.compile, lean) - kept
+    kept = layer_bytes(model, size, tune.recompute, tune.compile, lean, fp8)
+    again = layer_bytes(model, size, "none", tune.compile, lean, fp8) - kept
     return kept * len(stage_layers(model.layers, plan.pp)[stage]) * min(plan.pp - stage, batches) + again
 
 
@@ -161,7 +178,12 @@ def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) ->
     layer = 2 * model.hidden + (heads + model.hidden + 3 * model.ffn) // plan.tp
     rows = vocab_rows(model.vocab, plan.tp)
     weights = stage_parameters(model, plan, 0) * size
-    return Parts(weights, 0, 0, 0, tune.batch_tokens * layer * size, LOGITS_AT_ONCE * rows * size)
+    activations, logits = tune.batch_tokens * layer * size, LOGITS_AT_ONCE * rows * size
+    if precision.matmul != "fp8":
+        return Parts(weights, 0, 0, 0, activations, logits)
+    half = stage_matrices(model, plan, 0)  # of what is loaded in 16 bits, one byte a number is kept
+    passes = Parts(weights - half, 0, 0, 0, activations, logits)
+    return max(Parts(weights, 0, 0, 0, 0, 0), passes, key=lambda parts: parts.total)
 
 
 def _held(case: Case, plan: Plan) -> Parts:

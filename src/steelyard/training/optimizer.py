@@ -78,8 +78,7 @@ class Adam:
         clip_grads_with_norm_(self.master, self.clip, norm, foreach=True)
         self.scaler.step(self.inner)
         self.scaler.update()
-        if self.has_master:
-            self.copy_to_model()
+        self.copy_to_model()
         self.zero_grad()
         return norm
 
@@ -100,8 +99,13 @@ class Adam:
             self.inner.zero_grad(set_to_none=True)
 
     def copy_to_model(self) -> None:
-        """The master weights, or what this rank holds of them."""
-        torch._foreach_copy_([local(one) for one in self.parameters], [local(one) for one in self.master])
+        """The master weights, or what this rank holds of them, where the model has others. A fused optimizer raises no
+        version of what it writes; readers of a parameter that keep something made of it must see that it changed."""
+        if self.has_master:
+            pairs = [(local(one), local(master)) for one, master in zip(self.parameters, self.master, strict=True)]
+            apart = [(one, master) for one, master in pairs if one.data_ptr() != master.data_ptr()]
+            torch._foreach_copy_([one for one, _ in apart], [master for _, master in apart])
+        torch.autograd.graph.increment_version(self.parameters)
 
     def moments(self) -> list[Tensor]:
         """What this rank keeps of the states beside the weights; nothing before the first step."""
@@ -145,9 +149,8 @@ class Adam:
                 raise RequestError("the checkpoint does not say how losses were scaled, and this precision scales them")
             scaler = self.scaler.state_dict()
             self.scaler.load_state_dict({**scaler, "scale": numbers.scale, "_growth_tracker": int(numbers.growth)})
-        if self.has_master:
-            with torch.no_grad():
-                self.copy_to_model()
+        with torch.no_grad():
+            self.copy_to_model()
 
 
 def _adder(master: Tensor) -> Any:

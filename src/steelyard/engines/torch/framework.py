@@ -14,9 +14,10 @@ from steelyard.engines.framework import Meeting
 from steelyard.engines.torch import tensor_parallel
 from steelyard.engines.torch.profile import TorchProfiler
 from steelyard.errors import RequestError
+from steelyard.kernels import fp8
 from steelyard.models.tensors import compute_dtype
 from steelyard.plan.degrees import Plan
-from steelyard.plan.matmuls import Matmul
+from steelyard.plan.matmuls import VOCABULARY, Matmul
 
 EXCHANGE_NUMBERS = 1 << 18
 _dist: Any = dist  # its stores are not in its stubs
@@ -94,12 +95,16 @@ class TorchFramework:
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
         size, dtype = self.device.matmul_shape, compute_dtype(precision)
         a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
+        if precision == "fp8":
+            scaled = fp8.make_rows(a), fp8.make_rows(b)
+            return lambda: fp8.product(*scaled), 2 * size**3
         return lambda: torch.mm(a, b), 2 * size**3
 
     def profiler(self) -> TorchProfiler:
         return TorchProfiler(self.device.torch_device)
 
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
+        """Of fp8, both operands lie as its matmuls want them, whatever the layout; the vocabulary's stay bf16."""
         dtype, place = compute_dtype(precision), self.device.torch_device
 
         def random(rows: int, columns: int, transposed: bool) -> torch.Tensor:
@@ -108,6 +113,10 @@ class TorchFramework:
             return made.t() if transposed else made
 
         try:
+            if precision == "fp8" and shape.name != VOCABULARY:
+                inner = -(-shape.k // fp8.ALIGNED) * fp8.ALIGNED
+                left, right = (fp8.make_rows(random(side, inner, False)) for side in (shape.m, shape.n))
+                return lambda: fp8.product(left, right), shape.flops
             a, b = random(shape.m, shape.k, shape.layout == "tn"), random(shape.k, shape.n, shape.layout == "nt")
             out = torch.empty(shape.m, shape.n, device=place, dtype=dtype)
         except torch.OutOfMemoryError:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from steelyard.engines.job import Job
+from steelyard.errors import RequestError
 from steelyard.models.glm import Glm
 from steelyard.models.glm_fused import FusedGlm
 from steelyard.models.llama_fused import Gradient
@@ -19,6 +20,8 @@ class TorchCloze(Loop):
 
 
 def trainer(job: Job) -> Trainer:
+    if job.case.question.precision.matmul == "fp8":
+        raise RequestError("engine torch trains a GLM without fp8; use --precision bf16")
     kernel, tune = choose_kernel(job), job.case.tune
     check_recompute(job)
 

@@ -16,6 +16,7 @@ from steelyard.engines.torch.pipeline import Pipeline
 from steelyard.engines.torch.recompute import recomputed
 from steelyard.engines.torch.sharded_weights import fill
 from steelyard.engines.torch.stage import Stage, summed_loss, tensor_parallel
+from steelyard.errors import RequestError
 from steelyard.models.llama import Block, Streams
 from steelyard.models.llama_fused import BlockKernels, ByAutograd, FusedBlock, Gradient
 from steelyard.models.placements import Shard
@@ -109,6 +110,8 @@ class ParallelLlama:
 def parallel_trainer(job: Job, kernel: str) -> Trainer:
     device: torch.device = job.device.torch_device
     question, plan = job.case.question, job.plan
+    if question.precision.matmul == "fp8":
+        raise RequestError("engine torch trains in fp8 on one device; use --devices 1 or --precision bf16")
     degree = shard_degree(job.case, plan.dp)
     sharding = job.case.tune.sharding if degree > 1 else 0
     mesh, compute = plan_mesh(device, plan, degree), compute_dtype(question.precision.matmul)

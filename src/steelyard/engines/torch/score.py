@@ -16,9 +16,11 @@ from steelyard.engines.job import Job, Part
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.kernels import jit, packed_attention
+from steelyard.models import llama_fp8
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.attention import Layout, Prefix, known, layout
 from steelyard.models.llama import Llama, Streams
+from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock
 from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
 from steelyard.models.tensors import DTYPES, dtype_names, send
 from steelyard.training.fsdp import local
@@ -32,6 +34,7 @@ class TorchScore:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.question = job.case.question
+        self.fp8 = self.question.precision.matmul == "fp8"
         self.tune = job.case.tune
         if self.tune.batching not in ("auto", "packed"):
             raise RequestError(f"engine torch packs sequences; tune.batching={self.tune.batching!r} is for engine transformers")
@@ -98,6 +101,8 @@ class TorchScore:
             self.job.device.synchronize()
 
     def _fast(self, model: Llama) -> list[Callable[..., Streams]]:
+        if self.fp8:
+            return [Fp8ScoreBlock(block, Fp8Kernels(fast=True)) for block in model.layers]  # type: ignore[arg-type]
         if not jit.serve(self.device):
             return [torch.compile(block, dynamic=True) for block in model.layers]
         linears, kernels = Scoring(), BlockKernels(compiled=True)
@@ -106,7 +111,12 @@ class TorchScore:
     def _load(self) -> tuple[Llama, dict[str, Any]]:
         question, group = self.question, self.job.group
         shape, dtype = load.shape_of(question.model), DTYPES[question.precision.weights]
-        return build(shape, self.device, dtype, question.seed, self.job.weights, group.share, group.total, self.job.loading)
+        given = (self.device, dtype, question.seed, self.job.weights, group.share, group.total, self.job.loading)
+        model, source = build(shape, *given)
+        if self.fp8:
+            llama_fp8.check_sizes(model.shape)
+            llama_fp8.keep_fp8(model)
+        return model, source
 
     def total(self, name: str) -> int:
         return len(self.batches) + 1
@@ -144,5 +154,7 @@ class TorchScore:
 
     def details(self) -> dict[str, Any]:
         held = [] if self.model is None else [local(one) for one in self.model.parameters()]
+        held += llama_fp8.kept(self.model) if self.fp8 and self.model is not None else []
         counts = {"parameters": sum(one.numel() for one in held), "dtypes": {"parameters": dtype_names(held)}}
-        return {"attention": self.kernel, "batches": len(self.batches), **counts}
+        how = llama_fp8.details(self.device, learns=False) if self.fp8 else {}
+        return {"attention": self.kernel, "batches": len(self.batches), **counts, **how}

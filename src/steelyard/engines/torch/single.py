@@ -5,7 +5,7 @@ them is ever there.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from steelyard.engines.job import Job
 from steelyard.engines.torch.recompute import recomputed
+from steelyard.models import llama_fp8
+from steelyard.models.llama import Block, Streams
 from steelyard.models.llama_fused import Accumulating, BlockKernels, FusedBlock, Gradient
 from steelyard.models.tensors import DTYPES, compute_dtype
 from steelyard.training.micro_batches import MicroBatch
@@ -23,6 +25,7 @@ from steelyard.weights.model import build
 class SingleLlama:
     def __init__(self, job: Job, kernel: str) -> None:
         self.job, self.kernel = job, kernel
+        self.fp8 = job.case.question.precision.matmul == "fp8"
         self.weights: dict[str, Any] = {}
         self.roots: list[nn.Module] = []
 
@@ -32,18 +35,36 @@ class SingleLlama:
         shape = load.shape_of(question.model)
         self.module, self.weights = build(shape, device, dtype, question.seed, job.weights, progress=job.loading)
         master = [p.detach() for p in self.module.parameters()]
-        self.module.to(compute_dtype(question.precision.matmul)).requires_grad_(True).train()
+        self._cast(compute_dtype(question.precision.matmul))
+        self.module.requires_grad_(True).train()
         return master if master[0].dtype != self.module.embed.weight.dtype else None
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        """What is read in fp8 is made of what is kept: no 16-bit copy stands between them."""
+        if not self.fp8:
+            self.module.to(dtype)
+            return
+        llama_fp8.check_sizes(self.module.shape)
+        kept = {id(one) for one in llama_fp8.matrices(self.module)}
+        for parameter in self.module.parameters():
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.to(dtype)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
 
     def compile(self, gradient: Gradient) -> None:
         tune = self.job.case.tune
-        linears, kernels = Accumulating(gradient), BlockKernels(tune.compile)
-        fused = [FusedBlock(block, linears, kernels) for block in self.module.layers]  # type: ignore[arg-type]
-        self.blocks = [recomputed(one, tune.recompute) for one in fused]
+        self.blocks = [recomputed(one, tune.recompute) for one in self._fused(gradient, tune.compile)]
         self.losses: Callable[..., Tensor] = torch.compile(_losses, dynamic=True) if tune.compile else _losses
+
+    def _fused(self, gradient: Gradient, fast: bool) -> list[Callable[..., Streams]]:
+        layers = cast(list[Block], list(self.module.layers))
+        if self.fp8:
+            code = llama_fp8.Learning(gradient, llama_fp8.Fp8Kernels(fast))
+            return [llama_fp8.Fp8Block(block, code) for block in layers]
+        linears, kernels = Accumulating(gradient), BlockKernels(fast)
+        return [FusedBlock(block, linears, kernels) for block in layers]
 
     def loss(self, micro: MicroBatch) -> Tensor:
         hidden = self.module.hidden(micro.tokens, micro.positions, micro.rows, self.kernel, blocks=self.blocks)
@@ -56,7 +77,8 @@ class SingleLlama:
         return [micro]
 
     def details(self) -> dict[str, Any]:
-        return {"attention": self.kernel, "block": "fused"}
+        told = {"attention": self.kernel, "block": "fused"}
+        return told | llama_fp8.details(self.job.device.torch_device) if self.fp8 else told
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
