@@ -1,9 +1,9 @@
 """Causal attention over packed rows and its gradient in Triton, for 16-bit types.
 
 The rows of a layout are read as one long row. Of every query it is known which keys it sees, from where to where, and a tile
-of queries reads from the first of them to the last, whatever the number of rows. Queries, keys and values are [T, heads, D]
-and contiguous; D is a power of two. Exponents are to base 2. Where a device moves tiles by descriptors (Hopper's TMA), keys
-and values are read by them.
+of queries reads from the first of them to the last, whatever the number of rows. Queries, keys and values are [T, heads, D],
+and D is a power of two. Without gradients they may lie inside one matrix, queries then as [T, groups, heads of a group, D].
+Exponents are to base 2. Where a device moves tiles by descriptors (Hopper's TMA), keys and values are read by them.
 """
 
 from collections.abc import Callable
@@ -52,10 +52,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
     """Attention inside rows with these borders."""
     if not serves(q.device, q.dtype, q.shape[-1]):
         raise RequestError("tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32, 64 or 128")
-    if max(q.numel(), k.numel()) > MOST:
-        raise RequestError(f"tune.attention='packed' counts to {MOST}, and queries are {q.numel()}; lower tune.micro_batch")
+    reach = max(len(one) * one.stride(0) for one in (q, k, v))
+    if reach > MOST:
+        raise RequestError(
+            f"tune.attention='packed' counts to {MOST}, and a batch has {reach} numbers; lower tune.micro_batch or "
+            "tune.batch_tokens"
+        )
     if torch.is_grad_enabled() and len(q) != len(k):
         raise RequestError("tune.attention='packed' learns nothing from rows with shared prefixes")
+    if torch.is_grad_enabled():
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out: Tensor = PackedAttention.apply(q, k, v, of.begin, of.stop, of.end)  # type: ignore[no-untyped-call]
     return out
 
@@ -75,7 +81,13 @@ def _descriptors(device: torch.device) -> Callable[[Tensor, list[int]], Any] | N
 def _tiles(rows: int, *tensors: Tensor) -> list[Any]:
     """Tensors to be read in tiles of so many tokens of one head: by descriptors, or as they are."""
     describe = _descriptors(tensors[0].device)
-    return [one if describe is None else describe(one.flatten(1), [rows, one.shape[-1]]) for one in tensors]
+    return [one if describe is None else describe(_matrix(one), [rows, one.shape[-1]]) for one in tensors]
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """From its first head to its last, with what lies between."""
+    tokens, groups, dim = x.shape
+    return x.as_strided((tokens, (groups - 1) * x.stride(1) + dim), (x.stride(0), 1))
 
 
 def _read_by_tiles(device: torch.device) -> bool:
@@ -85,14 +97,17 @@ def _read_by_tiles(device: torch.device) -> bool:
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, stop: Tensor, end: Tensor) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        tokens, heads, dim = q.shape
-        out, lse = torch.empty_like(q), q.new_empty(heads, tokens, dtype=torch.float32)
+        groups, dim = k.shape[1:]
+        q = q.view(len(q), groups, -1, dim) if q.dim() == 3 else q
+        ratio = q.shape[2]
+        tokens, heads = len(q), groups * ratio
+        out, lse = q.new_empty(tokens, heads, dim), q.new_empty(heads, tokens, dtype=torch.float32)
         tile, keys, warps, stages = FORWARD
-        sizes = (dim**-0.5 * LOG2_E, tokens, len(k), heads, heads // k.shape[1], dim, tile, keys, _read_by_tiles(q.device))
+        places = [one.stride(i) for one in (q, k, v) for i in (0, 1)]
+        sizes = (dim**-0.5 * LOG2_E, tokens, len(k), heads, ratio, dim, tile, keys, _read_by_tiles(q.device))
         grid = (-(-tokens // tile), heads)
-        _forward[grid](q, *_tiles(keys, k, v), out, lse, begin, stop, *sizes, num_warps=warps, num_stages=stages)
-        context.save_for_backward(q, k, v, out, lse, begin, end)
+        _forward[grid](q, *_tiles(keys, k, v), *places, out, lse, begin, stop, *sizes, num_warps=warps, num_stages=stages)
+        context.save_for_backward(q.flatten(1, 2), k, v, out, lse, begin, end)
         return out
 
     @staticmethod
@@ -116,14 +131,21 @@ class PackedAttention(torch.autograd.Function):
 
 @jit
 def _tile(
-    x: tensor, low: tensor, group: tensor, groups: tensor, count: tensor, dim: constexpr, keys: constexpr, described: constexpr
+    x: tensor,
+    low: tensor,
+    side: tensor,
+    stride: tensor,
+    count: tensor,
+    dim: constexpr,
+    keys: constexpr,
+    described: constexpr,
 ) -> tensor:
     """Keys or values of one head, from a token on; zeros behind the last."""
     if described:
-        return x.load([low, group * dim])
+        return x.load([low, side])
     else:
         at = low + tl.arange(0, keys)
-        return tl.load(x + (at[:, None] * groups + group) * dim + tl.arange(0, dim)[None, :], (at < count)[:, None], 0.0)
+        return tl.load(x + at[:, None] * stride + side + tl.arange(0, dim)[None, :], (at < count)[:, None], 0.0)
 
 
 @jit
@@ -131,6 +153,12 @@ def _forward(
     q: tensor,
     k: tensor,
     v: tensor,
+    q_row: tensor,
+    q_group: tensor,
+    k_row: tensor,
+    k_group: tensor,
+    v_row: tensor,
+    v_group: tensor,
     out: tensor,
     lse: tensor,
     begin: tensor,
@@ -147,10 +175,11 @@ def _forward(
 ) -> None:
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
+    group = head // ratio
     row = first + tl.arange(0, tile)
     there = row < tokens
-    at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
-    query = tl.load(q + at, there[:, None], 0.0)
+    d = tl.arange(0, dim)[None, :]
+    query = tl.load(q + row[:, None] * q_row + group * q_group + head % ratio * dim + d, there[:, None], 0.0)
     start = tl.load(begin + row, there, 0)
     bound = tl.load(stop + row, there, 0)
     final = tl.minimum(first + tile, tokens) - 1
@@ -158,14 +187,12 @@ def _forward(
     shown = tl.load(begin + final)  # to all queries of the tile, from here
     hidden = tl.load(stop + first)  # from some of them, from here
     last = tl.load(stop + final)
-    groups = heads // ratio
-    group = head // ratio
     most = tl.full([tile], -1e30, tl.float32)
     total = tl.zeros([tile], tl.float32)
     sums = tl.zeros([tile, dim], tl.float32)
     for low in range(lowest, last, keys):
         column = low + tl.arange(0, keys)
-        key = _tile(k, low, group, groups, count, dim, keys, described)
+        key = _tile(k, low, group * k_group, k_row, count, dim, keys, described)
         score = tl.dot(query, tl.trans(key)) * scale
         if (low + keys > hidden) | (low < shown):
             seen = (column[None, :] < bound[:, None]) & (column[None, :] >= start[:, None])
@@ -174,10 +201,10 @@ def _forward(
         weight = tl.exp2(score - more[:, None])
         less = tl.exp2(most - more)
         total = total * less + tl.sum(weight, 1)
-        value = _tile(v, low, group, groups, count, dim, keys, described)
+        value = _tile(v, low, group * v_group, v_row, count, dim, keys, described)
         sums = tl.dot(weight.to(value.dtype), value, sums * less[:, None])
         most = more
-    tl.store(out + at, sums / total[:, None], there[:, None])
+    tl.store(out + (row[:, None] * heads + head) * dim + d, sums / total[:, None], there[:, None])
     tl.store(lse + head * tokens + row, most + tl.log2(total), there)
 
 
@@ -275,13 +302,13 @@ def _back_queries(
     part = tl.load(dot + head * tokens + row, there, 0.0)
     last = tl.minimum(first + tile, tokens)
     lowest = tl.load(begin + first) // keys * keys
-    groups = heads // ratio
-    group = head // ratio
+    side = head // ratio * dim
+    stride = heads // ratio * dim
     sums = tl.zeros([tile, dim], tl.float32)
     for low in range(lowest, last, keys):
         column = low + tl.arange(0, keys)
-        key = _tile(k, low, group, groups, tokens, dim, keys, described)
-        value = _tile(v, low, group, groups, tokens, dim, keys, described)
+        key = _tile(k, low, side, stride, tokens, dim, keys, described)
+        value = _tile(v, low, side, stride, tokens, dim, keys, described)
         seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
         weight = tl.where(seen, tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - above[:, None]), 0.0)
         change = weight * (tl.dot(slope, tl.trans(value)) - part[:, None])

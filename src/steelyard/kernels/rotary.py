@@ -25,6 +25,13 @@ def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Te
     return q, rotate(grouped[:, :, -2], cos, sin), grouped[:, :, -1].clone()
 
 
+def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of `qkv` rotated where they lie, and values: views of it, queries by key group."""
+    grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * cos.shape[-1]))  # type: ignore[no-untyped-call]
+    grouped[:, :, :-1] = rotate(grouped[:, :, :-1], cos[:, None], sin[:, None])
+    return grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
+
+
 def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of qkv from those of queries, keys and values."""
     grouped = rotate(q, cos, -sin).unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]
@@ -38,6 +45,16 @@ def triton_split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> t
     k, v = (qkv.new_empty(tokens, groups, dim) for _ in range(2))
     _launch(qkv, q, k, v, cos, sin, True)
     return q, k, v
+
+
+def triton_rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    half = cos.shape[-1]
+    grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * half))  # type: ignore[no-untyped-call]
+    groups = grouped.shape[1]
+    rows = max(1, NUMBERS // power_of_2(half))
+    grid = (len(qkv), blocks(groups, rows))
+    _rotate_there[grid](qkv, cos, sin, groups, queries, half, power_of_2(half), rows)
+    return grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
 
 
 def triton_join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -98,3 +115,29 @@ def _rotate(
             x, y = a * c + b * s, b * c - a * s
         tl.store(target, x, there)
         tl.store(target + half, y, there)
+
+
+@jit
+def _rotate_there(
+    qkv: tensor,
+    cos: tensor,
+    sin: tensor,
+    groups: tensor,
+    queries: constexpr,
+    half: constexpr,
+    padded: constexpr,
+    rows: constexpr,
+) -> None:
+    """Queries and keys of a token's groups, in place."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
+    i = tl.arange(0, padded)[None, :]
+    there = (group < groups) & (i < half)
+    c = tl.load(cos + token * half + i, i < half).to(tl.float32)
+    s = tl.load(sin + token * half + i, i < half).to(tl.float32)
+    for part in tl.static_range(queries + 1):
+        at = qkv + ((token * groups + group) * (queries + 2) + part) * 2 * half + i
+        a = tl.load(at, there).to(tl.float32)
+        b = tl.load(at + half, there).to(tl.float32)
+        tl.store(at, a * c - b * s, there)
+        tl.store(at + half, b * c + a * s, there)

@@ -173,7 +173,7 @@ def _(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None = None) -> Tensor:
-    """Attention of packed rows by the named kernel: [Tq, H, D].
+    """Attention of packed rows by the named kernel: [Tq, H, D]. Queries may come by key group: [Tq, G, H / G, D].
 
     Shared prefixes are laid out again before each row that sees them. That costs a copy, and buys the same order of sums as
     a row computed whole: both divisions get bit-identical attention from a kernel that treats rows alike.
@@ -192,4 +192,4 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: P
     """The same without the custom op, which would hide what is inside from a FLOP counter."""
     if rows.gather is not None and prefix is not None:
         k, v = (torch.cat((before, own)).index_select(0, rows.gather) for before, own in zip(prefix, (k, v), strict=True))
-    return KERNELS[kernel](q, k, v, rows)
+    return KERNELS[kernel](q if q.dim() == 3 or kernel == "packed" else q.flatten(1, 2), k, v, rows)

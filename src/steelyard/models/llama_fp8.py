@@ -19,7 +19,7 @@ from steelyard.kernels import fp8, fp8_fused, jit
 from steelyard.kernels.fp8 import ALIGNED, E4M3, Fp8, product
 from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Llama, LlamaShape, Streams
-from steelyard.models.llama_fused import BlockKernels, Gradient, Heads, add_product
+from steelyard.models.llama_fused import BlockKernels, Gradient, add_product, heads
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # of a block: what runs in fp8
 GRADIENT = E4M3  # the type of gradients
@@ -170,7 +170,7 @@ class Fp8Block:
         norm, weight, bias = block.attention_norm.weight, block.qkv.weight, block.qkv.bias
         x, qkv = _apply(NormLinear, x, delta, norm, weight, shape.norm_eps, code)
         qkv = qkv if bias is None else qkv + bias
-        q, k, v = _apply(Heads, qkv, cos, sin, shape.heads // shape.kv_heads, code.kernels)
+        q, k, v = heads(qkv, cos, sin, shape.heads // shape.kv_heads, code.kernels)
         delta = _apply(Linear, attend(q, k, v, rows, kernel, prefix).flatten(1), block.out.weight, code)
         weights = block.gate_up.weight, block.down.weight
         x, delta = _apply(FeedForward, x, delta, block.ffn_norm.weight, *weights, shape, code)
@@ -205,7 +205,7 @@ class Fp8ScoreBlock:
     ) -> Streams:
         block, kernels, shape = self.block, self.kernels, self.block.shape
         x, normed, _ = kernels.add_norm_fp8(x, delta, block.attention_norm.weight, shape.norm_eps)
-        q, k, v = kernels.split_heads(block.qkv(normed), cos, sin, shape.heads // shape.kv_heads)
+        q, k, v = heads(block.qkv(normed), cos, sin, shape.heads // shape.kv_heads, kernels)
         seen = kernels.rows(attend(q, k, v, rows, kernel, prefix).flatten(1))
         x, normed, _ = kernels.add_norm_fp8(x, block.out(seen), block.ffn_norm.weight, shape.norm_eps)
         return x, block.down(kernels.gated_fp8(block.gate_up(normed), shape.ffn_block)), k, v

@@ -74,6 +74,16 @@ class Heads(torch.autograd.Function):
         return context.kernels.join_heads(*grads, *context.saved_tensors), None, None, None, None
 
 
+def heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, kernels: "BlockKernels") -> tuple[Tensor, Tensor, Tensor]:
+    """Where nothing is learned they stay inside `qkv`, which nobody else reads."""
+    if torch.is_grad_enabled():
+        made = _apply(Heads, qkv, cos, sin, queries, kernels)
+    else:
+        made = kernels.rotate_heads(qkv, cos, sin, queries)
+    q, k, v = made
+    return q, k, v
+
+
 class SwigluLinear(torch.autograd.Function):
     """SwiGLU of gate and up, times a weight whose gradient is added to `accumulator`, or is autograd's where there is none."""
 
@@ -114,6 +124,7 @@ class BlockKernels:
         self.add_norm = make(add_norm.add_norm, add_norm.triton_add_norm)
         self.add_norm_backward = make(add_norm.add_norm_backward, add_norm.triton_add_norm_backward)
         self.split_heads = make(rotary.split_heads, rotary.triton_split_heads)
+        self.rotate_heads = make(rotary.rotate_heads, rotary.triton_rotate_heads)
         self.join_heads = make(rotary.join_heads, rotary.triton_join_heads)
         self.gated = make(swiglu.gated, swiglu.triton_gated)
         self.gated_backward = make(swiglu.gated_backward, swiglu.triton_gated_backward)
@@ -190,7 +201,7 @@ class FusedBlock:
     ) -> Streams:
         block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
         x, normed = _apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
-        q, k, v = _apply(Heads, linears.linear(normed, block.qkv), cos, sin, shape.heads // shape.kv_heads, kernels)
+        q, k, v = heads(linears.linear(normed, block.qkv), cos, sin, shape.heads // shape.kv_heads, kernels)
         seen = attend(q, k, v, rows, kernel, prefix).flatten(1)
         x, normed = _apply(AddNorm, x, linears.linear(seen, block.out), block.ffn_norm.weight, shape.norm_eps, kernels)
         gate_up = linears.linear(normed, block.gate_up)
