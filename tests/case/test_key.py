@@ -169,6 +169,13 @@ RECORD = "1982248769febc8d45b5df91fdf08e40243d3cbea9b94ed3d0fe61abe18570b6"
 FULL = {
     ("llama2-7b-mmlu", "closed", "bf16", MMLU): "59e3e6b05d8abc2f",
     ("llama2-7b-mmlu", "closed", "fp16", MMLU): "132ee5803340fe36",
+    ("llama2-7b-mmlu", "closed", "fp8", MMLU): "65a52d78bb222a9e",
+    ("llama2-7b-mmlu", "open", "fp8", MMLU): "f4cadef6dae6aeba",
+    ("aquila2-34b-lambada", "closed", "fp8", LAMBADA): "d5844ddac72bef72",
+    ("llama1-7b-openwebtext", "closed", "fp8", CORPUS): "9b827a7169e35290",
+    ("llama1-7b-openwebtext", "closed", "fp8-pure", CORPUS): "e64fba3f8c977dfd",
+    ("llama1-13b-openwebtext", "closed", "fp8-pure", CORPUS): "145f3d1beec2c50b",
+    ("aquila2-7b-alpaca", "closed", "fp8-pure", ALPACA): "526cf6436fbae748",
     ("llama2-7b-mmlu", "open", "bf16", MMLU): "92abf2dd7c31ee62",
     ("aquila2-34b-lambada", "closed", "bf16", LAMBADA): "e93b909ed7ec03c6",
     ("aquila2-34b-lambada", "closed", "fp16", LAMBADA): "6f7aacb95d83465c",

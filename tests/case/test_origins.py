@@ -21,6 +21,7 @@ def test_precisions(name: str) -> None:
     expected = {
         "fp32": ("fp32", "fp32", None, None), "tf32": ("tf32", "fp32", None, None),
         "fp16": ("fp16", "fp16", None, None), "bf16": ("bf16", "bf16", None, None),
+        "fp8": ("fp8", "bf16", None, None),
     }[name]  # fmt: skip
     for found in (resolve(NAME, precision=name), resolve(NAME, settings=[f"question.precision={name}"])):
         precision = found.case.question.precision
@@ -36,15 +37,17 @@ def test_training_precisions() -> None:
         "fp16": ("fp16", "fp32", "fp32", "fp32"),
         "bf16": ("bf16", "fp32", "fp32", "fp32"),
         "bf16-pure": ("bf16", "bf16", "bf16", "bf16"),
+        "fp8": ("fp8", "fp32", "fp32", "fp32"),
+        "fp8-pure": ("fp8", "bf16", "bf16", "bf16"),
         "fp16-o2": ("fp16", "fp32", "fp16", "fp32"),
         "bf16-o2": ("bf16", "fp32", "bf16", "fp32"),
     }
 
 
 def test_precisions_that_are_none() -> None:
-    line = "precision 'fp8' is not known; allowed for score: fp32, tf32, fp16, bf16"
-    assert refusal(NAME, precision="fp8") == refusal(NAME, "full", "question.precision=fp8") == line
-    assert refusal(NAME, precision="bf16-pure") == line.replace("fp8", "bf16-pure")
+    line = "precision 'fp4' is not known; allowed for score: fp32, tf32, fp16, bf16, fp8"
+    assert refusal(NAME, precision="fp4") == refusal(NAME, "full", "question.precision=fp4") == line
+    assert refusal(NAME, precision="bf16-pure") == line.replace("fp4", "bf16-pure")
 
 
 def test_a_precision_spelled_out(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from steelyard.case.case import Tune
 from steelyard.case.precision import TRAIN
 from steelyard.case.question import Train
-from steelyard.models import llama, llama_fused, placements
+from steelyard.case.resolve import resolve
+from steelyard.models import llama, llama_fp8, llama_fused, placements
 from steelyard.models.attention import Layout, layout
 from steelyard.models.llama import Block, Llama, rotary
 from steelyard.models.placements import Shard
@@ -49,6 +50,7 @@ def state(parts: memory.Parts) -> int:
         (LLAMA_7B, "bf16-pure", 8, 50),
         (LLAMA_13B, "bf16-pure", 2 + 2 + 4, 97),
         (LLAMA_13B, "bf16", 18, 218),
+        (LLAMA_7B, "fp8", 4 + 2 + 4 + 8, 113),  # two fp8 copies of the layers' matrices, a 16-bit one of the rest
     ],
 )
 def test_state_on_one_device(model, precision, each, gib):
@@ -56,6 +58,27 @@ def test_state_on_one_device(model, precision, each, gib):
     assert state(parts) == each * flops.parameters(model)
     assert round(state(parts) / GIB) == gib
     assert parts.total == state(parts) + parts.activations + parts.logits
+
+
+def test_state_of_fp8_pure():
+    """Two fp8 copies of the layers' matrices stand beside what bf16-pure holds."""
+    [parts], [bf16] = predict(LLAMA_7B, "fp8-pure"), predict(LLAMA_7B, "bf16-pure")
+    assert parts.copies == 2 * 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    assert state(parts) == state(bf16) + parts.copies
+    assert bf16.activations - parts.activations == 2048 * 32 * 2 * 2 * 4096  # the inputs of qkv and of gate_up, in 16 bits
+
+
+def test_scoring_in_fp8_keeps_half_of_what_is_loaded():
+    def parts(precision, tokens):
+        return memory.need(
+            resolve("aquila2-34b-lambada", "full", precision, settings=[f"tune.batch_tokens={tokens}"]).case, plan()
+        )
+
+    matrices = flops.layer_parameters(resolve("aquila2-34b-lambada").case.question.model)
+    wide, narrow = parts("bf16", 1 << 20), parts("fp8", 1 << 20)
+    assert wide.parameters - narrow.parameters == matrices
+    assert wide.activations == narrow.activations
+    assert parts("fp8", 256).total == parts("bf16", 256).parameters  # while it is loaded
 
 
 def test_activations_of_7b_by_hand():
@@ -176,14 +199,24 @@ class _Norm(torch.autograd.Function):
         raise NotImplementedError
 
 
-def saved_bytes(model: Model, compiled: bool, monkeypatch: pytest.MonkeyPatch, tokens: int = 32, lean: bool = False) -> int:
+def saved_bytes(
+    model: Model,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int = 32,
+    lean: bool = False,
+    fp8: bool = False,
+) -> int:
     """What torch keeps for the backward of a layer: storages, each once, without weights and rotary tables."""
     monkeypatch.setattr(llama, "attend", _attend)
     monkeypatch.setattr(llama_fused, "attend", _attend)
+    monkeypatch.setattr(llama_fp8, "attend", _attend)
     shape = load.shape_of(model)
     block = Block(shape).to(torch.bfloat16)
     run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
-    if lean:
+    if fp8:
+        run = llama_fp8.Fp8Block(block, llama_fp8.Learning(torch.zeros_like, llama_fp8.Fp8Kernels(False)))
+    elif lean:
         run = llama_fused.FusedBlock(block, llama_fused.Accumulating(torch.zeros_like), llama_fused.BlockKernels(False))
     elif not compiled:
         monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight, self.eps))
@@ -217,6 +250,15 @@ def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, mo
     found = saved_bytes(model, False, monkeypatch, lean=True)
     assert found == 32 * memory.layer_bytes(model, 2, "none", compiled, lean=True)
     assert found < saved_bytes(model, False, monkeypatch)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"ffn": 64}, {"hidden": 128, "heads": 8}])
+@pytest.mark.usefixtures("one_thread")
+def test_activations_of_an_fp8_block_are_what_torch_saves(changes, monkeypatch):
+    model = SMALL.model_copy(update=changes)
+    found = saved_bytes(model, False, monkeypatch, fp8=True)
+    assert found == 32 * memory.layer_bytes(model, 2, "none", False, lean=True, fp8=True)
+    assert found == saved_bytes(model, False, monkeypatch, lean=True) - 32 * 2 * 2 * model.hidden
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -141,7 +141,7 @@ def _children(pid: int, proc: Path) -> list[int]:
 def environment(matmul: str) -> dict[str, str]:
     """Variables for workers. Some virtual machines advertise AMX and die of an illegal instruction in any matmul in bf16:
     there, and only there, oneDNN is told to do without."""
-    return {ISA: WITHOUT_AMX} if matmul == "bf16" and ISA not in os.environ and amx() is False else {}
+    return {ISA: WITHOUT_AMX} if matmul in ("bf16", "fp8") and ISA not in os.environ and amx() is False else {}
 
 
 def amx() -> bool | None:

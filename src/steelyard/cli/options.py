@@ -29,7 +29,7 @@ PrecisionOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="fp32, tf32, fp16 or bf16; training also bf16-pure; engine paddle also fp16-o2, bf16-o2. Default: the case's.",
+        help="fp32, tf32, fp16, bf16, fp8; training: bf16-pure, fp8-pure; paddle: fp16-o2, bf16-o2. Default: the case's.",
         rich_help_panel=QUESTION,
         autocompletion=complete.precisions,
     ),

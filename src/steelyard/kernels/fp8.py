@@ -16,6 +16,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (E4M3, E5M2)}
 TINY = 1e-30  # magnitudes below are scaled as if they were this large: 1 / TINY must still be a number
 ALIGNED = 16  # a device's products take matrices whose sides are multiples of it, but for the rows of the first
+FAST_SUMS = True  # Hopper's tensor cores then sum fewer bits than fp32 has; a device's products are tested with it
 ROW = (16384, 16)  # of rows: numbers that a program reads at once, and its warps
 TILE = (128, 64)  # of columns: tokens and columns of a tile
 SPAN = 16  # tiles that a program goes through for the largest of a column
@@ -50,7 +51,9 @@ def product(a: Fp8, b: Fp8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     if a.values.device.type == "cpu":
         return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
     scaled: Any = torch._scaled_mm
-    out: Tensor = scaled(a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=True)
+    out: Tensor = scaled(
+        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=FAST_SUMS
+    )
     return out
 
 

@@ -95,13 +95,13 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, code: Learning) -> Tensor:
-        context.save_for_backward(x, weight)
-        context.code = code
+        context.save_for_backward(x)
+        context.weight, context.code = weight, code  # itself: a recomputed tensor is another one
         return code.multiply(code.kernels.rows(x), weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        x, weight = context.saved_tensors
+        [x], weight = context.saved_tensors, context.weight
         code: Learning = context.code
         code.add(weight, grads[0], x)
         return code.back(code.scaled(grads[0]), weight), None, None
@@ -115,14 +115,14 @@ class NormLinear(torch.autograd.Function):
         context: Any, x: Tensor, delta: Tensor, norm: Tensor, weight: Tensor, eps: float, code: Learning
     ) -> tuple[Tensor, Tensor]:
         x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, eps)
-        context.save_for_backward(x, scale, norm, weight)
-        context.code = code
+        context.save_for_backward(x, scale, norm)
+        context.weight, context.code = weight, code
         return x, code.multiply(normed, weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        x, scale, norm, weight = context.saved_tensors
-        code: Learning = context.code
+        x, scale, norm = context.saved_tensors
+        weight, code = context.weight, context.code
         code.add(weight, grads[1], code.kernels.renorm(x, scale, norm))
         grad = code.back(code.scaled(grads[1]), weight)
         back, of_norm = code.kernels.add_norm_backward(x, scale, norm, grads[0], grad)
@@ -138,14 +138,14 @@ class FeedForward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, sizes.norm_eps)
         inner = code.multiply(normed, gate_up)
-        context.save_for_backward(x, scale, norm, inner, gate_up, down)
-        context.block, context.code = sizes.ffn_block, code
+        context.save_for_backward(x, scale, norm, inner)
+        context.weights, context.block, context.code = (gate_up, down), sizes.ffn_block, code
         return x, code.multiply(code.kernels.gated_fp8(inner, sizes.ffn_block), down)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, norm, inner, gate_up, down = context.saved_tensors
-        code: Learning = context.code
+        x, scale, norm, inner = context.saved_tensors
+        (gate_up, down), code = context.weights, context.code
         grad = code.back(code.scaled(grads[1]), down)
         of_inner, wide, scaled = code.kernels.gated_backward_fp8(inner, grad, context.block, GRADIENT)
         code.add(down, grads[1], wide)

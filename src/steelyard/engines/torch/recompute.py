@@ -12,6 +12,7 @@ from steelyard.models.llama import Streams
 KEPT_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten._efficient_attention_forward.default,
 }
