@@ -237,7 +237,7 @@ def test_compiled_equals_eager() -> None:
 @pytest.mark.full
 def test_compiled_dropout_drops_the_same_backward() -> None:
     torch.compiler.reset()
-    kernels = glm_fused.GlmKernels(True, 1e-5, 0.5)
+    kernels = glm_fused.GlmKernels(True, False, 1e-5, 0.5)
     norm = torch.nn.LayerNorm(32)
     for rows in (40, 57):
         x, delta = torch.randn(rows, 32), torch.randn(rows, 32, requires_grad=True)

@@ -11,10 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures.glm import SHAPE, build, dense, job, literal_scores, packed, samples, trainer
+from fixtures.glm import END, SHAPE, START, build, dense, job, literal_scores, packed, samples, trainer
+from steelyard.accelerators.cuda_torch import Graphs
+from steelyard.data.cloze import ClozeRows
+from steelyard.engines.torch import glm as fused
+from steelyard.kernels.glm_norm import Dropout
 from steelyard.models.glm_attention import ClozeLayout, attend, layout
 from steelyard.models.glm_fused import DropoutAddNorm, Gelu, JointAttention
-from steelyard.training.glm import to_device
+from steelyard.training.buckets import Buckets, fill, size_of, together
+from steelyard.training.glm import ClozeMicroBatch, to_device
 from steelyard.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -37,6 +42,10 @@ def made(lengths: tuple[list[int], ...], dtype: torch.dtype) -> tuple[Tensor, Te
     return qkv, torch.randn(total, HEADS, DIM, generator=generator).to(GPU, dtype)
 
 
+def dropped(share: float, seed: int) -> Dropout:
+    return Dropout(share, torch.tensor([seed], device=GPU), 1)
+
+
 def flash(qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5) -> list[Tensor]:
     """The output and, where one is given to go back with, the gradient."""
     torch.manual_seed(seed)
@@ -50,7 +59,7 @@ def kernels(qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout:
     torch.manual_seed(seed)
     order, summed = rows.joint.order, torch.zeros(qkv[0].numel(), device=GPU)
     leaf = qkv[order].requires_grad_(True)
-    out = JointAttention.apply(leaf, rows, dropout, summed)
+    out = JointAttention.apply(leaf, rows, dropped(dropout, seed), summed)
     grads = [] if grad is None else [*torch.autograd.grad(out, leaf, grad[order]), summed.view(qkv.shape[1:])]
     back = order.argsort()
     return [out.detach()[back], *(one[back] if len(one) == len(back) else one for one in grads)]
@@ -164,12 +173,11 @@ def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: f
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     sums = [torch.zeros(width, device=GPU) for _ in range(3)]
-    torch.manual_seed(7)
-    marks = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
+    seven, eight = dropped(dropout, 7), dropped(dropout, 8)
+    marks = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), seven)[0] != 0
     assert abs(float((~marks).double().mean()) - dropout) < (0.02 if width == 48 else 0.002)
     scale = marks.double() / (1 - dropout)
-    torch.manual_seed(7)
-    found = DropoutAddNorm.apply(x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), dropout)
+    found = DropoutAddNorm.apply(x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), seven)
     wide = [one.detach().double().requires_grad_(True) for one in (x, delta, norm.weight, norm.bias)]
     stream = wide[0] + wide[1] * scale
     wanted = stream, torch.nn.functional.layer_norm(stream, (width,), wide[2], wide[3], norm.eps)
@@ -180,8 +188,7 @@ def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: f
     most = {torch.float32: 1e-5}.get(dtype) or PRECISE[dtype]
     for one, other in zip((*found, *found_grads, *sums), (*wanted, *grads, grads[1].sum(0)), strict=True):
         close(one.detach(), other.detach(), most)
-    torch.manual_seed(8)
-    other = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), dropout)[0] != 0
+    other = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), eight)[0] != 0
     assert bool((other != marks).any()) == (dropout > 0)
 
 
@@ -210,10 +217,19 @@ class Device:
         torch.cuda.synchronize()
 
 
-def on_gpu(precision: str, dropout: float = 0.0, **tune) -> Trainer:
+def on_gpu(precision: str, dropout: float = 0.0, graphs: bool = False, **tune) -> Trainer:
     of: SimpleNamespace = job(precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune)
     of.device = Device()
-    return trainer(of)
+    return trainer(of, lambda of: fused.trainer(of, Graphs() if graphs else None))
+
+
+def filled(division: str, groups: list[list[int]]) -> list[ClozeMicroBatch]:
+    """Micro-batches of samples, filled up to buckets."""
+    rows = ClozeRows(samples(5), [], division, 5, 1, START, END)
+    sizes = [together(size_of(rows, key) for key in group) for group in groups]
+    buckets = list(map(Buckets(sizes).of, sizes))
+    packs = (rows.pack(group, held=False) for group in groups)
+    return [to_device(fill(pack, one), GPU, one) for pack, one in zip(packs, buckets, strict=True)]
 
 
 def gradients(of: Trainer) -> list[Tensor]:
@@ -273,7 +289,7 @@ def test_a_step_waits_for_nothing_and_compiles_nothing_new(division: str) -> Non
         losses = made.learn(others, targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
     assert math.isfinite(float(losses))
 
 
@@ -286,3 +302,75 @@ def test_a_tiny_model_learns_with_dropout(compiled: bool) -> None:
         losses.append(float(made.learn([micro], made.total(5))))
         made.update(3e-3)
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
+
+
+def learned(of: Trainer, micros: list[ClozeMicroBatch], seed: int) -> tuple[float, Tensor]:
+    """The loss and all gradients; they are zero again afterwards."""
+    torch.manual_seed(seed)
+    loss = float(of.learn(micros, torch.tensor(5.0, device=GPU)))
+    found = torch.cat([grad.flatten() for grad in gradients(of)])
+    of.optimizer.zero_grad()
+    return loss, found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("division", ["closed", "open"])
+def test_graphs_are_what_they_recorded(division: str, dropout: float, precision: str, monkeypatch) -> None:
+    """Each micro-batch by the kernels themselves and by a replay, with the same seed: the same numbers are dropped, so losses
+    are equal but for the order of sums. Then other seeds: a replay draws new numbers."""
+    monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)
+    groups = [[0, 1], [1, 2], [3, 4, 0], [2, 0]]
+    plain, graphs = (on_gpu(precision, dropout, one, compile=True) for one in (False, True))
+    micros = filled(division, groups)
+    for micro in micros:
+        graphs.warm(micro)
+    count = graphs.details()["graphs"]
+    assert 0 < count < len(groups)  # some share a bucket
+    for seed in (3, 4):
+        for micro in micros:
+            (one, wanted), (two, found) = learned(plain, [micro], seed), learned(graphs, [micro], seed)
+            assert two == pytest.approx(one, rel=1e-5)
+            assert float((found - wanted).norm()) <= 2e-3 * float(wanted.norm())
+    assert graphs.details()["graphs"] == count
+    one, two, again = (learned(graphs, micros[:1], seed) for seed in (3, 4, 3))
+    assert again[0] == pytest.approx(one[0], rel=1e-6)
+    assert (two[0] != pytest.approx(one[0], rel=1e-4)) == (dropout > 0)
+    torch.manual_seed(3)
+    twice = [float(graphs.model.loss(micros[0]).detach()) for _ in range(2)]
+    assert (twice[0] != pytest.approx(twice[1], rel=1e-4)) == (dropout > 0)  # micro-batches of a step drop different numbers
+
+
+def test_what_fills_a_bucket_changes_nothing() -> None:
+    made, graphs = on_gpu("fp16", compile=True), on_gpu("fp16", graphs=True, compile=True)
+    some, groups = samples(5), [[0, 1, 2], [3, 4]]
+    plain = [to_device(packed("open", [some[i] for i in group]), GPU) for group in groups]
+    (one, wanted), (two, found) = learned(made, plain, 1), learned(graphs, filled("open", groups), 1)
+    assert two == pytest.approx(one, rel=2e-3)
+    assert float((found - wanted).norm()) <= 1e-2 * float(wanted.norm())
+
+
+def test_a_replay_waits_for_nothing() -> None:
+    made, micros = on_gpu("bf16", 0.1, graphs=True, compile=True), filled("open", [[0, 1, 2], [2, 3, 4], [1, 3, 4]])
+    for micro in micros:
+        made.warm(micro)
+    targets = made.total(5)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = made.learn(micros, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert math.isfinite(float(loss))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure", "fp32"])
+def test_graphs_learn(precision: str) -> None:
+    made = on_gpu(precision, 0.1, graphs=True, compile=True)
+    micros = filled("open", [[0, 1, 2], [3, 4]])
+    losses = []
+    for _ in range(60):
+        losses.append(float(made.learn(micros, made.total(5))))
+        made.update(3e-3)
+    assert sum(losses[-5:]) < sum(losses[:5]) / 2
+    assert made.details()["graphs"] == 2

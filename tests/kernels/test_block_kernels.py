@@ -1,4 +1,4 @@
-"""The kernels between a block's matmuls against their plain meaning, in a process of their own."""
+"""The kernels between matmuls, of a Llama's block and of a GLM, against their plain meaning, in a process of their own."""
 
 import os
 import subprocess
@@ -9,15 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-CHECKS = Path(__file__).parents[1] / "fixtures" / "kernel_checks.py"
+TESTS = Path(__file__).parents[1]
+CHECKS = [TESTS / "fixtures" / name for name in ("kernel_checks.py", "glm_kernel_checks.py")]
+
+
+def run(checks: Path, **env: str) -> None:
+    path = os.pathsep.join((str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])))
+    subprocess.run([sys.executable, checks], env=os.environ | {"PYTHONPATH": path, **env}, check=True)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the kernels' language is not installed")
-def test_by_the_interpreter():
-    subprocess.run([sys.executable, CHECKS], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+@pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
+def test_by_the_interpreter(checks: Path) -> None:
+    run(checks, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_device():
-    subprocess.run([sys.executable, CHECKS], check=True)
+@pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
+def test_on_a_device(checks: Path) -> None:
+    run(checks)

@@ -1,5 +1,6 @@
 """NVIDIA devices in framework torch, loaded by workers only: events, memory, identity and precision."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,19 @@ class CudaEvent:
             raise TypeError("events of two kinds of device have no distance")
         time_ms: float = self._event.elapsed_time(later._event)
         return time_ms / 1000
+
+
+class Graphs:
+    """Records what is launched. All graphs share a pool of memory. Torch's generator is taken along: a replay draws anew."""
+
+    def __init__(self) -> None:
+        self._pool = _cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Any:
+        graph = _cuda.CUDAGraph()
+        with _cuda.graph(graph, pool=self._pool):
+            run()
+        return graph
 
 
 class Device:
@@ -81,6 +95,9 @@ class Device:
 
     def attention(self, dtype_name: str, shared: bool) -> str:
         return ATTENTION[dtype_name]
+
+    def recorder(self) -> Graphs:
+        return Graphs()
 
     @property
     def lacks(self) -> dict[str, str]:

@@ -78,7 +78,12 @@ class TorchDevice(Protocol):
     def set_precision(self, matmul: str) -> None:
         """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
 
-    # What follows is for `steelyard spec` alone; a device class without it is taken to lack nothing.
+    # A device class may leave out what follows.
+
+    def recorder(self) -> Callable[[Callable[[], None]], Any]:
+        """What calls a function and records what that launches, as an object to `replay`."""
+
+    # For `steelyard spec` alone; a device class without it is taken to lack nothing.
 
     @property
     def lacks(self) -> Mapping[str, str]:

@@ -96,7 +96,7 @@ class ClozeRows:
         if batch < 1:
             raise RequestError(f"a global batch of {batch} samples; allowed: 1 or more")
         self._samples = {False: train, True: held}
-        self._division: Division = division
+        self.division: Division = division
         self._batch = batch
         self._seed = seed
         self._start = start
@@ -117,7 +117,7 @@ class ClozeRows:
         return sorted(keys, key=lambda key: (-self.size(key, held), key))
 
     def pack(self, keys: list[int], held: bool) -> Pack:
-        return pack([self.sample(key, held) for key in keys], self._division, self._start, self._end)
+        return pack([self.sample(key, held) for key in keys], self.division, self._start, self._end)
 
     def sample(self, key: int, held: bool) -> Cloze:
         return self._samples[held][key]
@@ -126,7 +126,7 @@ class ClozeRows:
         """Tokens of a sample in this division."""
         one = self.sample(key, held)
         spans = sum(len(piece) + 1 for piece in one.candidates)
-        return spans + len(one.context) * (len(one.candidates) if self._division == "closed" else 1)
+        return spans + len(one.context) * (len(one.candidates) if self.division == "closed" else 1)
 
 
 @lru_cache(maxsize=4)

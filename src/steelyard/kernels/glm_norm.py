@@ -1,12 +1,13 @@
 """What stands between a GLM's matmuls, each in one pass over memory, where Triton is at hand; all is computed in fp32.
 
 Gradients of biases are column sums of what these kernels write anyway: every program sums its own rows, and `_reduce_parts`
-adds those sums to the gradient. What is dropped is drawn by a counter from a seed and drawn again backward: only
-seeds are kept. They come from torch's generator of the host, so nothing waits for a device. Numbers of tokens and seeds are
-not compiled in: every micro-batch has others.
+adds those sums to the gradient. What is dropped is drawn by a counter from a seed and drawn again backward: no mask is kept.
+The seed is on the device, so that a recorded graph drops other numbers whenever it is replayed. Numbers of tokens are not
+compiled in: micro-batches have different ones.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,21 +33,25 @@ def plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Te
     return run if dropout else still
 
 
-def draw(dropout: float) -> int:
-    """A seed, always of 64 bit: an argument's type is compiled in."""
-    return int(torch.randint(1 << 62, (1 << 63) - 1, ())) if dropout else 1 << 62
+@dataclass(frozen=True)
+class Dropout:
+    """What is dropped, drawn from a seed and the place in the model: two places drop different numbers."""
+
+    share: float
+    seed: Tensor  # int64 [1], on the device; the same until the backward pass is over
+    place: int
 
 
 def dropout_add_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int
+    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: Dropout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The residual stream, its norm, and each row's mean and scale."""
     x, delta = x.contiguous(), delta.contiguous()
     tokens, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     stats = x.new_empty(tokens, 2, dtype=torch.float32)
-    given = (x, delta, weight, bias, out, normed, stats, tokens, seed, dropout, eps)
-    _dropout_add_norm[(tokens,)](*given, dropout > 0, width, power_of_2(width), num_warps=4)
+    given = (x, delta, weight, bias, out, normed, stats, dropout.seed, dropout.place, dropout.share, eps)
+    _dropout_add_norm[(tokens,)](*given, dropout.share > 0, width, power_of_2(width), num_warps=4)
     return out, normed, stats
 
 
@@ -55,24 +60,23 @@ def dropout_add_norm_backward(
     more: Tensor | None,
     grad: Tensor,
     accumulators: tuple[Tensor, Tensor, Tensor | None],
-    dropout: float,
-    seed: int,
+    dropout: Dropout,
     stays: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """The gradients of x, if it `stays`, and of delta, from those of the sum (`more`) and of its norm. Those of the norm's
     weight and bias, and of the bias that was added to delta, are added to `accumulators`."""
     x, stats, weight = saved
     tokens, width = x.shape
-    stays = stays or not dropout
-    change = torch.empty_like(x) if dropout else None
+    stays = stays or not dropout.share
+    change = torch.empty_like(x) if dropout.share else None
     back = torch.empty_like(x) if stays else None
     sums = 2 if accumulators[2] is None else 3
     parts = x.new_empty(min(tokens, PARTS), sums, width, dtype=torch.float32)
     grad = grad.contiguous()
     given = (x, stats, weight, grad if more is None else more.contiguous(), grad, x if back is None else back)
     _dropout_add_norm_backward[(len(parts),)](
-        *given, x if change is None else change, parts, tokens, seed, dropout,
-        dropout > 0, more is not None, stays, sums, width, power_of_2(width), num_warps=4,
+        *given, x if change is None else change, parts, tokens, dropout.seed, dropout.place, dropout.share,
+        dropout.share > 0, more is not None, stays, sums, width, power_of_2(width), num_warps=4,
     )  # fmt: skip
     reduce_parts(parts, [one for one in accumulators if one is not None])
     return (back, change) if change is not None else (back, back)  # type: ignore[return-value]
@@ -100,14 +104,14 @@ def gelu_backward(x: Tensor, grad: Tensor, accumulator: Tensor) -> Tensor:
 
 
 @varied()
-def _kept(seed: tensor, token: tensor, dropout: tensor, padded: constexpr) -> tensor:
+def _kept(seed: tensor, place: tensor, token: tensor, dropout: tensor, padded: constexpr) -> tensor:
     """Which numbers of a row are not dropped. A draw gives four."""
     at = token * (padded // 4) + tl.arange(0, padded // 4)
-    a, b, c, d = tl.rand4x(seed, at)
+    a, b, c, d = tl.rand4x(tl.load(seed) + place, at)
     return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [padded]) >= dropout
 
 
-@varied("tokens", "seed")
+@varied("place")
 def _dropout_add_norm(
     x: tensor,
     delta: tensor,
@@ -116,8 +120,8 @@ def _dropout_add_norm(
     out: tensor,
     normed: tensor,
     stats: tensor,
-    tokens: tensor,
     seed: tensor,
+    place: tensor,
     dropout: tensor,
     eps: tensor,
     dropped: constexpr,
@@ -130,7 +134,7 @@ def _dropout_add_norm(
     at = token.to(tl.int64) * width + i
     change = tl.load(delta + at, there, 0.0).to(tl.float32)
     if dropped:
-        change = tl.where(_kept(seed, token, dropout, padded), change / (1 - dropout), 0.0)
+        change = tl.where(_kept(seed, place, token, dropout, padded), change / (1 - dropout), 0.0)
     total = (tl.load(x + at, there, 0.0).to(tl.float32) + change).to(out.dtype.element_ty)
     tl.store(out + at, total, there)
     wide = total.to(tl.float32)
@@ -143,7 +147,7 @@ def _dropout_add_norm(
     tl.store(normed + at, centred * scale * slope + tl.load(bias + i, there, 0.0).to(tl.float32), there)
 
 
-@varied("tokens", "seed")
+@varied("tokens", "place")
 def _dropout_add_norm_backward(
     x: tensor,
     stats: tensor,
@@ -155,6 +159,7 @@ def _dropout_add_norm_backward(
     parts: tensor,
     tokens: tensor,
     seed: tensor,
+    place: tensor,
     dropout: tensor,
     dropped: constexpr,
     ongoing: constexpr,
@@ -182,7 +187,7 @@ def _dropout_add_norm_backward(
         if stays:
             tl.store(back + at, g, there)
         if dropped:
-            g = tl.where(_kept(seed, token, dropout, padded), g / (1 - dropout), 0.0)
+            g = tl.where(_kept(seed, place, token, dropout, padded), g / (1 - dropout), 0.0)
             tl.store(change + at, g, there)
         before += g
     at = tl.program_id(0).to(tl.int64) * sums * width + i

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steelyard.kernels.glm_norm import PARTS, reduce_parts
+from steelyard.kernels.glm_norm import PARTS, Dropout, reduce_parts
 from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, varied
 
 BLOCK = 16  # tokens of a span at once: the least that a matrix unit takes
@@ -31,36 +31,39 @@ class Joint:
 
     order: Tensor  # int64 [T]: which token stands there
     rows: RowBorders  # contexts, each with its spans
-    contexts: Tensor  # int32: where the contexts' tokens stand
+    contexts: Tensor  # int32: where the contexts' tokens stand; -1 where there are no more
     place: Tensor  # int32 [T]: which of the contexts' tokens it is; -1 if it is a span's
-    spans: Tensor  # int64: where the spans' tokens stand
+    spans: Tensor  # int64: where the spans' tokens stand; the first token where there are no more
     starts: Tensor  # int32: where each span begins
-    lengths: Tensor  # int32: of the spans
+    lengths: Tensor  # int32: of the spans; 0 where there are no more
     longest: int  # of the spans
 
 
 def context_keys_values(qkv: Tensor, rows: Joint) -> Tensor:
-    """Keys and values of the contexts' tokens, end to end: [n, 2, H, D]."""
+    """Keys and values of the contexts' tokens, end to end: [n, 2, H, D]. What no token stands for is left as it is."""
     heads, dim = qkv.shape[2:]
     out = qkv.new_empty(len(rows.contexts), 2, heads, dim)
     _context_keys_values[(len(out),)](qkv, out, rows.contexts, 2 * heads * dim, power_of_2(2 * heads * dim), num_warps=4)
     return out
 
 
-def attend_spans(qkv: Tensor, out: Tensor, lse: Tensor, rows: Joint, dropout: float, seed: int) -> None:
+def attend_spans(qkv: Tensor, out: Tensor, lse: Tensor, rows: Joint, dropout: Dropout) -> None:
     """Go on with spans on themselves: `out` [T, H, D] and `lse` [H, T] are of spans on contexts, and then of both."""
     tokens, _, heads, dim = qkv.shape
-    given = (qkv, out, lse, rows.starts, rows.lengths, seed, tokens, rows.longest, dropout, dim**-0.5)
-    _attend_spans[_grid(rows, heads)](*given, dropout > 0, heads, dim, max(BLOCK, power_of_2(dim)), BLOCK, num_warps=1)
+    given = (qkv, out, lse, rows.starts, rows.lengths, *_drawn(dropout), tokens, rows.longest, dropout.share, dim**-0.5)
+    sizes = heads, dim, max(BLOCK, power_of_2(dim)), BLOCK
+    _attend_spans[_grid(rows, heads)](*given, dropout.share > 0, *sizes, num_warps=1)
 
 
 def attend_spans_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dq: Tensor, total: Tensor, rows: Joint, dropout: float, seed: int
+    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dq: Tensor, total: Tensor, rows: Joint, dropout: Dropout
 ) -> None:
     """Write the gradients of the spans' keys and values to `total` [T, 3, H, D], and add that of their queries to `dq`."""
     tokens, _, heads, dim = qkv.shape
-    given = (grad, qkv, out, lse, dq, total, rows.starts, rows.lengths, seed, tokens, rows.longest, dropout, dim**-0.5)
-    _attend_spans_backward[_grid(rows, heads)](*given, dropout > 0, heads, dim, max(BLOCK, power_of_2(dim)), BLOCK, num_warps=1)
+    written = (grad, qkv, out, lse, dq, total, rows.starts, rows.lengths)
+    given = (*written, *_drawn(dropout), tokens, rows.longest, dropout.share, dim**-0.5)
+    sizes = heads, dim, max(BLOCK, power_of_2(dim)), BLOCK
+    _attend_spans_backward[_grid(rows, heads)](*given, dropout.share > 0, *sizes, num_warps=1)
 
 
 def merge_gradients(grads: tuple[Tensor, Tensor, Tensor], total: Tensor, rows: Joint, accumulator: Tensor) -> None:
@@ -74,6 +77,10 @@ def merge_gradients(grads: tuple[Tensor, Tensor, Tensor], total: Tensor, rows: J
     reduce_parts(parts, [accumulator[i * width : (i + 1) * width] for i in range(3)])
 
 
+def _drawn(dropout: Dropout) -> tuple[Tensor, int]:
+    return dropout.seed, dropout.place
+
+
 def _grid(rows: Joint, heads: int) -> tuple[int, int, int]:
     return len(rows.starts), heads, -(-rows.longest // BLOCK)
 
@@ -83,8 +90,9 @@ def _context_keys_values(qkv: tensor, out: tensor, contexts: tensor, width: cons
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(contexts + token).to(tl.int64)
     i = tl.arange(0, padded)
-    value = tl.load(qkv + row * (width + width // 2) + width // 2 + i, i < width)
-    tl.store(out + token * width + i, value, i < width)
+    there = (i < width) & (row >= 0)
+    value = tl.load(qkv + row * (width + width // 2) + width // 2 + i, there)
+    tl.store(out + token * width + i, value, there)
 
 
 @varied("tokens")
@@ -144,7 +152,7 @@ def _left(p: tensor, seed: tensor, query: tensor, key: tensor, longest: tensor, 
     return p
 
 
-@varied("seed", "tokens", "longest")
+@varied("place", "tokens", "longest")
 def _attend_spans(
     qkv: tensor,
     out: tensor,
@@ -152,6 +160,7 @@ def _attend_spans(
     starts: tensor,
     lengths: tensor,
     seed: tensor,
+    place: tensor,
     tokens: tensor,
     longest: tensor,
     dropout: tensor,
@@ -164,6 +173,7 @@ def _attend_spans(
 ) -> None:
     head, tile = tl.program_id(1), tl.program_id(2)
     begin, length = tl.load(starts + tl.program_id(0)), tl.load(lengths + tl.program_id(0))
+    key = tl.load(seed) + place
     i = tile * block + tl.arange(0, block)
     row: constexpr = heads * dim
     here = qkv + head * dim
@@ -182,7 +192,7 @@ def _attend_spans(
             p = tl.exp(s - larger[:, None])
             fix = tl.exp(most - larger)
             weight = weight * fix + tl.sum(p, 1)
-            p = _left(p, seed, (begin + i) * heads + head, j, longest, dropout, dropped)
+            p = _left(p, key, (begin + i) * heads + head, j, longest, dropout, dropped)
             total = total * fix[:, None] + tl.dot(p.to(v.dtype), v)
             most = larger
     d = tl.arange(0, wide)[None, :]
@@ -218,7 +228,7 @@ def _slopes(
     return _left(p, seed, query, j, longest, dropout, dropped), p * (back - mean[:, None]) * factor
 
 
-@varied("seed", "tokens", "longest")
+@varied("place", "tokens", "longest")
 def _attend_spans_backward(
     grad: tensor,
     qkv: tensor,
@@ -229,6 +239,7 @@ def _attend_spans_backward(
     starts: tensor,
     lengths: tensor,
     seed: tensor,
+    place: tensor,
     tokens: tensor,
     longest: tensor,
     dropout: tensor,
@@ -242,6 +253,7 @@ def _attend_spans_backward(
     """A program has some tokens of a span twice: as queries of the tokens up to them, then as keys of those from them on."""
     head, tile = tl.program_id(1), tl.program_id(2)
     begin, length = tl.load(starts + tl.program_id(0)), tl.load(lengths + tl.program_id(0))
+    key = tl.load(seed) + place
     i = tile * block + tl.arange(0, block)
     row: constexpr = heads * dim
     here, grads, outs = qkv + head * dim, grad + head * dim, out + head * dim
@@ -260,7 +272,7 @@ def _attend_spans_backward(
             j = other * block + tl.arange(0, block)
             k = _tile(here + row, begin, length, j, 3 * row, dim, wide)
             v = _tile(here + 2 * row, begin, length, j, 3 * row, dim, wide)
-            p, s = _slopes(q, k, v, g, norm, mean, i, j, begin, head, seed, longest, dropout, factor, dropped, heads)
+            p, s = _slopes(q, k, v, g, norm, mean, i, j, begin, head, key, longest, dropout, factor, dropped, heads)
             of_q += tl.dot(s.to(k.dtype), k)
         tl.store(at, of_q, there)
         k = _tile(here + row, begin, length, i, 3 * row, dim, wide)
@@ -273,7 +285,7 @@ def _attend_spans_backward(
             g = _tile(grads, begin, length, j, row, dim, wide)
             mean = tl.sum(g.to(tl.float32) * _tile(outs, begin, length, j, row, dim, wide).to(tl.float32), 1)
             norm = tl.load(norms + j, j < length, 0.0)
-            p, s = _slopes(q, k, v, g, norm, mean, j, i, begin, head, seed, longest, dropout, factor, dropped, heads)
+            p, s = _slopes(q, k, v, g, norm, mean, j, i, begin, head, key, longest, dropout, factor, dropped, heads)
             of_k += tl.dot(tl.trans(s).to(q.dtype), q)
             of_v += tl.dot(tl.trans(p).to(g.dtype), g)
         at = total + head * dim + rows * 3 * row + d

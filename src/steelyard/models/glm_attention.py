@@ -3,6 +3,9 @@
 Tokens are packed: all contexts end to end, then all spans, those that see one context beside each other. A kernel is a row of
 KERNELS: it takes QKV [T, 3, H, D], a `ClozeLayout` and the share of attention probabilities to drop; it gives [T, H, D].
 
+A layout may have more room than its tokens need (`Room`): rows of no tokens and places that nothing reads fill it up, so that
+micro-batches of one room have tensors of the same sizes.
+
 Kernel "flash" is three calls without a copy between them: contexts on contexts, spans on contexts, spans on themselves. The
 latter two are halves of one softmax, so they are merged by their log-sum-exp. Their backward calls are given the merged
 output and the merged log-sum-exp, from which the kernel computes the whole softmax's probabilities and row sums again: the
@@ -23,6 +26,17 @@ from steelyard.models.tensors import cumulative, send_tensor
 
 
 @dataclass(frozen=True)
+class Room:
+    """Sizes of a layout that micro-batches of about the same size have in common."""
+
+    logits: int  # tokens of spans, at most
+    contexts: int  # rows, at most; tokens of contexts have no room beside those that are there
+    spans: int
+    longest: tuple[int, int, int]  # a context, all spans of a context, a span
+    row: int  # the longest context with its spans
+
+
+@dataclass(frozen=True)
 class Padded:
     """The same tokens as one row a context, its spans behind it: for kernels that know no packing."""
 
@@ -40,11 +54,12 @@ class ClozeLayout:
     spans: RowBorders
     context_tokens: int
     device: torch.device
+    room: Room | None = None
 
     @cached_property
     def padded(self) -> Padded:
         """Made for the kernels that need it, once a micro-batch."""
-        gather, back, seen = _padded(*self.lengths)
+        gather, back, seen = _padded(*self.lengths, self.room.row if self.room else 0)
         width = gather.shape[1]
         return Padded(
             send_tensor(gather.flatten(), self.device),
@@ -56,28 +71,52 @@ class ClozeLayout:
     @cached_property
     def joint(self) -> Joint:
         """Made for the kernels that need it, once a micro-batch."""
-        return _joint(*self.lengths, self.device)
+        return _joint(*self.lengths, self.room, self.device)
+
+    @cached_property
+    def picked(self) -> Tensor:
+        """Where the spans' tokens stand, with the contexts before all spans: int64. The first token fills up its room."""
+        made = torch.arange(self.context_tokens, self.context_tokens + sum(self.lengths[1]))
+        return send_tensor(_filled(made, self.room.logits if self.room else len(made), 0), self.device)
+
+    def tensors(self, joint: bool) -> list[Tensor]:
+        """All that kernels read: those of `Joint`, or kernel "padded"."""
+        if not joint:
+            return [self.picked, self.padded.gather, self.padded.back, self.padded.mask]
+        at = self.joint
+        return [self.contexts.cu, at.order, at.rows.cu, at.contexts, at.place, at.spans, at.starts, at.lengths]
 
 
-def layout(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], device: torch.device) -> ClozeLayout:
+def layout(
+    contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], device: torch.device, room: Room | None = None
+) -> ClozeLayout:
     """Of contexts and spans with these lengths; `groups` says how many of the spans see each context, one after the other."""
-    if len(groups) != len(contexts) or sum(groups) != len(spans) or min(*groups, *contexts, *spans) < 1:
+    least = min(*groups, *contexts, *spans)
+    if len(groups) != len(contexts) or sum(groups) != len(spans) or least < (1 if room is None else 0):
         raise ValueError("every context has a length and a number of spans, every span a length, all above 0")
+    if room is not None and (len(contexts), len(spans)) != (room.contexts, room.spans):
+        raise ValueError(f"{len(contexts)} contexts and {len(spans)} spans where there is room for {room}")
     ends = torch.tensor(groups).cumsum(0).tolist()
     together = [sum(spans[end - count : end]) for end, count in zip(ends, groups, strict=True)]
-    outer, middle, inner = (RowBorders(cumulative(lens, device), max(lens)) for lens in (contexts, together, spans))
+    every = contexts, together, spans
+    longest = room.longest if room else tuple(map(max, every))
+    outer, middle, inner = (RowBorders(cumulative(lens, device), most) for lens, most in zip(every, longest, strict=True))
     lengths = tuple(contexts), tuple(spans), tuple(groups)
-    return ClozeLayout(lengths, outer, middle, inner, sum(contexts), device)
+    return ClozeLayout(lengths, outer, middle, inner, sum(contexts), device, room)
 
 
-def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather [contexts, width], back [T] and mask [contexts, width, width]."""
+def _filled(values: Tensor, size: int, value: int) -> Tensor:
+    return torch.cat((values, values.new_full((size - len(values),), value)))
+
+
+def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], least: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather [contexts, width], back [T] and mask [contexts, width, width], with a width of `least` or more."""
     parts, first, at = [], 0, sum(contexts)
     for length, count in zip(contexts, groups, strict=True):
         own = spans[first : first + count]
         parts.append((length, own, at))
         first, at = first + count, at + sum(own)
-    width = max(length + sum(own) for length, own, _ in parts)
+    width = max(least, *(length + sum(own) for length, own, _ in parts))
     gather = torch.zeros(len(contexts), width, dtype=torch.int64)
     back = torch.empty(at, dtype=torch.int64)
     seen = torch.zeros(len(contexts), width, width, dtype=torch.bool)
@@ -97,7 +136,9 @@ def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int]
     return gather, back, seen
 
 
-def _joint(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], device: torch.device) -> Joint:
+def _joint(
+    contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], room: Room | None, device: torch.device
+) -> Joint:
     outer, inner, count = (torch.tensor(lens) for lens in (contexts, spans, groups))
     owner = torch.arange(len(outer)).repeat_interleave(count)
     together = torch.zeros_like(outer).index_add_(0, owner, inner)
@@ -114,13 +155,13 @@ def _joint(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int],
     sizes = (outer + together).tolist()
     return Joint(
         order=send_tensor(order, device),
-        rows=RowBorders(cumulative(sizes, device), max(sizes)),
-        contexts=send_tensor(of_contexts.int(), device),
+        rows=RowBorders(cumulative(sizes, device), room.row if room else max(sizes)),
+        contexts=send_tensor(_filled(of_contexts.int(), len(back) if room else len(of_contexts), -1), device),
         place=send_tensor(place, device),
-        spans=send_tensor(of_spans, device),
+        spans=send_tensor(_filled(of_spans, room.logits if room else len(of_spans), 0), device),
         starts=send_tensor(starts, device),
         lengths=send_tensor(inner.int(), device),
-        longest=max(spans),
+        longest=room.longest[2] if room else max(spans),
     )
 
 

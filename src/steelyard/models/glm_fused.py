@@ -1,9 +1,7 @@
 """A GLM for training on one device: gradients of weights and biases are added to where they are summed, as in llama_fused.py.
 
 Biases are added by the matmul itself; what is between matmuls (a dropout, an addition and a norm) is one compiled piece, or a
-kernel of kernels/glm_norm.py that also sums up the gradient of the bias before it. The
-logits are in the precision of the matmuls and are read as fp32 inside the kernel, or a few rows at a time where nothing is
-compiled: no fp32 copy of all of them is ever there.
+kernel of kernels/glm_norm.py that also sums up the gradient of the bias before it.
 """
 
 from collections.abc import Callable
@@ -14,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.kernels import glm_norm, glm_spans, jit
-from steelyard.kernels.glm_spans import Joint
+from steelyard.kernels import glm_logits, glm_norm, glm_spans, jit
+from steelyard.kernels.glm_norm import Dropout
 from steelyard.models.glm import Glm, GlmBlock, GlmStreams, Layer, split
 from steelyard.models.glm_attention import FLASH, ClozeLayout, attend, merge
 from steelyard.models.llama_fused import Gradient, add_product
 
 ROWS = 512  # of logits read at once where nothing is compiled
+PLACES = 3  # of a layer that drop: what is added to the stream, twice, and attention
 ALIGNED = 8  # numbers of 16 bit that a matmul loads at once; GLM's tables of positions have 513 rows
 
 Ids = tuple[Tensor, Tensor, Tensor]  # tokens, positions, block positions
@@ -60,13 +59,12 @@ class DropoutAddNorm(torch.autograd.Function):
         delta: Tensor,
         norm: nn.LayerNorm,
         accumulators: tuple[Tensor, Tensor, Tensor | None],
-        dropout: float,
+        dropout: Dropout,
     ) -> GlmStreams:
-        seed = glm_norm.draw(dropout)
-        out, normed, stats = glm_norm.dropout_add_norm(x, delta, norm.weight, norm.bias, norm.eps, dropout, seed)
+        out, normed, stats = glm_norm.dropout_add_norm(x, delta, norm.weight, norm.bias, norm.eps, dropout)
         context.save_for_backward(out, stats, norm.weight)
         context.set_materialize_grads(False)  # of the last stream only the norm is read
-        context.asked = accumulators, dropout, seed
+        context.asked = accumulators, dropout
         return out, normed
 
     @staticmethod
@@ -74,9 +72,9 @@ class DropoutAddNorm(torch.autograd.Function):
         more, grad = grads
         if grad is None:
             raise ValueError("a norm that nothing was made from")
-        accumulators, dropout, seed = context.asked
+        accumulators, dropout = context.asked
         stays = context.needs_input_grad[0]
-        back, change = glm_norm.dropout_add_norm_backward(context.saved_tensors, more, grad, accumulators, dropout, seed, stays)
+        back, change = glm_norm.dropout_add_norm_backward(context.saved_tensors, more, grad, accumulators, dropout, stays)
         return back, change, None, None, None
 
 
@@ -86,27 +84,26 @@ class JointAttention(torch.autograd.Function):
     gradient of the bias that was added to qkv is added to `accumulator`."""
 
     @staticmethod
-    def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: float, accumulator: Tensor) -> Tensor:
+    def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor) -> Tensor:
         joint = rows.joint
         near = glm_spans.context_keys_values(qkv, joint)
         q, k, v = qkv[:, 0], near[:, 0], near[:, 1]
-        out, lse, state = FLASH.forward(q, k, v, joint.rows, rows.contexts, dropout, False)
+        out, lse, state = FLASH.forward(q, k, v, joint.rows, rows.contexts, dropout.share, False)
         out = out.contiguous()
-        seed = glm_norm.draw(dropout)
-        glm_spans.attend_spans(qkv, out, lse, joint, dropout, seed)
+        glm_spans.attend_spans(qkv, out, lse, joint, dropout)
         context.save_for_backward(qkv, near, out, lse)
-        context.asked = rows, dropout, accumulator, state, seed
+        context.asked = rows, dropout, accumulator, state
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         qkv, near, out, lse = context.saved_tensors
-        rows, dropout, accumulator, state, seed = context.asked
+        rows, dropout, accumulator, state = context.asked
         grad, borders = grads[0].contiguous(), (rows.joint.rows, rows.contexts)
-        dq, dk, dv = FLASH.backward(grad, qkv[:, 0], *near.unbind(1), out, lse, state, *borders, dropout, False)
+        dq, dk, dv = FLASH.backward(grad, qkv[:, 0], *near.unbind(1), out, lse, state, *borders, dropout.share, False)
         dq = dq.contiguous()  # as the kernels read it, and one of them adds to it
         total = torch.empty_like(qkv)
-        glm_spans.attend_spans_backward(grad, qkv, out, lse, dq, total, rows.joint, dropout, seed)
+        glm_spans.attend_spans_backward(grad, qkv, out, lse, dq, total, rows.joint, dropout)
         glm_spans.merge_gradients((dq, dk, dv), total, rows.joint, accumulator)
         return total, None, None, None
 
@@ -170,34 +167,25 @@ class LogProbs(torch.autograd.Function):
         return grad @ table, None, None, None, None
 
 
-def log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of each row, and its target's logit."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.logsumexp(-1), wide.gather(-1, targets[:, None])[:, 0]
-
-
-def log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor]:
-    """The gradient of the logits."""
-    right = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    return (((right.to(lse.dtype) - (logits - lse[:, None]).exp()) * grad[:, None]).to(logits.dtype),)
-
-
 class GlmKernels:
-    """What stands between the matmuls, compiled or as it is written: the same for all layers. Every micro-batch has a size of
-    its own, so sizes are no constants."""
+    """What stands between the matmuls, as it is written, or compiled, or by Triton's kernels: the same for all layers. Every
+    micro-batch has a size of its own, so sizes are no constants."""
 
-    def __init__(self, compiled: bool, eps: float, dropout: float) -> None:
+    def __init__(self, compiled: bool, triton: bool, eps: float, dropout: float) -> None:
         def make(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=True) if compiled else function
 
-        self.compiled = compiled
+        self.whole = compiled  # no fp32 copy of all logits is made by what is compiled, and rows need not be few
         self.norms = {rate: make(glm_norm.plain_dropout_add_norm(eps, rate)) for rate in (0.0, dropout)}
         self.merge = make(merge)
-        self.log_probs, self.log_probs_backward = make(log_probs), make(log_probs_backward)
+        self.log_probs, self.log_probs_backward = make(glm_logits.log_probs), make(glm_logits.log_probs_backward)
+        if triton:
+            self.log_probs = glm_logits.triton_log_probs
+            self.log_probs_backward = glm_logits.triton_log_probs_backward
 
     def rows(self, piece: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         """A function of rows, all at once if it is compiled, else a few at a time."""
-        if self.compiled or len(tensors[0]) <= ROWS:
+        if self.whole or len(tensors[0]) <= ROWS:
             return piece(*tensors)
         parts = [piece(*part) for part in zip(*(torch.split(tensor, ROWS) for tensor in tensors), strict=True)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
@@ -228,24 +216,26 @@ class FusedLayer:
 
 class KernelLayer:
     """The same by kernels, which have the gradients of all biases. `before` is the bias that delta was made with, if any.
-    Kernel "flash" has its tokens in the order of `Joint`."""
+    Kernel "flash" has its tokens in the order of `Joint`. A layer has PLACES that drop from `place` on."""
 
-    def __init__(self, block: GlmBlock, gradient: Gradient, before: Tensor | None) -> None:
+    def __init__(self, block: GlmBlock, gradient: Gradient, before: Tensor | None, seed: Tensor, place: int) -> None:
         self.block, self.gradient, self.before = block, gradient, before
+        self.seed, self.place = seed, place
 
     def __call__(self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> GlmStreams:
         block, gradient = self.block, self.gradient
         attention, mlp = block.attention, block.mlp
-        x, normed = dropout_add_norm(x, delta, block.input_layernorm, dropout, gradient, self.before)
+        first, second, third = (Dropout(dropout, self.seed, self.place + i) for i in range(PLACES))
+        x, normed = dropout_add_norm(x, delta, block.input_layernorm, first, gradient, self.before)
         bias = attention.query_key_value.bias
         if kernel == "flash":
             qkv = split(linear(normed, attention.query_key_value, gradient, None), block.heads)
-            seen: Tensor = JointAttention.apply(qkv, rows, dropout, gradient(bias))  # type: ignore[no-untyped-call]
+            seen: Tensor = JointAttention.apply(qkv, rows, second, gradient(bias))  # type: ignore[no-untyped-call]
         else:
             qkv = split(linear(normed, attention.query_key_value, gradient, gradient(bias)), block.heads)
             seen = attend(qkv, rows, kernel, dropout)
         delta = linear(seen.flatten(1), attention.dense, gradient, None)
-        x, normed = dropout_add_norm(x, delta, block.post_attention_layernorm, dropout, gradient, attention.dense.bias)
+        x, normed = dropout_add_norm(x, delta, block.post_attention_layernorm, third, gradient, attention.dense.bias)
         narrow = linear(normed, mlp.dense_h_to_4h, gradient, None)
         wide: Tensor = Gelu.apply(narrow, gradient(mlp.dense_h_to_4h.bias))  # type: ignore[no-untyped-call]
         return x, linear(wide, mlp.dense_4h_to_h, gradient, None)
@@ -257,7 +247,7 @@ def linear(x: Tensor, layer: nn.Linear, gradient: Gradient, bias_accumulator: Te
 
 
 def dropout_add_norm(
-    x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float, gradient: Gradient, before: Tensor | None
+    x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: Dropout, gradient: Gradient, before: Tensor | None
 ) -> GlmStreams:
     places = gradient(norm.weight), gradient(norm.bias), None if before is None else gradient(before)
     out: GlmStreams = DropoutAddNorm.apply(x, delta, norm, places, dropout)  # type: ignore[no-untyped-call]
@@ -268,41 +258,49 @@ class FusedGlm:
     """A model's way from tokens to the log-probabilities of the spans' targets."""
 
     def __init__(self, model: Glm, gradient: Gradient, compiled: bool, recompute: bool) -> None:
-        shape = model.shape
+        shape, device = model.shape, model.word_embeddings.weight.device
         self.model, self.gradient = model, gradient
-        self.kernels = GlmKernels(compiled, shape.norm_eps, shape.dropout)
-        self.triton = compiled and jit.serve(model.word_embeddings.weight.device)
+        self.triton = compiled and jit.serve(device)
+        self.kernels = GlmKernels(compiled, self.triton, shape.norm_eps, shape.dropout)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         blocks: list[GlmBlock] = list(model.transformer.layers)  # type: ignore[arg-type]
         self.last = blocks[-1].mlp.dense_4h_to_h.bias
         self.layers: list[Layer] = [FusedLayer(block, gradient, self.kernels) for block in blocks]
         if self.triton:
             biases = [None, *(block.mlp.dense_4h_to_h.bias for block in blocks)]
-            self.layers = [KernelLayer(block, gradient, before) for block, before in zip(blocks, biases, strict=False)]
+            places = range(0, PLACES * len(blocks), PLACES)
+            every = zip(blocks, biases, places, strict=False)
+            self.layers = [KernelLayer(block, gradient, before, self.seed, place) for block, before, place in every]
         if recompute:
             self.layers = [recomputed(layer) for layer in self.layers]
+
+    def draw(self) -> None:
+        """A new seed, for the next forward pass and its backward. It comes from torch's generator of the host, so nothing waits
+        for the device."""
+        self.seed.fill_(int(torch.randint((1 << 63) - 1, ())))
 
     def __call__(self, ids: Ids, targets: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> Tensor:
         """Of tokens with their positions and block positions: [S], in fp32 or wider."""
         below, table = self.model.transformer, self.model.word_embeddings.weight
         tables = below.position_embeddings.weight, below.block_position_embeddings.weight
         accumulators = tuple(self.gradient(one) for one in (table, *tables))
-        joint = rows.joint if self.triton and kernel == "flash" else None
-        if joint is not None:
-            tokens, positions, blocks = (row.index_select(0, joint.order) for row in ids)
+        if self.reorders(kernel):
+            tokens, positions, blocks = (row.index_select(0, rows.joint.order) for row in ids)
             ids = tokens, positions, blocks
+        picked = rows.joint.spans if self.reorders(kernel) else rows.picked
         embedded: Tensor = SummedEmbeddings.apply(tables, ids, accumulators, table)  # type: ignore[no-untyped-call]
-        x, delta = self.model.streams(embedded, rows, kernel, dropout, self.layers)
-        x, delta = (_of_spans(one, rows, joint) for one in (x, delta))
+        x, delta = (one.index_select(0, picked) for one in self.model.streams(embedded, rows, kernel, dropout, self.layers))
         if self.triton:
-            normed = dropout_add_norm(x, delta, below.final_layernorm, dropout, self.gradient, self.last)[1]
+            last = Dropout(dropout, self.seed, PLACES * len(self.layers))
+            normed = dropout_add_norm(x, delta, below.final_layernorm, last, self.gradient, self.last)[1]
         else:
             normed = self.kernels.add_norm(x, delta, below.final_layernorm, dropout)[1]
         out: Tensor = LogProbs.apply(normed, table, targets, self.gradient(table), self.kernels)  # type: ignore[no-untyped-call]
         return out
 
-
-def _of_spans(x: Tensor, rows: ClozeLayout, joint: Joint | None) -> Tensor:
-    return x[rows.context_tokens :] if joint is None else x.index_select(0, joint.spans)
+    def reorders(self, kernel: str) -> bool:
+        """Whether tokens are computed in the order of `Joint`."""
+        return self.triton and kernel == "flash"
 
 
 def recomputed(layer: Layer) -> Layer:

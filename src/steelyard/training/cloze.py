@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,33 +14,67 @@ from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.data.rows import Key
 from steelyard.engines.job import Job
 from steelyard.engines.work import Phase, Work
+from steelyard.training.buckets import Bucket, Buckets, FilledPack, Size, fill, size_of, together
 from steelyard.training.glm import ClozeMicroBatch, to_device
 from steelyard.training.packing import deal
 from steelyard.training.trainer import Trainer
 
 
 class ClozeBatches:
-    """Samples as a replica's micro-batches. `padding` says how many tokens of it are computed, where there are any."""
+    """Samples as a replica's micro-batches. `padding` says how many tokens of it are computed, where there are any; with
+    `filled` micro-batches are filled up to a few sizes."""
 
-    def __init__(self, job: Job, padding: Callable[[Pack], int] | None = None) -> None:
-        self.job, self.padding = job, padding
+    def __init__(self, job: Job, padding: Callable[[Pack], int] | None = None, filled: bool = False) -> None:
+        self.job, self.padding, self.filled = job, padding, filled
         self.rows: ClozeRows = job.inputs
         self.device: torch.device = job.device.torch_device
+        self.sizes: dict[Key, Size] = {}
 
     def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
         known = [[key for key in group if key is not None] for group in deal(self.job, keys, size)]
         return [group for group in known if group]
 
-    def pack(self, keys: list[Key]) -> Pack:
+    def steps(self) -> range:
+        train = self.job.case.question.train
+        if train is None:
+            raise ValueError("a question without training")
+        return range(train.steps if self.job.steps is None else self.job.steps)
+
+    @cached_property
+    def buckets(self) -> Buckets | None:
+        """Of all micro-batches of this replica in the pass."""
+        every = [group for step in self.steps() for group in self.groups(self.rows.batch(step))] if self.filled else []
+        return Buckets(map(self._size, every)) if every else None
+
+    def first_of_buckets(self) -> list[list[Key]]:
+        """A micro-batch of every bucket of the pass, the largest first: what is recorded later fits in memory that it left."""
+        found: dict[Bucket, list[Key]] = {}
+        if self.buckets is None:
+            return []
+        for step in self.steps():
+            for group in self.groups(self.rows.batch(step)):
+                found.setdefault(self.buckets.of(self._size(group)), group)
+        return [found[bucket] for bucket in sorted(found, key=lambda bucket: -bucket.tokens)]
+
+    def _size(self, keys: list[Key]) -> Size:
+        for key in keys:
+            if key not in self.sizes:
+                self.sizes[key] = size_of(self.rows, key)
+        return together(self.sizes[key] for key in keys)
+
+    def pack(self, keys: list[Key]) -> FilledPack:
         pack = self.rows.pack(keys, held=False)
+        if self.buckets is not None:
+            bucket = self.buckets.of(self._size(keys))
+            return FilledPack(fill(pack, bucket), bucket)
         if self.padding is not None:
             pack.counts["padded"] = self.padding(pack)
-        return pack
+        return FilledPack(pack, None)
 
-    def to_device(self, pack: Pack) -> ClozeMicroBatch:
-        return to_device(pack, self.device)
+    def to_device(self, pack: FilledPack) -> ClozeMicroBatch:
+        return to_device(pack.pack, self.device, pack.bucket)
 
-    def targets(self, pack: Pack) -> int:
+    def targets(self, pack: FilledPack) -> int:
         return pack.counts["samples"]
 
     def seed(self, step: int) -> None:

@@ -5,7 +5,7 @@ scores. The loss of a step is divided by the samples of the global batch, so gra
 is the same function of the same numbers whatever the number of replicas. Engines bring what computes the log-probabilities.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from steelyard.models.glm_attention import KERNELS, ClozeLayout, layout
 from steelyard.models.llama_fused import Gradient
 from steelyard.models.shapes import GlmModel
 from steelyard.models.tensors import COMPUTED_IN, DTYPES, compute_dtype, send
+from steelyard.training.buckets import Bucket
+from steelyard.training.graphs import Record, Recorded
 from steelyard.training.placement import Replicated
 from steelyard.training.trainer import Trainer
 from steelyard.weights import glm as glm_checkpoint
@@ -39,26 +41,48 @@ class ClozeMicroBatch:
     blocks: Tensor
     layout: ClozeLayout
     targets: Tensor  # [S]
-    span_of_token: Tensor  # [S]
-    spans_of_sample: Tensor  # [samples, most candidates]: number of the span; one more than there are where none is
+    span_of_token: Tensor  # [S]; as many as there are spans where a token is of none
+    spans_of_sample: Tensor  # [samples, most candidates]: number of the span; as many as there are where none is
     right: Tensor  # [samples]
 
+    def tensors(self, joint: bool) -> list[Tensor]:
+        """All that a forward pass reads."""
+        own = [self.tokens, self.positions, self.blocks, self.targets, self.span_of_token, self.spans_of_sample, self.right]
+        return [*own, *self.layout.tensors(joint)]
 
-LogProbsOf = Callable[[ClozeMicroBatch, float], Tensor]  # of the spans' targets [S], with so much dropout
-MakeLogProbs = Callable[[glm.Glm, Gradient], LogProbsOf]
+    @property
+    def key(self) -> Hashable:
+        """The same where a forward pass is the same but for the values of these tensors; of those that fill a bucket."""
+        return len(self.tokens), self.spans_of_sample.shape, self.layout.room
 
 
-def to_device(pack: Pack, device: torch.device) -> ClozeMicroBatch:
+@dataclass(frozen=True)
+class Computing:
+    """How an engine computes the log-probabilities of the spans' targets: [S], with so much dropout."""
+
+    log_probs: Callable[[ClozeMicroBatch, float], Tensor]
+    draw: Callable[[], None] | None = None  # new random numbers for its kernels, before every pass that drops some
+    record: Record | None = None  # what records passes over micro-batches that fill a bucket
+    joint: bool = False  # which of a layout's tensors it reads
+
+
+MakeComputing = Callable[[glm.Glm, Gradient], Computing]
+
+
+def to_device(pack: Pack, device: torch.device, bucket: Bucket | None = None) -> ClozeMicroBatch:
+    """Of a pack, which fills the bucket if there is one."""
     counts = np.array(pack.candidates)
-    slots = np.arange(counts.max())
+    slots = np.arange(bucket.candidates if bucket else counts.max())
     spans = np.where(slots < counts[:, None], (counts.cumsum() - counts)[:, None] + slots, len(pack.spans))
+    missing = bucket.room.logits - len(pack.targets) if bucket else 0
+    owner = np.repeat(np.arange(len(pack.spans)), pack.spans)
     return ClozeMicroBatch(
         tokens=send(pack.tokens, device),
         positions=send(pack.positions, device),
         blocks=send(pack.blocks, device),
-        layout=layout(pack.contexts, pack.spans, pack.groups, device),
-        targets=send(pack.targets, device),
-        span_of_token=send(np.repeat(np.arange(len(pack.spans)), pack.spans), device),
+        layout=layout(pack.contexts, pack.spans, pack.groups, device, bucket.room if bucket else None),
+        targets=send(np.pad(pack.targets, (0, missing)), device),
+        span_of_token=send(np.pad(owner, (0, missing), constant_values=len(pack.spans)), device),
         spans_of_sample=send(spans, device),
         right=send(pack.right, device),
     )
@@ -67,7 +91,7 @@ def to_device(pack: Pack, device: torch.device) -> ClozeMicroBatch:
 def scores_of(log_probs: Tensor, micro: ClozeMicroBatch) -> Tensor:
     """Scores [samples, most candidates] from the log-probabilities [S] of the spans' tokens; -inf where no candidate is."""
     count = len(micro.layout.lengths[1])
-    spans = log_probs.new_zeros(count).index_add(0, micro.span_of_token, log_probs)
+    spans = log_probs.new_zeros(count + 1).index_add(0, micro.span_of_token, log_probs)[:count]
     with_none = torch.cat((spans, log_probs.new_full((1,), -torch.inf)))
     return with_none.index_select(0, micro.spans_of_sample.flatten()).view(micro.spans_of_sample.shape)
 
@@ -106,8 +130,8 @@ def check_recompute(job: Job) -> None:
 class TrainedGlm:
     """A GLM on this rank's device, whole."""
 
-    def __init__(self, job: Job, log_probs: MakeLogProbs, details: dict[str, Any]) -> None:
-        self.job, self.make_log_probs, self.chosen = job, log_probs, details
+    def __init__(self, job: Job, make: MakeComputing, details: dict[str, Any]) -> None:
+        self.job, self.make, self.chosen = job, make, details
         self.shape = shape_of(job)
         self.weights: dict[str, Any] = {}
         self.roots: list[nn.Module] = []
@@ -128,25 +152,35 @@ class TrainedGlm:
         return list(self.module.named_parameters())
 
     def compile(self, gradient: Gradient) -> None:
-        self.log_probs = self.make_log_probs(self.module, gradient)
+        self.computing = made = self.make(self.module, gradient)
+        self.recorded: Recorded[ClozeMicroBatch] | None = None
+        if made.record is not None:
+            self.recorded = Recorded(self._loss, made.record, lambda micro: micro.tensors(made.joint), lambda micro: micro.key)
 
     def evaluate(self, micro: ClozeMicroBatch) -> Tensor:
         """Scores of each sample's candidates, nothing dropped: [samples, most candidates], -inf where there is none."""
-        return scores_of(self.log_probs(micro, 0.0), micro)
+        return scores_of(self.computing.log_probs(micro, 0.0), micro)
 
     def loss(self, micro: ClozeMicroBatch) -> Tensor:
-        """The summed cross-entropy of a micro-batch's samples, in nats, with dropout."""
-        scores = scores_of(self.log_probs(micro, self.shape.dropout), micro)
+        """The summed cross-entropy of a micro-batch's samples, in nats, with dropout. Call its `backward` before the next."""
+        if self.computing.draw is not None:
+            self.computing.draw()
+        if self.recorded is None or micro.layout.room is None:
+            return self._loss(micro)
+        return self.recorded(micro)
+
+    def _loss(self, micro: ClozeMicroBatch) -> Tensor:
+        scores = scores_of(self.computing.log_probs(micro, self.shape.dropout), micro)
         return F.cross_entropy(scores, micro.right, reduction="sum", ignore_index=NO_ANSWER)
 
     def variants(self, micro: ClozeMicroBatch) -> list[ClozeMicroBatch]:
         return [micro]
 
     def details(self) -> dict[str, Any]:
-        return self.chosen
+        return self.chosen if self.recorded is None else {**self.chosen, "graphs": len(self.recorded.pairs)}
 
 
-def glm_trainer(job: Job, log_probs: MakeLogProbs, details: dict[str, Any]) -> Trainer:
+def glm_trainer(job: Job, make: MakeComputing, details: dict[str, Any]) -> Trainer:
     """Over replicas of the model. `details` are what an engine chose."""
     placement = Replicated(job.plan.dp, compute_dtype(job.case.question.precision.matmul), job.device.torch_device)
-    return Trainer(job, TrainedGlm(job, log_probs, details), placement)
+    return Trainer(job, TrainedGlm(job, make, details), placement)

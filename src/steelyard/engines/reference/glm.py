@@ -17,7 +17,7 @@ from steelyard.engines.job import Job
 from steelyard.models.glm import Glm, GlmBlock
 from steelyard.models.tensors import send
 from steelyard.training.cloze import Accuracy, ClozeBatches
-from steelyard.training.glm import ClozeMicroBatch, check_recompute, choose_kernel, glm_trainer, shape_of
+from steelyard.training.glm import ClozeMicroBatch, Computing, check_recompute, choose_kernel, glm_trainer, shape_of
 from steelyard.training.loop import Loop
 from steelyard.training.trainer import Trainer
 
@@ -35,7 +35,7 @@ def trainer(job: Job) -> Trainer:
     choose_kernel(job)  # refuses what is not known, though nothing else is ever run
     check_recompute(job)
     details = {"attention": "sdpa", "padded_to": shape_of(job).positions}
-    return glm_trainer(job, lambda model, gradient: partial(log_probs, model), details)
+    return glm_trainer(job, lambda model, gradient: Computing(partial(log_probs, model)), details)
 
 
 def padded(pack: Pack, positions: int) -> int:
