@@ -5,7 +5,7 @@ from torch import Tensor
 
 from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl
 
-PARTS = 528  # sums of a norm's weight gradient, one a program: a few for each multiprocessor of a large device
+PARTS = 1056  # sums of a norm's weight gradient, one a program: eight for each multiprocessor of a large device
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ LARGEST = {dtype: torch.finfo(dtype).max for dtype in (E4M3, E5M2)}
 TINY = 1e-30  # magnitudes below are scaled as if they were this large: 1 / TINY must still be a number
 ALIGNED = 16  # a device's products take matrices whose sides are multiples of it, but for the rows of the first
 FAST_SUMS = True  # Hopper's tensor cores then sum fewer bits than fp32 has; a device's products are tested with it
-ROW = (16384, 16)  # of rows: numbers that a program reads at once, and its warps
+ROW = (16384, 32)  # of rows: numbers that a program reads at once, and its warps
 TILE = (128, 64)  # of columns: tokens and columns of a tile
 SPAN = 16  # tiles that a program goes through for the largest of a column
 

@@ -121,7 +121,7 @@ class PackedAttention(torch.autograd.Function):
         back_q, back_k, back_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         sizes = (scale, scale * LOG2_E, tokens, heads, heads // groups, dim)
         tile, keys, warps, stages = BACK_KEYS
-        given = (q, k, v, grad, lse, dot, back_k, back_v, end, *sizes, tile, keys)
+        given = (*_tiles(tile, q, grad), k, v, lse, dot, back_k, back_v, end, *sizes, tile, keys, _read_by_tiles(q.device))
         _back_keys[(-(-tokens // keys), groups)](*given, num_warps=warps, num_stages=stages)
         tile, keys, warps, stages = BACK_QUERIES
         given = (q, *_tiles(keys, k, v), grad, lse, dot, back_q, begin, *sizes, tile, keys, _read_by_tiles(q.device))
@@ -221,9 +221,9 @@ def _dot(out: tensor, grad: tensor, dot: tensor, tokens: tensor, heads: tensor, 
 @jit
 def _back_keys(
     q: tensor,
+    grad: tensor,
     k: tensor,
     v: tensor,
-    grad: tensor,
     lse: tensor,
     dot: tensor,
     back_k: tensor,
@@ -237,13 +237,13 @@ def _back_keys(
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
+    described: constexpr,
 ) -> None:
     first = tl.program_id(0) * keys
     group = tl.program_id(1)
     column = first + tl.arange(0, keys)
-    d = tl.arange(0, dim)
     there = column < tokens
-    at = (column[:, None] * (heads // ratio) + group) * dim + d[None, :]
+    at = (column[:, None] * (heads // ratio) + group) * dim + tl.arange(0, dim)[None, :]
     key = tl.load(k + at, there[:, None], 0.0)
     value = tl.load(v + at, there[:, None], 0.0)
     stop = tl.load(end + column, there, 0)
@@ -255,19 +255,53 @@ def _back_keys(
         for low in range(first // tile * tile, last, tile):
             row = low + tl.arange(0, tile)
             known = row < tokens
-            side = (row[:, None] * heads + head) * dim + d[None, :]
-            query = tl.load(q + side, known[:, None], 0.0)
+            query = _tile(q, low, head * dim, heads * dim, tokens, dim, tile, described)
             above = tl.load(lse + head * tokens + row, known, 0.0)
             # Masked in every tile: a branch here costs more than it saves.
             seen = (row[None, :] >= column[:, None]) & (row[None, :] < stop[:, None])
             weight = tl.where(seen, tl.exp2(tl.dot(key, tl.trans(query)) * scale2 - above[None, :]), 0.0)
-            slope = tl.load(grad + side, known[:, None], 0.0)
+            slope = _tile(grad, low, head * dim, heads * dim, tokens, dim, tile, described)
             sums_v = tl.dot(weight.to(slope.dtype), slope, sums_v)
             part = tl.load(dot + head * tokens + row, known, 0.0)
             change = weight * (tl.dot(value, tl.trans(slope)) - part[None, :])
             sums_k = tl.dot(change.to(query.dtype), query, sums_k)
     tl.store(back_k + at, sums_k * scale, there[:, None])
     tl.store(back_v + at, sums_v, there[:, None])
+
+
+@jit
+def _back_part(
+    query: tensor,
+    slope: tensor,
+    sums: tensor,
+    k: tensor,
+    v: tensor,
+    above: tensor,
+    part: tensor,
+    row: tensor,
+    start: tensor,
+    begin: tensor,
+    end: tensor,
+    side: tensor,
+    stride: tensor,
+    scale2: tensor,
+    tokens: tensor,
+    dim: constexpr,
+    keys: constexpr,
+    masked: constexpr,
+    described: constexpr,
+) -> tensor:
+    """The sums of queries' gradients, and what keys from `begin` to `end` add to them."""
+    for low in range(begin, end, keys):
+        key = _tile(k, low, side, stride, tokens, dim, keys, described)
+        value = _tile(v, low, side, stride, tokens, dim, keys, described)
+        weight = tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - above[:, None])
+        if masked:
+            column = low + tl.arange(0, keys)
+            weight = tl.where((column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None]), weight, 0.0)
+        change = weight * (tl.dot(slope, tl.trans(value)) - part[:, None])
+        sums = tl.dot(change.to(key.dtype), key, sums)
+    return sums
 
 
 @jit
@@ -302,15 +336,36 @@ def _back_queries(
     part = tl.load(dot + head * tokens + row, there, 0.0)
     last = tl.minimum(first + tile, tokens)
     lowest = tl.load(begin + first) // keys * keys
+    shown = tl.cdiv(tl.load(begin + last - 1), keys) * keys  # from here on, and up to `own`, all queries see all keys
+    own = first // keys * keys
     side = head // ratio * dim
     stride = heads // ratio * dim
     sums = tl.zeros([tile, dim], tl.float32)
-    for low in range(lowest, last, keys):
-        column = low + tl.arange(0, keys)
-        key = _tile(k, low, side, stride, tokens, dim, keys, described)
-        value = _tile(v, low, side, stride, tokens, dim, keys, described)
-        seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
-        weight = tl.where(seen, tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - above[:, None]), 0.0)
-        change = weight * (tl.dot(slope, tl.trans(value)) - part[:, None])
-        sums = tl.dot(change.to(key.dtype), key, sums)
+    sums = _back_part(
+        query,
+        slope,
+        sums,
+        k,
+        v,
+        above,
+        part,
+        row,
+        start,
+        lowest,
+        tl.minimum(shown, own),
+        side,
+        stride,
+        scale2,
+        tokens,
+        dim,
+        keys,
+        True,
+        described,
+    )
+    sums = _back_part(
+        query, slope, sums, k, v, above, part, row, start, shown, own, side, stride, scale2, tokens, dim, keys, False, described
+    )
+    sums = _back_part(
+        query, slope, sums, k, v, above, part, row, start, own, last, side, stride, scale2, tokens, dim, keys, True, described
+    )
     tl.store(back_q + at, sums * scale, there[:, None])
