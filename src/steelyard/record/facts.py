@@ -213,6 +213,13 @@ class Restart(OpenTable):
     losses: list[Number | None]
 
 
+class StepDown(OpenTable):
+    """What a first attempt had chosen, and ran out of memory with; the run is the second, a size smaller."""
+
+    tune: dict[str, int]
+    error: str
+
+
 class Columns(OpenTable):
     """Readings of a device, equally long lists; None is a reading that the device does not give."""
 

@@ -59,6 +59,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "tune.set": ("Optimisation strategy", "优化策略"),
     "origin.case": ("case", "用例"),
     "origin.case, size smoke": ("case, size smoke", "用例，规模 smoke"),
+    "origin.record": ("the reproduced record", "被复现的记录"),
     "origin.command line": ("command line", "命令行"),
     "tune.all": ("All settings", "全部设置"),
     "plan": ("Parallel strategy", "并行策略"),
