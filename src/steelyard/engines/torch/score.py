@@ -17,8 +17,7 @@ from steelyard.errors import RequestError
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.attention import Layout, Prefix, known, layout
 from steelyard.models.llama import Llama, Streams
-from steelyard.models.tensors import DTYPES, dtype_names, send
-from steelyard.training.fsdp import local
+from steelyard.models.tensors import DTYPES, dtype_names, local, send
 from steelyard.weights import load
 from steelyard.weights.model import build
 
