@@ -221,6 +221,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "budget.part": ("Part", "部分"),
     "budget.time": ("Time", "时间"),
     "budget.share": ("Share", "占比"),
+    "budget.cache": ("Compile cache: {0} hits, {1} misses.", "编译缓存：命中 {0}，未命中 {1}。"),
+    "budget.beside": ("Beside other parts: {0}.", "与其他部分并行：{0}。"),
     "budget.sum": ("sum of the parts", "各部分之和"),
     "budget.rest": ("others", "其余"),
     "changed": ("changed question", "题目有改动"),
