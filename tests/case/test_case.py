@@ -306,11 +306,11 @@ def test_keys_that_cannot_be_set(key: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("tune.batch_tokens=[1, 2]", f"tune.batch_tokens: {INTEGER} (it is [1, 2])"),
-        ("tune.batch_tokens=0", "tune.batch_tokens: Input should be greater than or equal to 1 (it is 0)"),
+        ("tune.batch_tokens=[1, 2]", f"tune.batch_tokens: {INTEGER} (it is [1, 2]); or auto"),
+        ("tune.batch_tokens=0", "tune.batch_tokens: Input should be greater than or equal to 1 (it is 0); or auto"),
         (
             "tune.batch_tokens=many",
-            f"tune.batch_tokens: {INTEGER}, unable to parse string as an integer (it is 'many')",
+            f"tune.batch_tokens: {INTEGER}, unable to parse string as an integer (it is 'many'); or auto",
         ),
         ("question.model.norm_eps=nan", "question.model.norm_eps: Input should be a finite number (it is nan)"),
         ("max_interval=inf", "max_interval: Input should be a finite number (it is inf)"),

@@ -76,7 +76,7 @@ def test_origins() -> None:
         "question.precision.matmul": "preset bf16 (case)",
         "question.data.shots": "case",
         "question.data.context": "case",
-        "tune.batch_tokens": "case",
+        "tune.batch_tokens": "auto (case)",
         "tune.pad_to": "default",
         "tune.warmup": "default",
         "gate.target": "case",

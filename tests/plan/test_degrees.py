@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from fixtures.cases import fixed
 from steelyard import engines
 from steelyard.case.resolve import resolve
 from steelyard.errors import RequestError
@@ -109,7 +110,7 @@ def test_places_of_ranks():
 
 
 def test_weights_must_fit_a_device_in_shares():
-    case = resolve("aquila2-34b-lambada").case
+    case = fixed("aquila2-34b-lambada").case
     one = plan.make(case, 1, 1)
     gib = 1 << 30
     says = (
@@ -125,7 +126,7 @@ def test_weights_must_fit_a_device_in_shares():
 
 
 def test_what_is_close_is_warned_of_and_not_refused():
-    case = resolve("aquila2-34b-lambada").case
+    case = fixed("aquila2-34b-lambada").case
     one = plan.make(case, 1, 1)
     needed = memory.need(case, one).total
     for size, warned in ((needed / 1.099, True), (needed, True), (needed / 0.951, True), (needed / 0.949, False)):
@@ -166,7 +167,7 @@ def test_plans_that_train(parallel):
         ),
         (
             "PP4DP2",
-            ["question.train.batch=12"],
+            ["question.train.batch=12", "tune.micro_batch=2"],
             8,
             "PP4 takes an accumulation of 4 micro-batches or more, and 12 rows over DP2 in micro-batches of 2 make 3; lower PP",
         ),
@@ -179,7 +180,7 @@ def test_plans_that_cannot_train(parallel, settings, devices, says):
 
 
 def test_a_sample_makes_fewer_micro_batches():
-    case = training("PP4")
+    case = training("PP4", "tune.micro_batch=2")
     plan.make(case, 1, 4, sample=8)
     with pytest.raises(RequestError, match="6 rows over DP1 in micro-batches of 2 make 3"):
         plan.make(case, 1, 4, sample=6)
@@ -240,7 +241,7 @@ def test_what_the_fullest_stage_holds():
 
 
 def test_training_must_fit_a_device():
-    case = training("DP1")
+    case = training("DP1", "tune.micro_batch=2")
     says = r"takes 126.9 GiB a device by its shapes \(parameters 25.1, .*\) and one has 80.0 GiB; choose .* or PP, --set"
     with pytest.raises(RequestError, match=says):
         memory.check_fits(case, plan.make(case, 1, 1), 80 << 30)

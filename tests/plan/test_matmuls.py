@@ -2,6 +2,7 @@
 
 import pytest
 
+from fixtures.cases import fixed
 from steelyard.case import resolve
 from steelyard.models import families
 from steelyard.models.shapes import GlmModel, LlamaModel
@@ -89,10 +90,10 @@ def test_blocks_keep_the_alignment_of_a_product(name):
     ],
 )
 def test_what_a_batch_has(name, counts, expected):
-    assert matmuls.batch(resolve.resolve(name, "full").case, counts) == expected
+    assert matmuls.batch(fixed(name).case, counts) == expected
 
 
 def test_a_smaller_batch():
-    case = resolve.resolve("llama2-7b-mmlu", "full").case
+    case = fixed("llama2-7b-mmlu").case
     assert matmuls.of_case(case, 1, None, 4)[0] == Matmul(name="qkv", m=8192, n=12288, k=4096, count=32)
     assert matmuls.of_case(case, 1, None, 1 << 40)[-1] == Matmul(name="vocabulary", m=1, n=32000, k=4096)

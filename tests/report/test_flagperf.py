@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fixtures import report as made
+from fixtures.cases import fixed
 from steelyard.case import resolve
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
@@ -54,7 +55,7 @@ DEVICES = [{"name": "NVIDIA A100-SXM4-80GB", "uuid": f"GPU-{n}", "memory_bytes":
 
 def run(name: str, **changes: Any) -> Record:
     """A valid full run of a case on eight devices."""
-    resolved = resolve.resolve(name)
+    resolved = fixed(name)
     case = resolved.case
     kind = case.question.kind
     plan = {"nodes": 1, "devices": 8, "tp": 8, "pp": 1, "dp": 1} if kind == "score" else {"nodes": 1, "devices": 8, "tp": 2}

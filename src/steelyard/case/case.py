@@ -31,6 +31,12 @@ ENV = {
 }
 
 
+AUTO = "auto"  # instead of a number: the largest that fits the devices of a run
+# Tunes that may be auto, with what runs where nothing is known of the devices' memory: one row, and a batch that still keeps
+# matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best on an H200, docs/performance.md).
+UNKNOWN_MEMORY = {"micro_batch": 1, "batch_tokens": 8192}
+
+
 class Gate(Frozen):
     """Quality a valid result of scoring must have; applied only to a full run with the case's real weights."""
 
@@ -62,8 +68,10 @@ class Tune(Frozen):
         "DP",
         description="degrees such as TP2DP4; one without a number takes the devices that the others leave",
     )
-    batch_tokens: int = Field(32768, ge=1, le=MOST, description="scoring: tokens computed together in one batch")
-    micro_batch: int = Field(1, ge=1, le=MOST, description="training: rows computed together")
+    batch_tokens: int = Field(
+        32768, ge=1, le=MOST, description="scoring: tokens computed together in one batch; in a case also auto"
+    )
+    micro_batch: int = Field(1, ge=1, le=MOST, description="training: rows computed together; in a case also auto")
     sharding: Literal[0, 1, 2, 3] = Field(
         0, description="training: what replicas divide: nothing, optimiser states, gradients too, weights too"
     )

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from steelyard import tasks
-from steelyard.case.case import Case, Falling, Gate, Target, Tune
+from steelyard.case.case import AUTO, UNKNOWN_MEMORY, Case, Falling, Gate, Target, Tune
 from steelyard.case.precision import PRESETS, name_of
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
@@ -27,11 +27,13 @@ MAX_DEPTH = 16  # of its tables
 
 @dataclass(frozen=True)
 class Resolved:
-    """A case with every override applied, and where each value came from (dotted name → origin)."""
+    """A case with every override applied, and where each value came from (dotted name → origin). `auto` names the tunes that
+    plan/auto.py sets once the devices are known; until then they have what runs where nothing is known of those."""
 
     case: Case
     origins: dict[str, str]
     path: str
+    auto: tuple[str, ...] = ()
 
 
 def names() -> list[str]:
@@ -109,9 +111,26 @@ def resolve(
         _apply(table, setting, origins)
     _expand_precision(table, origins)
     _forget_nominal(table, origins)
+    auto = _take_auto(table, origins)
     case = _validate(table, path)
     _note_defaults(case.model_dump(mode="json"), origins)
-    return Resolved(case, origins, path)
+    return Resolved(case, origins, path, auto)
+
+
+def _take_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...]:
+    """The tunes that are to be chosen by the devices, each replaced by what runs on unknown ones."""
+    tune = table.get("tune")
+    if not isinstance(tune, dict):
+        return ()
+    found = tuple(name for name in UNKNOWN_MEMORY if tune.get(name) == AUTO)
+    table["tune"] = {**tune, **{name: UNKNOWN_MEMORY[name] for name in found}}
+    origins.update({f"tune.{name}": f"{AUTO} ({origins[f'tune.{name}']})" for name in found})
+    return found
+
+
+def auto_tunes(origins: dict[str, str]) -> tuple[str, ...]:
+    """The tunes that were chosen by the devices, as the origins of a record tell."""
+    return tuple(name for name in UNKNOWN_MEMORY if origins.get(f"tune.{name}", "").startswith(f"{AUTO} ("))
 
 
 def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
@@ -161,6 +180,7 @@ def _validate(table: dict[str, Any], path: str) -> Case:
         if first["type"] == "extra_forbidden":
             raise RequestError(f"case {path!r}: unknown key {where!r}{more}; remove it, or see docs/cases.md") from error
         shown = "" if first["type"] in ("missing", "value_error") else f" (it is {_shown(first['input'])})"
+        shown += f"; or {AUTO}" if where.removeprefix("tune.") in UNKNOWN_MEMORY else ""
         raise RequestError(f"case {path!r}: {where}: {first['msg']}{shown}{more}; see docs/cases.md") from error
 
 

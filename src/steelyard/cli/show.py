@@ -9,7 +9,9 @@ from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Setting
 from steelyard.cli.out import answer, dump, plain, wrapped
 
 if TYPE_CHECKING:
+    from steelyard.accelerators.row import Found
     from steelyard.case.case import Case
+    from steelyard.case.resolve import Resolved
     from steelyard.engines import EngineRow
 
 
@@ -109,6 +111,7 @@ def show(
       steelyard show smoke
     """
     from steelyard import accelerators
+    from steelyard.case.case import AUTO
     from steelyard.case.resolve import resolve
     from steelyard.cli.wanted import SMOKE
     from steelyard.plan import flops
@@ -118,7 +121,11 @@ def show(
         return
     resolved = resolve(case, size, precision, division, settings)
     values = {key: value for key, value in _leaves(resolved.case.model_dump(mode="json")) if not key.startswith("reference")}
-    rows = [{"key": key, "value": value, "origin": resolved.origins.get(key, "default")} for key, value in values.items()]
+    row = accelerators.detect()
+    device = row.find()[0]
+    values |= {f"tune.{name}": AUTO for name in resolved.auto}
+    origins = resolved.origins | _chosen(resolved, device)
+    rows = [{"key": key, "value": value, "origin": origins.get(key, "default")} for key, value in values.items()]
     rows.append(
         {
             "key": "model parameters",
@@ -126,8 +133,6 @@ def show(
             "origin": "derived from the shapes",
         }
     )
-    row = accelerators.detect()
-    device = row.find()[0]
     peak = accelerators.peak(row, device)
     rate = peak.flops_per_s.get(resolved.case.question.precision.matmul) if peak else None
     origin = f"accelerator row {peak.name}" if peak else f"no accelerator row for {device.name}: no MFU"
@@ -144,6 +149,17 @@ def show(
         else []
     )
     answer("\n".join(lines))
+
+
+def _chosen(resolved: "Resolved", device: "Found") -> dict[str, str]:
+    """What a run on one such device would take for what is auto, with where that comes from."""
+    from steelyard import engines
+    from steelyard.plan import auto, degrees
+
+    plan = degrees.Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
+    here = auto.choose(resolved, auto.Devices(plan, device.memory_bytes, engines.TORCH.fused)).case.tune
+    how = f"with engine torch on one {device.name}"
+    return {f"tune.{n}": f"{resolved.origins[f'tune.{n}']}: {getattr(here, n)} {how}" for n in resolved.auto}
 
 
 def _published(row: dict[str, Any]) -> str:

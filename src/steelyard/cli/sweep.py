@@ -66,9 +66,10 @@ def _ready(request: Request) -> Ready:
 
 def _check_different(runs: list[Ready]) -> None:
     """Two points that are the same run could not be told apart in the folder of records."""
-    seen: dict[tuple[str, str], Ready] = {}
+    seen: dict[tuple[str, str, tuple[str, ...]], Ready] = {}
     for one in runs:
-        first = seen.setdefault((one.case.model_dump_json(), one.plan.model_dump_json()), one)
+        auto = one.request.resolved.auto
+        first = seen.setdefault((one.case.model_dump_json(), one.plan.model_dump_json(), auto), one)
         if first is not one:
             raise RequestError(
                 f"--sweep: points {_name(first)} and {_name(one)} are the same run; name each value once, and use "

@@ -55,6 +55,9 @@ class EngineRow:
     batches_of: tuple[str, ...] = ("rows", "samples")  # what a global batch may count
     several_hosts: bool = True
     checkout: str = ""  # the program whose folder `engine.checkout` must name, where the engine starts one
+    fused: bool = False  # whether blocks of one device keep as little for their backward as models/llama_fused.py
+    even: bool = False  # whether micro-batches must divide the rows of a step
+    memory_factor: float = 1.0  # memory that it needs, over what shapes tell; for `auto` tunes
     needs: tuple[str, ...] = ()  # modules that must be installed
     extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
 
@@ -105,6 +108,7 @@ TORCH = EngineRow(
     precisions=("fp32", "tf32", "fp16", "bf16", "fp8"),
     trains_in=("fp32", "tf32", "fp16", "bf16", "bf16-pure", "fp8", "fp8-pure"),
     degrees=("tp", "pp", "dp"),
+    fused=True,
     needs=("torch",),
     extra="torch",
 )
@@ -138,6 +142,7 @@ MEGATRON = EngineRow(
     },
     families=("llama",),
     degrees=("tp", "pp", "dp"),
+    memory_factor=1.04,  # 136.7 GiB for 131.6 predicted: `f2c31648` in results/h200
     needs=("torch", "megatron.core"),
     extra="megatron",
 )
@@ -149,6 +154,7 @@ PADDLE = EngineRow(
     trains_in=("fp32", "tf32", "fp16-o2", "bf16-o2"),
     degrees=("tp", "pp", "dp"),
     checkpoints=False,
+    memory_factor=1.25,  # not measured
     needs=("paddle",),
     extra="paddle",
 )
@@ -166,6 +172,8 @@ FLAGSCALE = EngineRow(
     batches_of=("rows",),
     several_hosts=False,
     checkout="FlagScale",
+    even=True,
+    memory_factor=1.25,  # not measured
     needs=("torch",),
     extra="torch",
 )

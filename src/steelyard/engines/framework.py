@@ -73,5 +73,8 @@ class Framework(Timeline, Protocol):
     def versions(self) -> dict[str, str | None]:
         """Of libraries that only the framework knows: `cuda`, `cudnn`, `nccl`."""
 
+    def compile_cache(self) -> dict[str, int] | None:
+        """`hits` and `misses` of the caches of compilers in this process so far; None where nothing was compiled."""
+
     def threads(self) -> int:
         """Of the host, for this rank."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 BASE = "torch"
 # What is known of a run that failed, too, and what else records of one group have in common.
-ASKED = ("case", "division", "precision", "sample", "steps", "plan", "tune")
+ASKED = ("case", "division", "precision", "sample", "steps", "plan", "asked_tune")
 ALIKE = (*ASKED, "key", "headline", "weights", "devices")
 
 

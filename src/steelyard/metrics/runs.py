@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import fsum, hypot, sqrt
 from typing import Any, Literal
 
+from steelyard.case.case import AUTO
 from steelyard.metrics import spans, stats
 from steelyard.metrics.result import work_name
 from steelyard.record.record import Record
@@ -33,6 +34,10 @@ def _limits(record: Record) -> list[Any]:
     return [None if case.gate is None else case.gate.model_dump(mode="json"), case.max_interval]
 
 
+def _asked_tune(record: Record) -> dict[str, Any]:
+    return {**record.tune.model_dump(mode="json", exclude={"parallel"}), **dict.fromkeys(record.auto, AUTO)}
+
+
 # What two runs may have in common, by name. `parallel` is how a plan was asked for; the plan has what came of it.
 PARTS: dict[str, Callable[[Record], Any]] = {
     "case": lambda record: [record.case.name, record.case.size],
@@ -44,6 +49,7 @@ PARTS: dict[str, Callable[[Record], Any]] = {
     "steps": lambda record: record.scope.steps,
     "plan": lambda record: [record.plan.nodes, record.plan.devices, record.plan.tp, record.plan.pp, record.plan.dp],
     "tune": lambda record: record.tune.model_dump(mode="json", exclude={"parallel"}),
+    "asked_tune": _asked_tune,  # engines and plans may get other numbers for the same request
     "key": lambda record: record.case.key,  # of a failed run it may lack the data
     "headline": spans.headline,
     "weights": _weights,

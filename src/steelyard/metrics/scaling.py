@@ -9,7 +9,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record.record import Record
 
 # What records of one group have in common. A sample changes how much is shared and how large a batch is, so it counts.
-ALIKE = ("key", "division", "precision", "engine", "headline", "sample", "devices", "tune")
+ALIKE = ("key", "division", "precision", "engine", "headline", "sample", "devices", "asked_tune")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from steelyard.case.resolve import changed_question
 from steelyard.metrics import busy, clocks, fit, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import Finding, Judged, Rule, failed, judged, note
-from steelyard.record.facts import Restart
+from steelyard.record.facts import Restart, StepDown
 from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
 from steelyard.tasks.task import Stopped, Tally
 from steelyard.words import Message, Values
@@ -358,9 +358,17 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     if later:
         out.append(Message("note.earlier", {"case": case.name, "fields": tuple(later)}))
     out += map(_resumed, record.restarts)
+    if record.stepped_down is not None:
+        out.append(_stepped_down(record, record.stepped_down))
     if case.division == "open" and record.scope.sample is not None and record.task.kind == "score":
         out.append(Message("note.sample"))
     return [note(one) for one in out]
+
+
+def _stepped_down(record: Record, first: StepDown) -> Message:
+    tried = tuple(f"{name}={value}" for name, value in first.tune.items())
+    tune = record.tune.model_dump()
+    return Message("note.stepped_down", {"tried": tried, "ran": tuple(f"{name}={tune.get(name)}" for name in first.tune)})
 
 
 def _resumed(one: Restart) -> Message:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from steelyard.models.glm_attention import ClozeLayout, attend
 from steelyard.models.shapes import GlmModel
+from steelyard.models.tensors import without_values
 
 STD = 0.02  # of GLM's initialisation, for matrices and tables but for the two below
 OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")  # of each layer: what goes into the residual stream
@@ -114,9 +115,9 @@ class Glm(nn.Module):
 
 def build(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
     """A model on the device, without gradients. Its memory is not initialised: fill or load it next."""
-    with torch.device("meta"):
+    with without_values(device, dtype):
         model = Glm(shape)
-    return model.to(dtype).to_empty(device=device).requires_grad_(False)
+    return model.requires_grad_(False)
 
 
 def fill_random(model: Glm, seed: int) -> None:

@@ -9,6 +9,7 @@ from steelyard.models import placements
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.placements import WHOLE, Shard
 from steelyard.models.shapes import GlmModel, LlamaModel
+from steelyard.models.tensors import without_values
 
 
 def shape_of(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
@@ -25,11 +26,8 @@ def build(model: LlamaShape | LlamaModel, device: torch.device, dtype: torch.dty
     """A shard of a model on the device, in eval mode, without gradients. Its memory is not initialised: fill or load it
     next."""
     shape = shape_of(model)
-    with torch.device("meta"):
+    with without_values(device, dtype):
         made = Llama(placements.local(shape, shard))
-    made.to(dtype).to_empty(device=device)
-    if shape.tied:  # to_empty makes one new parameter per module
-        made.output.weight = made.embed.weight
     return made.requires_grad_(False).eval()
 
 
@@ -51,7 +49,8 @@ def fill_random(model: nn.Module, seed: int, shape: LlamaShape | None = None, sh
             elif shape is None or (shard.count == 1 and not placements.placement(name).swapped):
                 _normal(parameter, name, seed)
             else:
-                parameter.zero_()  # rows that pad a vocabulary stay so
+                if shard.count > 1:
+                    parameter.zero_()  # rows that pad a vocabulary stay so
                 fill_place(name, placements.logical_view(name, parameter, shape, shard), seed, shape, shard)
 
 

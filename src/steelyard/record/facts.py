@@ -199,6 +199,10 @@ class RankFacts(OpenTable):
     all_reduce_bytes_per_s: Rate | None = None
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None
+    beside: dict[str, Number] | None = Field(None, description="time of work that ran beside parts of the budget")
+    compile_cache: dict[str, int] | None = Field(
+        None, description="kernels and graphs that compilers found in their caches (hits) and had to make (misses)"
+    )
     clocks: dict[str, Number] | None = Field(None, description="seconds that each clock counted from its start to its end")
 
 
@@ -211,6 +215,13 @@ class Restart(OpenTable):
     plan: str
     passed_over: list[str] = Field(default_factory=list)
     losses: list[Number | None]
+
+
+class StepDown(OpenTable):
+    """What a first attempt had chosen, and ran out of memory with; the run is the second, a size smaller."""
+
+    tune: dict[str, int]
+    error: str
 
 
 class Columns(OpenTable):

@@ -15,10 +15,11 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 from steelyard import files, tasks
 from steelyard.case.case import Tune
 from steelyard.case.question import Question
+from steelyard.case.resolve import auto_tunes
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record import sealed
-from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, Weights
+from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, StepDown, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.sealed import SCHEMA, canonical_bytes
 from steelyard.schema import Frozen, OpenTable, first_problem
@@ -30,7 +31,7 @@ Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes n
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 LATER_HASHES = ("bytes",)  # which older records do not have
-LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints")  # where nothing is known of them
+LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")  # where nothing is known of them
 FORMULAS = 2  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
 WORDING = 2  # the version of the English of its notes: a record is verified by that of its time, 1 where it says nothing
 COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
@@ -212,6 +213,9 @@ class Record(Frozen):
     restarts: list[Restart] = Field(default_factory=list)
     failure: Failure | None = None
     checkpoints: str | None = Field(None, description="folder, from where the record lies; left out where there is none")
+    stepped_down: StepDown | None = Field(
+        None, description="of a run whose first attempt ran out of memory with a tune that was auto; left out where none did"
+    )
     hashes: dict[str, str] = Field(default_factory=dict)
 
     @property
@@ -227,6 +231,11 @@ class Record(Frozen):
     def answers(self) -> Frozen | None:
         """The outputs with the types of their task; None where the run did not come to any."""
         return self.task.outputs.model_validate(self.outputs) if self.outputs else None
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """Its tunes that were chosen by the devices."""
+        return auto_tunes(self.case.origins)
 
     @property
     def fingerprint(self) -> str:

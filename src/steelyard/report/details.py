@@ -114,7 +114,17 @@ def _budget(record: Record, say: Words) -> list[Block]:
         Column(say("budget.time"), "s", "right"),
         Column(say("budget.share"), align="right"),
     )
-    return [charts.budget(parts, total, say), Table(heads, tuple(rows))]
+    said = [Paragraph(one) for one in _start_up(record, say)]
+    return [charts.budget(parts, total, say), Table(heads, tuple(rows)), *said]
+
+
+def _start_up(record: Record, say: Words) -> list[str]:
+    """What explains the time of a start: compilers that had to work, and what ran beside other parts."""
+    first = record.ranks[0] if record.ranks else None
+    cache, beside = (None, None) if first is None else (first.compile_cache, first.beside)
+    out = [] if cache is None else [say("budget.cache", counted(cache.get("hits", 0)), counted(cache.get("misses", 0)))]
+    listed = ", ".join(f"{name} {formed('seconds', time_s)} s" for name, time_s in (beside or {}).items())
+    return [*out, say("budget.beside", listed)] if listed else out
 
 
 def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> TableRow:

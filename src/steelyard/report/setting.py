@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from steelyard.case.case import AUTO
 from steelyard.record.facts import Hardware, PeakFacts, SourceFacts
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Fact, Facts, Paragraph
@@ -135,7 +136,7 @@ def changed(record: Record, say: Words | None = None) -> str:
         origin = _origin(key, record.case.origins)
         if origin is not None and origin != "default":
             where = f" ({say.known(f'origin.{origin}', origin)})" if say is not None else ""
-            out.append(f"{key}={spelled(value, depth=1)}{where}")
+            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else where}")
     return ", ".join(out) or UNKNOWN
 
 
@@ -146,7 +147,7 @@ def tuned(record: Record) -> str:
         origin = _origin(key, record.case.origins) or "default"
         default = type(record.tune).model_fields[key].get_default(call_default_factory=True)
         if value != default if origin == "default" else not origin.startswith("case"):
-            out.append(f"{key}={spelled(value, depth=1)}")
+            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else ''}")
     return ", ".join(out)
 
 

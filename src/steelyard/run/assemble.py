@@ -11,7 +11,7 @@ from steelyard.case.resolve import Resolved
 from steelyard.metrics import table, validity
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import Environment, HostFacts, RankFacts, Series, Software, Weights
+from steelyard.record.facts import Environment, HostFacts, RankFacts, Series, Software, StepDown, Weights
 from steelyard.record.record import (
     FORMULAS,
     WORDING,
@@ -53,6 +53,8 @@ class RunFacts:
     checkpoints: str | None = None
     conforms: bool | None = None  # the engine, in this version
     out: Path = Path()  # the folder of the record
+    again_s: float | None = None  # when the second attempt began, where the first ran out of memory
+    stepped_down: StepDown | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def host_of(self, rank: int) -> HostFacts | None:
@@ -95,6 +97,7 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
         restarts=[facts.resume.restart(facts.out)] if facts.resume else [],
         failure=_failure(outcome),
         checkpoints=facts.checkpoints,
+        stepped_down=facts.stepped_down,
     )
     return finish(draft.model_copy(update={"budget": _budget(facts, first, clock())}), outcome.code, outcome.text)
 
@@ -157,10 +160,13 @@ def _outputs(task: Task, ranks: list[RankFile], first: RankFile | None, resume: 
 
 def _budget(facts: RunFacts, first: RankFile | None, sealed_s: float) -> dict[str, float]:
     """Wall time from the start of the run to its record. `agents`: until every host was heard, checked and told to start.
-    What the workers' own parts leave of their time is `launch`: interpreter start, and taking everything down."""
+    What the workers' own parts leave of their time is `launch`: interpreter start, and taking everything down. The others are
+    those of the second attempt, where there was a first."""
     parts = first.budget if first else {}
+    begun_s = facts.origin_s if facts.again_s is None else facts.again_s
     return {
-        "start": facts.spawned_s - facts.origin_s,
+        **({} if facts.again_s is None else {"first_attempt": begun_s - facts.origin_s}),
+        "start": facts.spawned_s - begun_s,
         "agents": facts.started_s - facts.spawned_s,
         "launch": facts.ended_s - facts.started_s - sum(parts.values()),
         **parts,

@@ -47,7 +47,9 @@ def answers(found: Record, ready: Ready) -> bool:
         and not found.restarts
         and (found.case.name, found.case.size, found.case.gate, found.case.max_interval) == asked
         and found.question == case.question
-        and (found.tune, found.plan, found.scope) == (case.tune, ready.plan, ready.scope)
+        and found.auto == request.resolved.auto
+        and found.tune == case.tune.model_copy(update={name: getattr(found.tune, name) for name in found.auto})
+        and (found.plan, found.scope) == (ready.plan, ready.scope)
         and {window.pass_name for window in found.passes} == set(ready.passes)
         and found.engine.name == ready.engine.name
         and (ready.accelerator is None or ready.accelerator.name == found.environment.hardware.accelerator)

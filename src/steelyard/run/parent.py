@@ -3,17 +3,19 @@
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from steelyard.data.corpus import IDS
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import evidence
+from steelyard.plan import auto
+from steelyard.plan.auto import Devices
 from steelyard.plan.degrees import Plan
 from steelyard.record import record, sealed
-from steelyard.record.facts import Environment, HostFacts
+from steelyard.record.facts import Environment, HostFacts, StepDown
 from steelyard.record.record import Record
 from steelyard.run import assemble, conformity, environment, interrupts, launch, messages, outcome, preflight, scheduler
 from steelyard.run.assemble import RunFacts
@@ -22,14 +24,15 @@ from steelyard.run.connection import Connection
 from steelyard.run.launch import Allocation
 from steelyard.run.messages import Hello, Open, Start
 from steelyard.run.outcome import Left, Outcome, Verdict
-from steelyard.run.preflight import Asked
 from steelyard.run.ready import Ready
 from steelyard.run.session import Session, Watch, last_words
 from steelyard.run.spec import WorkerSpec
+from steelyard.tasks.task import PASSES
 
 LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
 MOST = 3  # contradictions that a reason names
+FIRST_STEPS = 20  # of a pass: one that runs out of memory later has cost too much to be started again unasked
 UNFINISHED = Verdict("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
@@ -56,40 +59,100 @@ class Run:
         self.ready, self.allocation, self.warn = ready, allocation, warn
         self.origin_s, self.created, self.id = now(), today(), secrets.token_hex(16)
         self.kept = _checkpoints(ready, self.created)
-        self.token = messages.token()
-        hosts = launch.hosts(ready.launcher, ready.site, ready.plan.nodes, allocation)
-        mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
-        self.session = Session(ready.launcher, ready.site, hosts, allocation, self.token, mark)
         self.spawned_s = self.started_s = self.origin_s
         self.hellos: dict[str, Hello] = {}
+        self.again_s: float | None = None
+        self.stepped_down: StepDown | None = None
+        self.draft: Path | None = None
+        self.token, self.session = self._session()
+
+    def _session(self) -> tuple[str, Session]:
+        token, ready = messages.token(), self.ready
+        hosts = launch.hosts(ready.launcher, ready.site, ready.plan.nodes, self.allocation)
+        mark = hashlib.sha256(token.encode()).hexdigest()[:16]
+        return token, Session(ready.launcher, ready.site, hosts, self.allocation, token, mark)
 
     def to_record(self, watch: Watch | None) -> tuple[Record, Path]:
         """The record lies there from the start, as one that has not ended: a parent that is killed leaves it."""
-        out, draft = self.ready.request.out, None
-        sealed.writable(out)
-        with ExitStack() as undisturbed:
-            try:
-                self._open()
-                draft = self._draft()
-                verdict = self._lead(watch)
-            except KeyboardInterrupt as error:
-                if draft is None:
-                    raise  # nothing was started
-                verdict = Verdict("interrupted", f"interrupted by {str(error) or 'the user'}{self._where()}")
-            finally:
-                undisturbed.enter_context(interrupts.ignored())  # until the record is there
-                self.session.stop(stacks=False)
-            made = self._outcome(verdict)
-            if made.code == "request":
-                draft.unlink()
-                raise RequestError(made.text.partition(": ")[2])
-            finished = self._assembled(made)
-            path = record.keep(finished, out)
-            draft.unlink()
-            return finished, path
+        sealed.writable(self.ready.request.out)
+        while True:
+            with ExitStack() as undisturbed:
+                made = self._outcome(self._attempt(watch, undisturbed))
+                less = self._smaller(made)
+                if less is None:
+                    return self._finished(made)
+                self._begin_again(less, made)
+
+    def _attempt(self, watch: Watch | None, undisturbed: ExitStack) -> Verdict:
+        try:
+            self._open()
+            self.draft = self._draft()
+            return self._lead(watch)
+        except KeyboardInterrupt as error:
+            if self.draft is None:
+                raise  # nothing was started
+            return Verdict("interrupted", f"interrupted by {str(error) or 'the user'}{self._where()}")
+        except RequestError as error:
+            if self.draft is None or self.stepped_down is None:
+                raise
+            return Verdict("out_of_memory", f"{self.stepped_down.error}; a second attempt did not start: {error}")
+        finally:
+            undisturbed.enter_context(interrupts.ignored())  # until the record is there
+            self.session.stop(stacks=False)
+
+    def _finished(self, made: Outcome) -> tuple[Record, Path]:
+        if made.code == "request":
+            self._forget_draft()
+            raise RequestError(made.text.partition(": ")[2])
+        finished = self._assembled(made)
+        path = record.keep(finished, self.ready.request.out)
+        self._forget_draft()
+        return finished, path
+
+    def _smaller(self, made: Outcome) -> Ready | None:
+        """What to start once more after a run that ran out of memory with sizes that were chosen for it, and early."""
+        headline = PASSES[self.ready.case.question.kind].headline
+        done = {window.pass_name for rank in made.ranks for window in rank.windows}
+        said = self.session.heard.progress
+        late = said is not None and said.phase in self.ready.passes and said.done > FIRST_STEPS
+        if made.code != "out_of_memory" or self.stepped_down is not None or late or not done.isdisjoint(headline):
+            return None
+        less = auto.smaller(self.ready.request.resolved, self._devices())
+        return None if less is None else self.ready.with_resolved(less)
+
+    def _begin_again(self, less: Ready, made: Outcome) -> None:
+        """A second attempt, with agents of its own. It is the same run: what the first took is a part of its time."""
+        resolved = self.ready.request.resolved
+        tried = {name: getattr(resolved.case.tune, name) for name in resolved.auto}
+        self.stepped_down = StepDown(tune=tried, error=made.text)
+        if self.warn is not None:
+            instead = ", ".join(f"tune.{name}={getattr(less.case.tune, name)}" for name in resolved.auto)
+            self.warn(f"out of memory with {', '.join(f'tune.{k}={v}' for k, v in tried.items())}; once more with {instead}")
+        if self.kept is not None:
+            shutil.rmtree(self.ready.request.out / self.kept, ignore_errors=True)
+        self.ready, self.kept = less, _checkpoints(less, self.created)
+        self.token, self.session = self._session()
+        self.again_s = now()
+
+    def _devices(self) -> Devices:
+        """What sizes that are auto are chosen by."""
+        ready = self.ready
+        return Devices(
+            plan=ready.plan,
+            memory_bytes=preflight.least_bytes(self.hellos, ready.plan),
+            fused=ready.engine.fused and ready.plan.world == 1,  # several devices run the blocks of models/llama.py
+            even=ready.engine.even,
+            factor=ready.engine.memory_factor,
+            sample=ready.scope.sample,
+        )
+
+    def _forget_draft(self) -> None:
+        if self.draft is not None:
+            self.draft.unlink()
 
     def _draft(self) -> Path:
         """Written before any work, it also shows that there is room for a record."""
+        self._forget_draft()
         out = self.ready.request.out
         try:
             return record.write(self._assemble(Outcome(UNFINISHED.code, UNFINISHED.text, None, "", [])), out, "-unfinished")
@@ -100,14 +163,14 @@ class Run:
     def _open(self) -> None:
         """All that can be known without starting a worker. Nothing stays behind where a host cannot take part."""
         ready, case, plan = self.ready, self.ready.case, self.ready.plan
-        asked = _files(ready)
+        asked = preflight.files(ready)
         variables = {
             **WORKER_ENV,
             **({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.tune.deterministic else {}),
             **case.tune.env,
         }
         self.spawned_s = now()
-        with _shared_probe(ready, self.kept) as probe:
+        with preflight.shared_probe(ready, self.kept) as probe:
             self.hellos = self.session.open(
                 Open(
                     token=self.token,
@@ -125,6 +188,9 @@ class Run:
                     silence_s=ready.site.silence_s,
                 )
             )
+        if self.again_s is None:
+            self.ready = ready.with_resolved(auto.choose(ready.request.resolved, self._devices()))
+            case = self.ready.case
         for warning in preflight.check(self.hellos, case, plan, [*asked, *probe], environment.package_hash()):
             if self.warn is not None:
                 self.warn(warning)
@@ -270,6 +336,8 @@ class Run:
             scope=ready.scope,
             resume=ready.resume,
             out=request.out,
+            again_s=self.again_s,
+            stepped_down=self.stepped_down,
             conforms=conformity.conforms(ready.engine, self._packages()),
             checkpoints=self.kept if self.kept and (request.out / self.kept).is_dir() else None,
         )
@@ -308,37 +376,6 @@ def _checkpoints(ready: Ready, created: str) -> str | None:
         return None
     stamp = re.sub(r"[^0-9T]", "", created.partition(".")[0])
     return f"checkpoints/{stamp}-{case.name}-{secrets.token_hex(4)}"
-
-
-def _files(ready: Ready) -> list[Asked]:
-    """What every host must have. Token files are also named by what they have in common."""
-    request = ready.request
-    named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
-    named["--resume"] = ready.resume.path if ready.resume else None
-    named["engine.checkout"] = request.engine_settings.checkout
-    found = {option: path.resolve() for option, path in named.items() if path is not None}
-    return [
-        Asked(
-            (str(path), str(path.with_name(f"{path.name}{IDS}"))),
-            f"{option} {str(path)!r} does not exist there; hosts of a run need the same files in the same place",
-        )
-        for option, path in found.items()
-    ]
-
-
-@contextmanager
-def _shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Asked]]:
-    """A file where checkpoints will be. Each rank writes its part of one: hosts must share that folder."""
-    if kept is None or not ready.launcher.remote:
-        yield []
-        return
-    out = ready.request.out.resolve()
-    probe = out / f".shared-{secrets.token_hex(8)}"
-    probe.touch(exist_ok=False)
-    try:
-        yield [Asked((str(probe),), f"--out {str(out)!r} is another folder there; checkpoints need one that all hosts share")]
-    finally:
-        probe.unlink()
 
 
 def _cancelled(verdict: Verdict, allocation: Allocation) -> Verdict:

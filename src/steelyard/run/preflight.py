@@ -1,15 +1,20 @@
 """Before anything is started: do the hosts of a run agree, and can they do what is asked? One line on the first that cannot."""
 
+import secrets
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from steelyard import __version__
 from steelyard.case.case import Case
+from steelyard.data.corpus import IDS
 from steelyard.errors import RequestError
 from steelyard.plan import memory
 from steelyard.plan.degrees import Plan
 from steelyard.run.environment import PACKAGE
 from steelyard.run.messages import PROTOCOL, Hello
+from steelyard.run.ready import Ready
 
 SCARCE = 0.9  # of a device's memory that is free: less is worth a warning
 
@@ -34,6 +39,37 @@ class Asked:
 
     names: tuple[str, ...]
     problem: str
+
+
+def files(ready: Ready) -> list[Asked]:
+    """What every host must have. Token files are also named by what they have in common."""
+    request = ready.request
+    named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
+    named["--resume"] = ready.resume.path if ready.resume else None
+    named["engine.checkout"] = request.engine_settings.checkout
+    found = {option: path.resolve() for option, path in named.items() if path is not None}
+    return [
+        Asked(
+            (str(path), str(path.with_name(f"{path.name}{IDS}"))),
+            f"{option} {str(path)!r} does not exist there; hosts of a run need the same files in the same place",
+        )
+        for option, path in found.items()
+    ]
+
+
+@contextmanager
+def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Asked]]:
+    """A file where checkpoints will be. Each rank writes its part of one: hosts must share that folder."""
+    if kept is None or not ready.launcher.remote:
+        yield []
+        return
+    out = ready.request.out.resolve()
+    probe = out / f".shared-{secrets.token_hex(8)}"
+    probe.touch(exist_ok=False)
+    try:
+        yield [Asked((str(probe),), f"--out {str(out)!r} is another folder there; checkpoints need one that all hosts share")]
+    finally:
+        probe.unlink()
 
 
 def not_started(host: str, python: str, command: list[str], code: int | None, said: str) -> str:
@@ -127,6 +163,22 @@ def _same_devices(name: str, hello: Hello, first_name: str, first: Hello, plan: 
 
 def _listed(devices: list[tuple[str, int | None]]) -> str:
     return ", ".join(sorted({f"{name} ({(size or 0) / (1 << 30):.0f} GiB)" for name, size in devices}))
+
+
+def least_bytes(hosts: dict[str, Hello], plan: Plan) -> int | None:
+    """Memory that every rank can have: of the device that has least, less what others use of it, where that is much. None
+    where it is unknown of one."""
+    least: list[int] = []
+    for hello in hosts.values():
+        if not hello.devices:
+            return None
+        sharing = -(-plan.devices // len(hello.devices))
+        for device in hello.devices[: plan.devices]:
+            if device.memory_bytes is None:
+                return None
+            free = device.memory_bytes if device.free_bytes is None else device.free_bytes
+            least.append((free if free < SCARCE * device.memory_bytes else device.memory_bytes) // sharing)
+    return min(least, default=None)
 
 
 def _memory(name: str, hello: Hello, case: Case, plan: Plan) -> list[str]:

@@ -1,12 +1,13 @@
 """From a request to a run that can start: everything that can be known without starting anything, worked out once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard import accelerators, engines
 from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
 from steelyard.case.precision import name_of
 from steelyard.case.request import Request
+from steelyard.case.resolve import Resolved
 from steelyard.data.corpus import IDS
 from steelyard.engines import EngineRow
 from steelyard.errors import EngineError, RequestError
@@ -40,6 +41,10 @@ class Ready:
     @property
     def case(self) -> Case:
         return self.request.resolved.case
+
+    def with_resolved(self, resolved: Resolved) -> "Ready":
+        """The same with other tunes."""
+        return replace(self, request=replace(self.request, resolved=resolved))
 
 
 def ready(request: Request) -> Ready:

@@ -47,7 +47,7 @@ def request(found: Record, where: Where) -> Request:
     _check(found, where)
     plan, scope = found.plan, found.scope
     return Request(
-        resolved=Resolved(case(found), found.case.origins, f"record {found.id}"),
+        resolved=Resolved(case(found), _origins(found), f"record {found.id}"),
         engine=found.engine.name,
         engine_settings=where.engine_settings,
         accelerator=where.accelerator or found.environment.hardware.accelerator,
@@ -65,6 +65,11 @@ def request(found: Record, where: Where) -> Request:
         hang_s=where.hang_s,
         limit_s=where.limit_s,
     )
+
+
+def _origins(found: Record) -> dict[str, str]:
+    """The record's own; what devices chose in it is given to the new run."""
+    return {**found.case.origins, **{f"tune.{name}": "record" for name in found.auto}}
 
 
 def case(found: Record) -> Case:

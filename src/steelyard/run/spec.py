@@ -77,6 +77,8 @@ class RankFile(Frozen):
     matmuls: list[MatmulRate] = Field(default_factory=list, description="the case's own shapes, each with its rate")
     drawn: dict[str, list[dict[str, int]]] = Field(default_factory=dict, description="what rows drawn count; rank 0 alone")
     all_reduce_bytes_per_s: float | None = None
+    beside: dict[str, float] = Field(default_factory=dict, description="time of work that ran beside parts of the budget")
+    compile_cache: dict[str, int] | None = Field(None, description="hits and misses, where something was compiled")
     clock: ClockName | None = Field(None, description="whose times its samples have")
     clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
@@ -96,6 +98,7 @@ class RankFile(Frozen):
             told["clocks"] = self.clocks
         if self.matmul_flops_per_cpu_s is not None:
             told["matmul_flops_per_cpu_s"] = self.matmul_flops_per_cpu_s
-        if self.matmuls:
-            told["matmuls"] = self.matmuls
+        for name in ("matmuls", "beside", "compile_cache"):
+            if getattr(self, name):
+                told[name] = getattr(self, name)
         return RankFacts(**told)

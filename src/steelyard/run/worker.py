@@ -6,6 +6,7 @@ It ends when its stdin is closed: then its agent is gone. It imports no framewor
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,13 @@ class Worker(RankProcess):
 
     def run(self) -> None:
         self.tell("imports", 0, 0)
+        reading = ThreadPoolExecutor(1).submit(self._read)  # needs no framework, and tokenizers run on cores of their own
         framework, make_engine = self._load()
         self.framework = framework
         group = self._join(framework)
         with self.budget.part("data"):
             self.tell("data", 0, 0)
-            prepared = self._prepare()
+            prepared = self._prepare(*reading.result())
             keep = self._keep_checkpoints(prepared.facts.fingerprint)
         with self.budget.part("engine"):
             engine = make_engine(self._job(prepared.inputs, framework, group, keep))
@@ -68,6 +70,7 @@ class Worker(RankProcess):
             self._pass(engine, name, framework)
         if self.spec.explain:
             self._explain(engine, framework)
+        self._add(compile_cache=framework.compile_cache())
         self._add(details=_plain("details", engine.details()), weights=Weights(**_plain("weights", dict(engine.weights))))
 
     def _load(self) -> tuple[Framework, Any]:
@@ -75,8 +78,10 @@ class Worker(RankProcess):
         with self.budget.part("imports"):
             row = engines.row(self.spec.engine)
             make_engine = engines.load(row.name, self.task.work)
+            make_framework = engines.load_framework(row.framework)
+        with self.budget.part("device"):
             device = accelerators.named(self.spec.accelerator).devices.get(row.framework)
-            framework = engines.load_framework(row.framework)(device, self.local_rank, now)
+            framework = make_framework(device, self.local_rank, now)
             framework.set_precision(self.case.question.precision.matmul)
             if self.case.tune.deterministic:
                 framework.make_deterministic()
@@ -101,14 +106,18 @@ class Worker(RankProcess):
             raise ExchangeError(f"an all-reduce over {self.world} ranks gave {wrong}")
         return size_bytes / time_s
 
-    def _prepare(self) -> Prepared:
+    def _read(self) -> tuple[Prepared, float]:
+        """The data, and the time that they took."""
+        begin_s = now()
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
         asked = self.case.question.asked(sources, self.spec.scope.sample, self.case.tune.pack, self.case.published)
-        prepared = self.task.prepare(asked)
+        return self.task.prepare(asked), now() - begin_s
+
+    def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
         self.outputs = prepared.outputs
         self._counter = COUNTERS[self.task.work](prepared.inputs, self.case.question.division)
         common = prepared.outputs.model_dump(mode="json") if self.rank == 0 else {}
-        self._add(data=prepared.facts, common=common)
+        self._add(data=prepared.facts, common=common, beside={"data": time_s})
         return prepared
 
     def _keep_checkpoints(self, fingerprint: str) -> Keep | None:

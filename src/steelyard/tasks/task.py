@@ -193,6 +193,7 @@ class Task:
     stopped: Callable[[Any], Stopped | None] = lambda outputs: None
     held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None  # None: the pass has no such loss
     batch_unit: Literal["rows", "samples"] = "samples"  # what the global batch counts
+    packs: bool = False  # several samples to a row, unless a tune says otherwise
     rates_in_samples: bool = False  # also where every token is computed: how the published rows count
     starts_trained: bool = False  # training begins with a trained model
     padded_rates: bool = False  # published rows count every sample as long as the model has positions

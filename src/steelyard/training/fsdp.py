@@ -4,10 +4,9 @@ The loss of a step is divided by the targets of all replicas, so gradients are s
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 
 def shard(modules: list[nn.Module], mesh: DeviceMesh, sharding: int, compute: torch.dtype, kept: torch.dtype) -> None:
@@ -29,8 +28,3 @@ def before_backward(module: nn.Module, sharding: int, last: bool) -> None:
         module.set_requires_gradient_sync(last or sharding > 1)
         module.set_requires_all_reduce(last)
         module.set_reshard_after_backward(last or sharding == 3)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,9 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
-from steelyard.models.tensors import dtype_names
+from steelyard.models.tensors import dtype_names, local
 from steelyard.training.checkpoints import Numbers
-from steelyard.training.fsdp import local
 
 FIRST_SCALE = 65536.0
 GROWTH_STEPS = 1000

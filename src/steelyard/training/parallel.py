@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from steelyard.models.tensors import local
 from steelyard.plan.degrees import Plan
-from steelyard.training.fsdp import before_backward, local
+from steelyard.training.fsdp import before_backward
 from steelyard.training.optimizer import Adam, total_norm
 from steelyard.training.placement import Model, Weigh
 

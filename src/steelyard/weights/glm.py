@@ -20,6 +20,7 @@ from steelyard.errors import RequestError
 from steelyard.models import families
 from steelyard.models.glm import Glm
 from steelyard.models.shapes import GlmModel
+from steelyard.models.tensors import without_values
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, detect, huggingface
 from steelyard.weights.checkpoint import ByteProgress, Stored, TensorPart, shown
@@ -103,7 +104,7 @@ class GlmCheckpoint:
 
 def shapes_of(model: GlmModel) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of a model."""
-    with torch.device("meta"):
+    with without_values(torch.device("meta")):
         return {name: tuple(parameter.shape) for name, parameter in Glm(model).named_parameters()}
 
 

@@ -45,6 +45,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "slow.own": ("own time", "自身用时"),
     "slow.data": ("waiting for data", "等待数据"),
     "slow.work": (", with {times:.2f} times their tokens", "，token 数为其余的 {times:.2f} 倍"),
+    "note.stepped_down": (
+        "the first attempt ran out of memory with {tried} (auto); this is the second, with {ran}",
+        "首次尝试以 {tried}（auto）运行时内存不足；本结果为第二次尝试，{ran}",
+    ),
     "note.question": (
         "different question: {keys} changed on the command line",
         "题目与用例不同：命令行修改了 {keys}",

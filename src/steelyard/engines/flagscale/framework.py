@@ -71,6 +71,9 @@ class ProgramFramework:
         """Of what the program stands on, in the Python that it shares with this process."""
         return {name: found for name in PACKAGES if (found := _version(name)) is not None}
 
+    def compile_cache(self) -> dict[str, int] | None:
+        return None
+
     def threads(self) -> int:
         return os.cpu_count() or 1
 

@@ -103,5 +103,8 @@ class PaddleFramework:
     def versions(self) -> dict[str, str | None]:
         return {**self.device.versions(), "paddle": paddle.__version__}
 
+    def compile_cache(self) -> dict[str, int] | None:
+        return None
+
     def threads(self) -> int:
         return self.device.threads()

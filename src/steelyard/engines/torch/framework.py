@@ -12,6 +12,7 @@ from steelyard.accelerators.events import Clock, Event
 from steelyard.accelerators.row import TorchDevice
 from steelyard.engines.framework import Meeting
 from steelyard.engines.torch import tensor_parallel
+from steelyard.engines.torch.compile_cache import CompileCache
 from steelyard.engines.torch.profile import TorchProfiler
 from steelyard.errors import RequestError
 from steelyard.kernels import fp8
@@ -49,6 +50,7 @@ class TorchFramework:
             raise RequestError("this accelerator has no device class for torch; choose another with --accelerator")
         self.device: TorchDevice = plugins.load(device)(local_rank, clock)
         self.world = 1
+        self._compiled = CompileCache()
 
     def set_precision(self, matmul: str) -> None:
         self.device.set_precision(matmul)
@@ -140,6 +142,9 @@ class TorchFramework:
 
     def versions(self) -> dict[str, str | None]:
         return self.device.versions()
+
+    def compile_cache(self) -> dict[str, int] | None:
+        return self._compiled.counts()
 
     def threads(self) -> int:
         return torch.get_num_threads()

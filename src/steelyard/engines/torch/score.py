@@ -22,8 +22,7 @@ from steelyard.models.attention import Layout, Prefix, known, layout
 from steelyard.models.llama import Llama, Streams
 from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock
 from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
-from steelyard.models.tensors import DTYPES, dtype_names, send
-from steelyard.training.fsdp import local
+from steelyard.models.tensors import DTYPES, dtype_names, local, send
 from steelyard.weights import load
 from steelyard.weights.model import build
 

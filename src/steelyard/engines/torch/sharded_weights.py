@@ -13,7 +13,7 @@ from steelyard.engines.job import Job
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import WHOLE, Shard
-from steelyard.training.fsdp import local
+from steelyard.models.tensors import local
 from steelyard.weights import checkpoint as layouts
 from steelyard.weights import load
 

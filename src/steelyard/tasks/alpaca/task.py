@@ -22,4 +22,5 @@ TASK = Task(
     stopped=held_out.stopped,
     held_out_finite=held_out.finite,
     starts_trained=True,
+    packs=True,
 )

@@ -1,0 +1,50 @@
+"""What a worker imports to score: the time of its start-up is mostly that of imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from steelyard.models.tensors import without_values
+
+LOADED = "print(json.dumps(sorted(m for m in {names} if m in sys.modules)))"
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "transformers")
+ENGINE = "from steelyard import engines; engines.load('torch', 'score_choices'); engines.load_framework('torch')"
+BUILD = """
+import torch
+from steelyard.models import llama_init
+from steelyard.models.llama import LlamaShape
+shape = LlamaShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=12, vocab=32, positions=16)
+llama_init.fill_random(llama_init.build(shape, torch.device("cpu"), torch.float32), 0, shape)
+"""
+
+
+def loaded(code: str) -> list[str]:
+    whole = f"import json, sys\n{code}\n{LOADED.format(names=repr(HEAVY))}"
+    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True)
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("code", [ENGINE, f"{ENGINE}\n{BUILD}"], ids=["engine", "weights"])
+def test_scoring_loads_neither_a_compiler_nor_distributed_tensors(code: str) -> None:
+    assert loaded(code) == []
+
+
+def test_the_rule_can_fail() -> None:
+    assert "torch.distributed.tensor" in loaded("import torch.distributed.tensor")
+    assert "torch._dynamo" in loaded('import torch\ntorch.empty(2, device="meta").normal_()')
+
+
+def test_modules_without_values_have_their_place_and_type() -> None:
+    before = torch.get_default_dtype()
+    with without_values(torch.device("meta"), torch.bfloat16):
+        made = nn.Linear(2, 3)
+    assert (made.weight.device.type, made.weight.dtype, made.bias.dtype) == ("meta", torch.bfloat16, torch.bfloat16)
+    with pytest.raises(ZeroDivisionError), without_values(torch.device("cpu"), torch.float16):
+        raise ZeroDivisionError
+    assert torch.get_default_dtype() == before
+    assert nn.Linear(2, 3).weight.abs().sum() > 0
