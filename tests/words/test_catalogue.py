@@ -148,7 +148,8 @@ def test_what_a_window_leaves_out_is_no_complaint() -> None:
 
 
 def test_version_1_has_every_note_and_its_parts() -> None:
-    notes = {code for code in CODES if code.startswith("note.")}
+    later = {"note.emulated"}  # no record of version 1 has it
+    notes = {code for code in CODES if code.startswith("note.")} - later
     assert notes == {code for code in version_1.NOTES if code.startswith("note.")}
     for code, template in version_1.NOTES.items():
         assert placeholders(template) == placeholders(words.SHIPPED[code][0]), code
