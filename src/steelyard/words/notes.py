@@ -27,6 +27,10 @@ TABLE: dict[str, tuple[str, str]] = {
         "step times are those that the program reports; the work of a step is that of the configuration",
         "各步时间为程序自身所报，每步工作量按配置计算",
     ),
+    "note.emulated": (
+        "fp8 is emulated here: answers count, rates mean nothing",
+        "此处 fp8 为模拟计算：答案有效，速率没有意义",
+    ),
     "note.setting": ("host {host}: {what}: {found}", "主机 {host}：{what}：{found}"),
     "note.slow": (
         "{who} is slow: it costs {percent:.1f} % of {of} ({own} {mine}, the others {others}{work})",
