@@ -323,10 +323,10 @@ def test_graphs_are_what_they_recorded(division: str, dropout: float, precision:
     groups = [[0, 1], [1, 2], [3, 4, 0], [2, 0]]
     plain, graphs = (on_gpu(precision, dropout, one, compile=True) for one in (False, True))
     micros = filled(division, groups)
-    for micro in micros:
+    for micro in 2 * micros:
         graphs.warm(micro)
     count = graphs.details()["graphs"]
-    assert 0 < count < len(groups)  # some share a bucket
+    assert count == 2  # three of them share a bucket
     for seed in (3, 4):
         for micro in micros:
             (one, wanted), (two, found) = learned(plain, [micro], seed), learned(graphs, [micro], seed)
@@ -345,14 +345,16 @@ def test_what_fills_a_bucket_changes_nothing() -> None:
     made, graphs = on_gpu("fp16", compile=True), on_gpu("fp16", graphs=True, compile=True)
     some, groups = samples(5), [[0, 1, 2], [3, 4]]
     plain = [to_device(packed("open", [some[i] for i in group]), GPU) for group in groups]
-    (one, wanted), (two, found) = learned(made, plain, 1), learned(graphs, filled("open", groups), 1)
-    assert two == pytest.approx(one, rel=2e-3)
-    assert float((found - wanted).norm()) <= 1e-2 * float(wanted.norm())
+    one, wanted = learned(made, plain, 1)
+    for _ in range(3):  # as they are, recorded, replayed
+        two, found = learned(graphs, filled("open", groups), 1)
+        assert two == pytest.approx(one, rel=2e-3)
+        assert float((found - wanted).norm()) <= 1e-2 * float(wanted.norm())
 
 
 def test_a_replay_waits_for_nothing() -> None:
     made, micros = on_gpu("bf16", 0.1, graphs=True, compile=True), filled("open", [[0, 1, 2], [2, 3, 4], [1, 3, 4]])
-    for micro in micros:
+    for micro in 2 * micros:
         made.warm(micro)
     targets = made.total(5)
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.data.rows import Key
 from steelyard.engines.job import Job
 from steelyard.engines.work import Phase, Work
-from steelyard.training.buckets import Bucket, Buckets, FilledPack, Size, fill, size_of, together
+from steelyard.training.buckets import LARGE, Bucket, Buckets, FilledPack, Size, fill, size_of, together
 from steelyard.training.glm import ClozeMicroBatch, to_device
 from steelyard.training.packing import deal
 from steelyard.training.trainer import Trainer
@@ -42,9 +42,11 @@ class ClozeBatches:
 
     @cached_property
     def buckets(self) -> Buckets | None:
-        """Of all micro-batches of this replica in the pass."""
-        every = [group for step in self.steps() for group in self.groups(self.rows.batch(step))] if self.filled else []
-        return Buckets(map(self._size, every)) if every else None
+        """Of all micro-batches of this replica in the pass; None where they are not filled up."""
+        every = (
+            [self._size(group) for step in self.steps() for group in self.groups(self.rows.batch(step))] if self.filled else []
+        )
+        return Buckets(every) if every and max(size.tokens for size in every) <= LARGE else None
 
     def first_of_buckets(self) -> list[list[Key]]:
         """A micro-batch of every bucket of the pass, the largest first: what is recorded later fits in memory that it left."""

@@ -25,8 +25,8 @@ class TorchCloze(Loop):
         super().__init__(job, made, self.cloze, Accuracy(job, made))
 
     def _sizes(self) -> list[list[Key]]:
-        """Of every bucket: all of the pass is recorded before it."""
-        return self.cloze.first_of_buckets() if self.record is not None else super()._sizes()
+        """Of every bucket, and all of them again: the whole pass is recorded before it."""
+        return 2 * self.cloze.first_of_buckets() or super()._sizes()
 
 
 def choose_recorder(job: Job) -> Record | None:
