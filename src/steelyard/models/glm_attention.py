@@ -84,7 +84,7 @@ class ClozeLayout:
         if not joint:
             return [self.picked, self.padded.gather, self.padded.back, self.padded.mask]
         at = self.joint
-        return [self.contexts.cu, at.order, at.rows.cu, at.contexts, at.place, at.spans, at.starts, at.lengths]
+        return [self.contexts.cu, at.order, at.rows.cu, at.contexts, at.place, at.spans, at.starts, at.lengths, at.borders]
 
 
 def layout(
@@ -153,6 +153,10 @@ def _joint(
     place[of_contexts] = torch.arange(len(of_contexts), dtype=torch.int32)
     starts = (inner.cumsum(0) - inner + behind[owner]).int()
     sizes = (outer + together).tolist()
+    own = torch.full_like(back, len(back))
+    own[of_spans] = starts.long().repeat_interleave(inner)
+    begin, end = (one.repeat_interleave(outer + together) for one in (first, first + outer))
+    row_end = (first + outer + together).repeat_interleave(outer + together)
     return Joint(
         order=send_tensor(order, device),
         rows=RowBorders(cumulative(sizes, device), room.row if room else max(sizes)),
@@ -162,6 +166,7 @@ def _joint(
         starts=send_tensor(starts, device),
         lengths=send_tensor(inner.int(), device),
         longest=room.longest[2] if room else max(spans),
+        borders=send_tensor(torch.stack((begin, end, own, row_end)).int(), device),
     )
 
 
@@ -276,7 +281,13 @@ def _by_flash(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: Merge) -> 
     return out
 
 
-KERNELS: dict[str, Callable[[Tensor, ClozeLayout, float, Merge], Tensor]] = {"padded": _by_padding, "flash": _by_flash}
+# "packed" is kernels/glm_attention.py, where Triton runs, and here its meaning.
+KERNELS: dict[str, Callable[[Tensor, ClozeLayout, float, Merge], Tensor]] = {
+    "padded": _by_padding,
+    "flash": _by_flash,
+    "packed": _by_padding,
+}
+JOINT = ("flash", "packed")  # have their tokens in the order of `Joint` where Triton runs
 
 
 def attend(qkv: Tensor, rows: ClozeLayout, kernel: str, dropout: float, merged: Merge = merge) -> Tensor:
