@@ -145,7 +145,7 @@ def test_a_pass_has_few_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of("closed", 40)
     groups = [[key, (key + 7) % 40] for key in range(40)]
     sizes = [together(size_of(rows, key) for key in group) for group in groups]
-    for most, grain in ((24, 16), (4, 32), (2, 64), (1, 128)):
+    for most, grain in ((40, 16), (4, 32), (2, 64), (1, 128)):
         monkeypatch.setattr(buckets, "MOST", most)
         made = Buckets(sizes)
         assert made.grain == grain
