@@ -24,7 +24,7 @@ FORWARD = (64, 64, 4, 3)
 # Tokens whose gradients a program makes; then what each of the two kernels reads at once, warps, stages.
 TILE = 64
 BACK_QUERIES = (64, 4, 2)
-BACK_KEYS = (64, 4, 2)
+BACK_KEYS = (64, 4, 3)
 
 
 def attend(qkv: Tensor, borders: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
