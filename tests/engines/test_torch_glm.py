@@ -198,7 +198,8 @@ def test_a_run_goes_on_where_another_stopped(precision: str) -> None:
 
 def test_refusals() -> None:
     for tune, words in (
-        ({"attention": "rows"}, "tune.attention='rows' is not known; allowed: auto, flash, padded"),
+        ({"attention": "rows"}, "tune.attention='rows' is not known; allowed: auto, flash, packed, padded"),
+        ({"attention": "packed"}, "tune.attention=packed needs a GPU with Triton, tune.compile=true, a 16-bit precision"),
         ({"recompute": "selective"}, "tune.recompute='selective' does not work with GLM; allowed: none, full"),
     ):
         with pytest.raises(RequestError, match=words) as caught:

@@ -1,17 +1,22 @@
 """Micro-batches of a cloze filled up to a bucket: the same losses, scores and gradients, padding counted, few sizes."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fixtures.glm import CPU, END, START, Rerun, job, packed, samples, trainer
+from fixtures.glm import CPU, END, SHAPE, START, TRAINING, Rerun, job, packed, samples, trainer
 from steelyard.data.cloze import ClozeRows
+from steelyard.data.counting import ClozeCounts
 from steelyard.engines.torch import glm as fused
+from steelyard.engines.torch.glm import TorchCloze
+from steelyard.engines.work import Work
 from steelyard.models import tensors
 from steelyard.training import buckets
 from steelyard.training.buckets import Buckets, fill, size_of, together
-from steelyard.training.glm import to_device
+from steelyard.training.glm import ClozeMicroBatch, Computing, TrainedGlm, to_device
 from steelyard.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,7 +72,7 @@ def test_losses_scores_and_gradients_are_equal(division: str, recorded: bool) ->
         assert torch.equal(both, scores[:, :width].isfinite())
         assert not scores[:, width:].isfinite().any()
         torch.testing.assert_close(scores[:, :width][both], wanted[both], atol=1e-12, rtol=0)
-    for _ in range(2):  # the second time nothing is recorded
+    for _ in range(3):  # as they are, recorded, replayed
         loss, wanted = learned(made, plain)
         found, grads = learned(other, full)
         assert found == pytest.approx(loss, abs=1e-12)
@@ -86,7 +91,7 @@ def test_one_recording_serves_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     record = Rerun()
     made, other = trainer(job()), trainer(job(), lambda of: fused.trainer(of, record))
     losses = []
-    for one, two in zip([*plain, plain[0]], [*full, full[0]], strict=True):
+    for one, two in zip(2 * plain, 2 * full, strict=True):
         (loss, wanted), (found, grads) = learned(made, [one]), learned(other, [two])
         losses.append(loss)
         assert found == pytest.approx(loss, abs=1e-12)
@@ -145,7 +150,7 @@ def test_a_pass_has_few_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of("closed", 40)
     groups = [[key, (key + 7) % 40] for key in range(40)]
     sizes = [together(size_of(rows, key) for key in group) for group in groups]
-    for most, grain in ((24, 16), (4, 32), (2, 64), (1, 128)):
+    for most, grain in ((40, 16), (4, 32), (2, 64), (1, 128)):
         monkeypatch.setattr(buckets, "MOST", most)
         made = Buckets(sizes)
         assert made.grain == grain
@@ -157,3 +162,93 @@ def test_too_much_for_a_bucket() -> None:
     small = Buckets([size_of(rows, 0)]).of(size_of(rows, 0))
     with pytest.raises(ValueError, match="no room for 2 contexts and 5 spans"):
         fill(packed("open", samples(2)), small)
+
+
+def passed(record: Rerun | None, dropout: float = 0.0) -> tuple[list[Work], TorchCloze]:
+    """All steps of a pass, with three samples to a micro-batch."""
+    train = TRAINING.model_copy(update={"batch": 8, "steps": 6})
+    of = job(shape=SHAPE.model_copy(update={"dropout": dropout}), train=train, micro_batch=3)
+    of.case.gate = None
+    of.inputs = ClozeRows(samples(20), samples(2), "open", 8, 1, START, END)
+    of.steps, of.world, of.rank, of.resume, of.keep = 6, 1, 0, None, None
+    loop = TorchCloze(of, record)
+    loop.prepare("train", lambda name: nullcontext())
+    return [one for one in loop.work("train") if isinstance(one, Work)], loop
+
+
+def test_a_pass_is_recorded_before_it_begins() -> None:
+    """Every size of it; its losses are those of a pass of which nothing is recorded, and padding is no work."""
+    record = Rerun()
+    plain, _ = passed(None)
+    _, loop = passed(record)
+    before = len(record.made)
+    sizes = {loop.cloze.buckets.of(size) for _, size in loop.cloze.micro_batches}
+    assert before == 2 * len(sizes) == 2 * loop.details()["graphs"] > 2
+    again, _ = passed(Rerun())
+    for one, two in zip(plain, again, strict=True):
+        assert float(two.values["loss"]) == pytest.approx(float(one.values["loss"]), abs=1e-12)
+        assert float(two.values["grad_norm"]) == pytest.approx(float(one.values["grad_norm"]), abs=1e-10)
+        assert {**two.counts, "padded": 0} == one.counts
+        assert two.rows == one.rows
+    assert all(work.counts["padded"] > 0 for work in again)
+    assert ClozeCounts(rows_of("open", 20, 8), "open").wanted("train", range(1))[0] == plain[0].counts
+
+
+def test_every_replay_drops_other_numbers() -> None:
+    """The same pass twice has the same losses, and a micro-batch met twice in it has not."""
+    (first, _), (second, loop) = passed(Rerun(), 0.3), passed(Rerun(), 0.3)
+    assert [float(work.values["loss"]) for work in first] == [float(work.values["loss"]) for work in second]
+    micro = loop.cloze.to_device(loop.cloze.pack([0, 1, 2]))
+    losses = []
+    for step in (4, 4, 5):
+        loop.cloze.seed(step)
+        losses.append(float(loop.trainer.model.loss(micro).detach()))
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_seed_is_drawn_for_each_micro_batch() -> None:
+    """What kernels draw from: new for each, the same again for the same step, and read by a replay where it stands."""
+    seed, seen = torch.zeros(1, dtype=torch.int64), []
+
+    def draw() -> None:
+        seed.fill_(int(torch.randint(1 << 62, ())))
+
+    def log_probs(micro: ClozeMicroBatch, dropout: float) -> Tensor:
+        seen.append(int(seed))
+        return torch.zeros(len(micro.targets), requires_grad=True)
+
+    made = TrainedGlm(job(), lambda model, gradient: Computing(log_probs, draw, Rerun()), {})
+    made.build()
+    made.compile(lambda parameter: parameter)
+    _, full, _ = filled("open", [[0, 1], [2, 3, 4]])
+    for step in (1, 2, 1):
+        torch.manual_seed(step)
+        seen.append(0)
+        for micro in full:
+            made.loss(micro).backward()
+    steps = [list(dict.fromkeys(part)) for part in split(seen, 0)]
+    assert [len(part) for part in steps] == [2, 2, 2]
+    assert steps[0] == steps[2]
+    assert len({*steps[0], *steps[1]}) == 4
+
+
+def split(values: list[int], mark: int) -> list[list[int]]:
+    """What follows each mark."""
+    out: list[list[int]] = []
+    for one in values:
+        if one == mark:
+            out.append([])
+        else:
+            out[-1].append(one)
+    return out
+
+
+def test_large_micro_batches_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steelyard.training.cloze.LARGE", 40)
+    record = Rerun()
+    done, loop = passed(record)
+    assert record.made == []
+    assert loop.cloze.buckets is None
+    assert all(work.counts["padded"] == 0 for work in done)
+    most = max(loop.cloze.micro_batches, key=lambda one: one[1].tokens)[1].tokens
+    assert loop.cloze.pack(loop.cloze.largest()).counts["tokens"] == most > 40

@@ -43,12 +43,12 @@ def test_a_replay_reads_new_inputs_and_adds_to_gradients() -> None:
     recorded, record = made(weight, place, noise, [])
     first, second = Row(torch.tensor([1.0, 2.0])), Row(torch.tensor([10.0, 20.0]))
     losses = []
-    for row, scale in ((first, 1.0), (second, 0.5), (first, 4.0)):
+    for row, scale in ((first, 1.0), (second, 0.5), (first, 4.0), (second, 0.25)):
         loss = recorded(row)
         losses.append(float(loss.detach()))
         (loss * scale).backward()
-    assert losses == [6.0, 60.0, 6.0]
-    assert float(place) == 3 * 1.0 + 30 * 0.5 + 3 * 4.0
+    assert losses == [6.0, 60.0, 6.0, 60.0]
+    assert float(place) == 3 * 1.0 + 30 * 0.5 + 3 * 4.0 + 30 * 0.25
     assert first.x.tolist() == [1.0, 2.0]  # a caller's tensors are not where inputs are kept
     assert weight.grad is None
     assert len(record.made) == 2  # one size: a forward and a backward
@@ -58,27 +58,31 @@ def test_weights_and_seeds_are_those_of_the_replay() -> None:
     weight, place, noise = torch.tensor(2.0, requires_grad=True), torch.zeros(()), torch.zeros(1)
     recorded, _ = made(weight, place, noise, [])
     row = Row(torch.tensor([1.0, 2.0]))
-    assert float(recorded(row).detach()) == 6.0
+    assert [float(recorded(row).detach()) for _ in range(3)] == [6.0, 6.0, 6.0]
     with torch.no_grad():
         weight.fill_(3.0)
     noise.fill_(0.25)
     assert float(recorded(row).detach()) == 9.25
 
 
-def test_recording_adds_nothing_and_is_once_a_size() -> None:
+def test_a_size_is_recorded_once_when_it_is_met_again() -> None:
     calls: list[int] = []
     weight, place = torch.tensor(2.0, requires_grad=True), torch.zeros(())
     recorded, record = made(weight, place, torch.zeros(1), calls)
+    for size in (2, 3):
+        recorded(Row(torch.ones(size)))
+    assert (calls, record.made) == ([2, 3], [])  # each as it is
     recorded(Row(torch.ones(2)))
     assert float(place) == 0.0
-    recorded(Row(torch.ones(3)))
     recorded(Row(torch.ones(2)))
+    recorded(Row(torch.ones(3)))
     assert len(record.made) == 4
-    assert calls == [2, 2, 2, 3, 3, 3, 2]  # as it is, recorded, replayed; then replayed alone
+    assert calls == [2, 3, 2, 2, 2, 3, 3]  # recorded and replayed, replayed alone; recorded and replayed
 
 
 def test_losses_of_replays_do_not_change_each_other() -> None:
     recorded, _ = made(torch.tensor(2.0, requires_grad=True), torch.zeros(()), torch.zeros(1), [])
+    recorded(Row(torch.ones(2)))
     one = recorded(Row(torch.tensor([1.0, 2.0])))
     recorded(Row(torch.tensor([3.0, 4.0])))
     assert float(one.detach()) == 6.0

@@ -40,7 +40,7 @@ class Graphs:
 
     def __call__(self, run: Callable[[], None]) -> Any:
         graph = _cuda.CUDAGraph()
-        with _cuda.graph(graph, pool=self._pool):
+        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # NCCL's threads may ask for events
             run()
         return graph
 

@@ -37,6 +37,7 @@ class Joint:
     starts: Tensor  # int32: where each span begins
     lengths: Tensor  # int32: of the spans; 0 where there are no more
     longest: int  # of the spans
+    borders: Tensor  # int32 [4, T]: where a token's row begins, its context ends, its span begins (T: in no span), its row ends
 
 
 def context_keys_values(qkv: Tensor, rows: Joint) -> Tensor:

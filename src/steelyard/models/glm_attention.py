@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from steelyard.kernels.glm_spans import Joint, RowBorders
-from steelyard.models.tensors import cumulative, send_tensor
+from steelyard.models.tensors import cumulative, send, send_tensor
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,15 @@ class ClozeLayout:
     @cached_property
     def picked(self) -> Tensor:
         """Where the spans' tokens stand, with the contexts before all spans: int64. The first token fills up its room."""
-        made = torch.arange(self.context_tokens, self.context_tokens + sum(self.lengths[1]))
-        return send_tensor(_filled(made, self.room.logits if self.room else len(made), 0), self.device)
+        made = np.arange(self.context_tokens, self.context_tokens + sum(self.lengths[1]))
+        return send(_filled(made, self.room.logits if self.room else len(made), 0), self.device)
 
     def tensors(self, joint: bool) -> list[Tensor]:
         """All that kernels read: those of `Joint`, or kernel "padded"."""
         if not joint:
             return [self.picked, self.padded.gather, self.padded.back, self.padded.mask]
         at = self.joint
-        return [self.contexts.cu, at.order, at.rows.cu, at.contexts, at.place, at.spans, at.starts, at.lengths]
+        return [self.contexts.cu, at.order, at.rows.cu, at.contexts, at.place, at.spans, at.starts, at.lengths, at.borders]
 
 
 def layout(
@@ -105,8 +106,8 @@ def layout(
     return ClozeLayout(lengths, outer, middle, inner, sum(contexts), device, room)
 
 
-def _filled(values: Tensor, size: int, value: int) -> Tensor:
-    return torch.cat((values, values.new_full((size - len(values),), value)))
+def _filled(values: "np.ndarray[Any, np.dtype[np.int64]]", size: int, value: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    return np.pad(values, (0, size - len(values)), constant_values=value)
 
 
 def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], least: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,29 +140,39 @@ def _padded(contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int]
 def _joint(
     contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], room: Room | None, device: torch.device
 ) -> Joint:
-    outer, inner, count = (torch.tensor(lens) for lens in (contexts, spans, groups))
-    owner = torch.arange(len(outer)).repeat_interleave(count)
-    together = torch.zeros_like(outer).index_add_(0, owner, inner)
-    first = (outer + together).cumsum(0) - outer - together  # of each context, and behind it of its spans
-    behind = first + outer - (together.cumsum(0) - together)  # less how many tokens of other spans are before them
-    of_contexts = torch.arange(sum(contexts)) + (first - (outer.cumsum(0) - outer)).repeat_interleave(outer)
-    of_spans = torch.arange(sum(spans)) + behind.repeat_interleave(together)
-    back = torch.cat((of_contexts, of_spans))
-    order = torch.empty_like(back)
-    order[back] = torch.arange(len(back))
-    place = torch.full((len(back),), -1, dtype=torch.int32)
-    place[of_contexts] = torch.arange(len(of_contexts), dtype=torch.int32)
-    starts = (inner.cumsum(0) - inner + behind[owner]).int()
-    sizes = (outer + together).tolist()
+    """By numpy: torch's threads would wait for one another over so few numbers."""
+    outer, inner, count = (np.array(lens, dtype=np.int64) for lens in (contexts, spans, groups))
+    owner = np.repeat(np.arange(len(outer)), count)
+    together = np.zeros_like(outer)
+    np.add.at(together, owner, inner)
+    sizes = outer + together
+    first = sizes.cumsum() - sizes  # of each context, and behind it of its spans
+    behind = first + outer - (together.cumsum() - together)  # less how many tokens of other spans are before them
+    of_contexts = np.arange(outer.sum()) + np.repeat(first - (outer.cumsum() - outer), outer)
+    of_spans = np.arange(inner.sum()) + np.repeat(behind, together)
+    back = np.concatenate((of_contexts, of_spans))
+    order = np.empty_like(back)
+    order[back] = np.arange(len(back))
+    place = np.full(len(back), -1)
+    place[of_contexts] = np.arange(len(of_contexts))
+    starts = inner.cumsum() - inner + behind[owner]
+    own = np.full(len(back), len(back))
+    own[of_spans] = np.repeat(starts, inner)
+    borders = [np.repeat(one, sizes) for one in (first, first + outer, first + sizes)]
+
+    def narrow(values: "np.ndarray[Any, np.dtype[np.int64]]") -> Tensor:
+        return send_tensor(torch.from_numpy(values.astype(np.int32)), device)
+
     return Joint(
-        order=send_tensor(order, device),
-        rows=RowBorders(cumulative(sizes, device), room.row if room else max(sizes)),
-        contexts=send_tensor(_filled(of_contexts.int(), len(back) if room else len(of_contexts), -1), device),
-        place=send_tensor(place, device),
-        spans=send_tensor(_filled(of_spans, room.logits if room else len(of_spans), 0), device),
-        starts=send_tensor(starts, device),
-        lengths=send_tensor(inner.int(), device),
+        order=send(order, device),
+        rows=RowBorders(cumulative(sizes.tolist(), device), room.row if room else int(sizes.max())),
+        contexts=narrow(_filled(of_contexts, len(back) if room else len(of_contexts), -1)),
+        place=narrow(place),
+        spans=send(_filled(of_spans, room.logits if room else len(of_spans), 0), device),
+        starts=narrow(starts),
+        lengths=narrow(inner),
         longest=room.longest[2] if room else max(spans),
+        borders=narrow(np.stack((*borders[:2], own, borders[2]))),
     )
 
 
@@ -276,7 +287,13 @@ def _by_flash(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: Merge) -> 
     return out
 
 
-KERNELS: dict[str, Callable[[Tensor, ClozeLayout, float, Merge], Tensor]] = {"padded": _by_padding, "flash": _by_flash}
+# "packed" is kernels/glm_attention.py, where Triton runs, and here its meaning.
+KERNELS: dict[str, Callable[[Tensor, ClozeLayout, float, Merge], Tensor]] = {
+    "padded": _by_padding,
+    "flash": _by_flash,
+    "packed": _by_padding,
+}
+JOINT = ("flash", "packed")  # have their tokens in the order of `Joint` where Triton runs
 
 
 def attend(qkv: Tensor, rows: ClozeLayout, kernel: str, dropout: float, merged: Merge = merge) -> Tensor:

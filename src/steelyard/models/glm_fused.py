@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.kernels import glm_logits, glm_norm, glm_spans, jit
+from steelyard.kernels import glm_attention, glm_logits, glm_norm, glm_spans, jit
 from steelyard.kernels.glm_norm import Dropout
 from steelyard.models.glm import Glm, GlmBlock, GlmStreams, Layer, split
-from steelyard.models.glm_attention import FLASH, ClozeLayout, attend, merge
+from steelyard.models.glm_attention import FLASH, JOINT, ClozeLayout, attend, merge
 from steelyard.models.llama_fused import Gradient, add_product
 
 ROWS = 512  # of logits read at once where nothing is compiled
@@ -106,6 +106,23 @@ class JointAttention(torch.autograd.Function):
         glm_spans.attend_spans_backward(grad, qkv, out, lse, dq, total, rows.joint, dropout)
         glm_spans.merge_gradients((dq, dk, dv), total, rows.joint, accumulator)
         return total, None, None, None
+
+
+class PackedAttention(torch.autograd.Function):
+    """The same by one kernel forward, and one each for queries, and for keys and values, backward."""
+
+    @staticmethod
+    def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor) -> Tensor:
+        borders = rows.joint.borders
+        out, lse = glm_attention.attend(qkv, borders, dropout)
+        context.save_for_backward(qkv, out, lse, borders)
+        context.asked = dropout, accumulator
+        return out
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = glm_attention.attend_backward(grads[0].contiguous(), *context.saved_tensors, *context.asked)
+        return back, None, None, None
 
 
 class Gelu(torch.autograd.Function):
@@ -216,7 +233,7 @@ class FusedLayer:
 
 class KernelLayer:
     """The same by kernels, which have the gradients of all biases. `before` is the bias that delta was made with, if any.
-    Kernel "flash" has its tokens in the order of `Joint`. A layer has PLACES that drop from `place` on."""
+    Kernels of JOINT have their tokens in that order. A layer has PLACES that drop from `place` on."""
 
     def __init__(self, block: GlmBlock, gradient: Gradient, before: Tensor | None, seed: Tensor, place: int) -> None:
         self.block, self.gradient, self.before = block, gradient, before
@@ -228,9 +245,10 @@ class KernelLayer:
         first, second, third = (Dropout(dropout, self.seed, self.place + i) for i in range(PLACES))
         x, normed = dropout_add_norm(x, delta, block.input_layernorm, first, gradient, self.before)
         bias = attention.query_key_value.bias
-        if kernel == "flash":
+        if kernel in JOINT:
             qkv = split(linear(normed, attention.query_key_value, gradient, None), block.heads)
-            seen: Tensor = JointAttention.apply(qkv, rows, second, gradient(bias))  # type: ignore[no-untyped-call]
+            attention_by = PackedAttention if kernel == "packed" else JointAttention
+            seen: Tensor = attention_by.apply(qkv, rows, second, gradient(bias))  # type: ignore[no-untyped-call]
         else:
             qkv = split(linear(normed, attention.query_key_value, gradient, gradient(bias)), block.heads)
             seen = attend(qkv, rows, kernel, dropout)
@@ -300,7 +318,7 @@ class FusedGlm:
 
     def reorders(self, kernel: str) -> bool:
         """Whether tokens are computed in the order of `Joint`."""
-        return self.triton and kernel == "flash"
+        return self.triton and kernel in JOINT
 
 
 def recomputed(layer: Layer) -> Layer:

@@ -13,7 +13,8 @@ from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.models.glm_attention import Room
 
 GRAIN = 128  # tokens: matmul kernels work in tiles
-MOST = 24  # numbers of tokens that a pass is recorded for, each some tenths of a second
+LARGE = 49152  # tokens of a micro-batch, beyond which a device takes much longer than the host needs to launch: about 0.1 s
+MOST = 40  # numbers of tokens that a pass is recorded for, each some tenths of a second
 ROW = 128  # tokens of a context that is padding, at most
 
 

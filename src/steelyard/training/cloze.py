@@ -14,7 +14,7 @@ from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.data.rows import Key
 from steelyard.engines.job import Job
 from steelyard.engines.work import Phase, Work
-from steelyard.training.buckets import Bucket, Buckets, FilledPack, Size, fill, size_of, together
+from steelyard.training.buckets import LARGE, Bucket, Buckets, FilledPack, Size, fill, size_of, together
 from steelyard.training.glm import ClozeMicroBatch, to_device
 from steelyard.training.packing import deal
 from steelyard.training.trainer import Trainer
@@ -41,20 +41,27 @@ class ClozeBatches:
         return range(train.steps if self.job.steps is None else self.job.steps)
 
     @cached_property
+    def micro_batches(self) -> list[tuple[list[Key], Size]]:
+        """All of this replica in the pass."""
+        return [(group, self._size(group)) for step in self.steps() for group in self.groups(self.rows.batch(step))]
+
+    @cached_property
     def buckets(self) -> Buckets | None:
-        """Of all micro-batches of this replica in the pass."""
-        every = [group for step in self.steps() for group in self.groups(self.rows.batch(step))] if self.filled else []
-        return Buckets(map(self._size, every)) if every else None
+        """None where micro-batches are not filled up."""
+        sizes = [size for _, size in self.micro_batches] if self.filled else []
+        return Buckets(sizes) if sizes and max(size.tokens for size in sizes) <= LARGE else None
 
     def first_of_buckets(self) -> list[list[Key]]:
         """A micro-batch of every bucket of the pass, the largest first: what is recorded later fits in memory that it left."""
         found: dict[Bucket, list[Key]] = {}
-        if self.buckets is None:
-            return []
-        for step in self.steps():
-            for group in self.groups(self.rows.batch(step)):
-                found.setdefault(self.buckets.of(self._size(group)), group)
+        if self.buckets is not None:
+            for group, size in self.micro_batches:
+                found.setdefault(self.buckets.of(size), group)
         return [found[bucket] for bucket in sorted(found, key=lambda bucket: -bucket.tokens)]
+
+    def largest(self) -> list[Key]:
+        """The micro-batch of most tokens in the pass."""
+        return max(self.micro_batches, key=lambda one: one[1].tokens)[0]
 
     def _size(self, keys: list[Key]) -> Size:
         for key in keys:

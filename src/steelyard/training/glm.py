@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from steelyard.data.cloze import Pack
 from steelyard.engines.job import Job
 from steelyard.errors import RequestError
+from steelyard.kernels import jit
 from steelyard.models import glm
 from steelyard.models.glm_attention import KERNELS, ClozeLayout, layout
 from steelyard.models.llama_fused import Gradient
@@ -29,6 +30,7 @@ from steelyard.training.trainer import Trainer
 from steelyard.weights import glm as glm_checkpoint
 
 RECOMPUTE = ("none", "full")
+FASTEST = "flash"  # of the kernels for 16-bit types where Triton runs too, as measured
 NO_ANSWER = -1  # in `right`: such a sample is scored and not learned from
 
 
@@ -110,12 +112,24 @@ def choose_kernel(job: Job) -> str:
     fits = dim % 8 == 0 and dim <= 256  # flash attention's own limits
     if asked == "auto":
         flash = job.device.attention(COMPUTED_IN[job.case.question.precision.matmul], False) == "flash"
-        return "flash" if flash and fits else "padded"
+        return (FASTEST if packs(job) else "flash") if flash and fits else "padded"
     if asked not in KERNELS:
         raise RequestError(f"tune.attention={asked!r} is not known; allowed: auto, {', '.join(sorted(KERNELS))}")
     if asked == "flash" and not fits:
         raise RequestError(f"tune.attention=flash takes heads of 8, 16, … 256 numbers, not {dim}; choose padded")
+    if asked == "packed" and not packs(job):
+        raise RequestError(
+            "tune.attention=packed needs a GPU with Triton, tune.compile=true, a 16-bit precision and heads of 128 numbers at "
+            "most; choose auto"
+        )
     return asked
+
+
+def packs(job: Job) -> bool:
+    """Whether kernels/glm_attention.py computes this."""
+    shape, question = shape_of(job), job.case.question
+    narrow = compute_dtype(question.precision.matmul).itemsize == 2
+    return jit.serve(job.device.torch_device) and job.case.tune.compile and narrow and shape.hidden // shape.heads <= 128
 
 
 def check_recompute(job: Job) -> None:

@@ -26,11 +26,9 @@ Record = Callable[[Callable[[], None]], Graph]  # what a function launches, in a
 class _Pair(Generic[Inputs]):
     """The two graphs of one size, with where they read their inputs and write their loss."""
 
-    def __init__(self, function: Callable[[Inputs], Tensor], inputs: Inputs, record: Record) -> None:
+    def __init__(self, function: Callable[[Inputs], Tensor], inputs: Inputs, loss: Tensor, record: Record) -> None:
         self.inputs = inputs = deepcopy(inputs)
-        first = function(inputs)  # kernels are compiled and loaded here, which a recording cannot do
-        self.loss, self.grad = torch.empty_like(first.detach()), torch.zeros_like(first.detach())
-        first.backward(self.grad)  # type: ignore[no-untyped-call]
+        self.loss, self.grad = torch.empty_like(loss), torch.zeros_like(loss)
         held: list[Tensor] = []
 
         def forward() -> None:
@@ -40,7 +38,6 @@ class _Pair(Generic[Inputs]):
         def backward() -> None:
             held.pop().backward(self.grad)  # type: ignore[no-untyped-call]
 
-        del first
         self.forward, self.backward = record(forward), record(backward)
 
 
@@ -61,7 +58,10 @@ class _Replay(torch.autograd.Function):
 
 class Recorded(Generic[Inputs]):
     """A function of a micro-batch to its loss, whose `backward` adds to gradients. `tensors` are what it reads of the inputs,
-    and `key` says which inputs have tensors of the same sizes and are the same in all else."""
+    and `key` says which inputs have tensors of the same sizes and are the same in all else.
+
+    The first micro-batch of a size is computed as it is: kernels are compiled and loaded then, which a recording cannot do. The
+    second is recorded. So let all sizes be met once before one is met again: recordings keep their memory."""
 
     def __init__(
         self,
@@ -71,15 +71,20 @@ class Recorded(Generic[Inputs]):
         key: Callable[[Inputs], Hashable],
     ) -> None:
         self.function, self.record, self.tensors, self.key = function, record, tensors, key
+        self.met: dict[Hashable, Tensor] = {}  # a loss of each size
         self.pairs: dict[Hashable, _Pair[Inputs]] = {}
         self.anchor: Tensor | None = None  # what makes autograd call the backward of a replay
 
     def __call__(self, inputs: Inputs) -> Tensor:
         every, key = self.tensors(inputs), self.key(inputs)
+        if key not in self.met:
+            loss = self.function(inputs)
+            self.met[key] = loss.detach()
+            return loss
         if self.anchor is None:
             self.anchor = torch.zeros((), device=every[0].device, requires_grad=True)
         if key not in self.pairs:
-            self.pairs[key] = _Pair(self.function, inputs, self.record)
+            self.pairs[key] = _Pair(self.function, inputs, self.met[key], self.record)
         pair = self.pairs[key]
         for kept, one in zip(self.tensors(pair.inputs), every, strict=True):
             kept.copy_(one)

@@ -26,8 +26,11 @@ class TorchCloze(Loop):
         super().__init__(job, made, self.cloze, Accuracy(job, made))
 
     def _sizes(self) -> list[list[Key]]:
-        """Of every bucket: all of the pass is recorded before it."""
-        return self.cloze.first_of_buckets() if self.record is not None else super()._sizes()
+        """Of every bucket, and all of them again: the whole pass is recorded before it. Without any, first the largest of all:
+        the memory that it takes is there for all others."""
+        if self.record is None:
+            return super()._sizes()
+        return 2 * self.cloze.first_of_buckets() or [self.cloze.largest(), *super()._sizes()]
 
 
 def choose_recorder(job: Job) -> Record | None:

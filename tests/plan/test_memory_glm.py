@@ -1,0 +1,77 @@
+"""What a GLM keeps for its backward: the table against what autograd saves, and against runs on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fixtures.glm import CPU, SHAPE, build, packed, samples
+from steelyard.kernels import glm_attention, glm_norm, glm_spans
+from steelyard.models import glm_fused
+from steelyard.models.glm_attention import Blocks
+from steelyard.models.shapes import GlmModel
+from steelyard.plan import flops, memory_glm
+from steelyard.training.glm import to_device
+
+LARGE = GlmModel(family="glm", layers=24, hidden=1024, heads=16, ffn=4096, vocab=30592, positions=512)
+GIB = 1 << 30
+
+
+@pytest.fixture
+def shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that give what the kernels give, where Triton does not run: their values do not matter here."""
+
+    def norm(x, delta, weight, bias, eps, dropout):
+        out = x + delta
+        return out, F.layer_norm(out, (x.shape[-1],), weight, bias, eps), torch.zeros(len(x), 2)
+
+    def attend(qkv, borders, dropout):
+        return qkv[:, 0].clone(), torch.zeros(qkv.shape[2], len(qkv))
+
+    def forward(q, k, v, queries, keys, dropout, causal):
+        return q.clone(), torch.zeros(q.shape[1], len(q)), ()
+
+    monkeypatch.setattr(glm_norm, "dropout_add_norm", norm)
+    monkeypatch.setattr(glm_attention, "attend", attend)
+    monkeypatch.setattr(glm_fused, "FLASH", Blocks(forward, lambda *given: None))
+    monkeypatch.setattr(glm_spans, "context_keys_values", lambda qkv, rows: qkv[:, 1:].clone())
+    monkeypatch.setattr(glm_spans, "attend_spans", lambda *given: None)
+
+
+@pytest.mark.usefixtures("shapes_alone")
+@pytest.mark.parametrize("kernel", ["flash", "packed"])
+def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
+    """Each storage once, weights and borders of rows left out."""
+    model = build(torch.float32)
+    micro = to_device(packed("open", samples(5)), CPU)
+    tokens = len(micro.tokens)
+    seed = torch.zeros(1, dtype=torch.int64)
+    layer = glm_fused.KernelLayer(model.transformer.layers[0], torch.zeros_like, None, seed, 0)
+    x, delta = (torch.randn(tokens, SHAPE.hidden, requires_grad=True) for _ in range(2))
+    known = {one.untyped_storage().data_ptr() for one in (*model.parameters(), micro.layout.joint.borders)}
+    kept: dict[int, int] = {}
+
+    def keep(one: Tensor) -> Tensor:
+        storage = one.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        out = layer(x, delta, micro.layout, kernel, 0.0)
+    assert sum(kept.values()) == tokens * memory_glm.layer_bytes(SHAPE, 4, kernel)
+    assert len(out) == 2
+
+
+def test_the_runs_on_an_h200() -> None:
+    """Record 41e7a360: 17,532 tokens and 1,865 logits in its largest micro-batch, 20.2 GiB of tensors at its fullest."""
+    state = 18 * flops.parameters(LARGE)
+    activations = 17532 * memory_glm.glm_bytes(LARGE, 2) + 1865 * memory_glm.logit_bytes(LARGE, 2)
+    assert memory_glm.glm_bytes(LARGE, 2) == 24 * (2 * (10 * 1024 + 2 * 4096) + 4 * 20)
+    assert (state + activations) / GIB == pytest.approx(20.2, rel=0.02)
+
+
+def test_computed_again() -> None:
+    one = memory_glm.layer_bytes(LARGE, 2, "packed")
+    assert memory_glm.glm_bytes(LARGE, 2, "full", "packed") == 24 * 4096 + one
+    assert memory_glm.layer_bytes(LARGE, 2, "flash") - one == 4096
