@@ -75,14 +75,12 @@ def test_fp8_beside_bf16() -> None:
     text = TEXT.partition("## Fp8")[2].partition("\n## ")[0]
     curves = rows_of("precisions", text)
     assert len(curves) == 3
-    names = dict(
-        zip(("fp8", "bf16", "fp8-pure", "bf16-pure"), re.findall(r"`([0-9a-f]{8})`", "".join(map(str, curves))), strict=True)
-    )
+    found = [record.read(BY_ID[name]) for name in re.findall(r"`([0-9a-f]{8})`", "".join(map(str, curves)))]
     losses = {
-        precision: [one.values["loss"] for one in record.read(BY_ID[name]).samples if one.pass_name == "train"]
-        for precision, name in names.items()
+        one.question.precision.name: [sample.values["loss"] for sample in one.samples if sample.pass_name == "train"]
+        for one in found
     }
-    for pair, largest, last, mean, _ in curves:
+    for pair, largest, last, mean, *_ in curves:
         one, other = (losses[name] for name in re.findall(r"`([\w-]+)`", pair))
         apart = [a - b for a, b in zip(one, other, strict=True)]
         most = max(map(abs, apart))
@@ -102,7 +100,7 @@ def test_fp8_answers_of_a_real_model() -> None:
     wide, narrow = (record.read(BY_ID[one]) for one in re.findall(r"`(\w{8})`", rows[2][-1]))
     assert (wide.question.precision.name, narrow.question.precision.name) == ("bf16", "fp8")
     letters = [one.outputs["passes"]["infer"]["choices"] for one in (wide, narrow)]
-    right = [round(one.metrics["acc_choices"].value * len(letters[0])) for one in (wide, narrow)]
+    right = [round(one.metrics["acc_choice"].value * len(letters[0])) for one in (wide, narrow)]
     assert rows[2][2:5] == [*map(str, right), f"{differing(*letters)} letters"]
 
 
