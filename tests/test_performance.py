@@ -68,3 +68,42 @@ def test_repeats_and_the_comparison() -> None:
 
 def of(metric: str, records: list[record.Record]) -> list[float]:
     return [value for one in records if (value := one.metrics[metric].value) is not None]
+
+
+def test_fp8_beside_bf16() -> None:
+    """Distances of training curves, and what a real model answers."""
+    text = TEXT.partition("## Fp8")[2].partition("\n## ")[0]
+    curves = rows_of("precisions", text)
+    assert len(curves) == 3
+    found = [record.read(BY_ID[name]) for name in re.findall(r"`([0-9a-f]{8})`", "".join(map(str, curves)))]
+    losses = {
+        one.question.precision.name: [sample.values["loss"] for sample in one.samples if sample.pass_name == "train"]
+        for one in found
+    }
+    for pair, largest, last, mean, *_ in curves:
+        one, other = (losses[name] for name in re.findall(r"`([\w-]+)`", pair))
+        apart = [a - b for a, b in zip(one, other, strict=True)]
+        most = max(map(abs, apart))
+        assert len(apart) == 200
+        assert largest == f"{most:.4f} at step {[abs(x) for x in apart].index(most)}"
+        assert (last, mean) == (f"{abs(apart[-1]):.4f}", f"{abs(fmean(apart[-20:])):.4f}")
+
+
+def test_fp8_answers_of_a_real_model() -> None:
+    rows = rows_of("data", TEXT.partition("## Fp8")[2])
+    wide, narrow = (record.read(BY_ID[one]) for one in re.findall(r"`(\w{8})`", rows[0][-1]))
+    assert (wide.question.precision.name, narrow.question.precision.name) == ("bf16", "fp8")
+    loss = [one.metrics["loss"].value for one in (wide, narrow)]
+    assert rows[0][2:5] == [f"{loss[0]:.3f}", f"{loss[1]:.3f}", f"{loss[1] - loss[0]:.3f}"]
+    hits = [one.outputs["passes"]["infer"]["hits"] for one in (wide, narrow)]
+    assert rows[1][2:5] == [*(str(one.count("1")) for one in hits), f"{differing(*hits)} passages"]
+    wide, narrow = (record.read(BY_ID[one]) for one in re.findall(r"`(\w{8})`", rows[2][-1]))
+    assert (wide.question.precision.name, narrow.question.precision.name) == ("bf16", "fp8")
+    letters = [one.outputs["passes"]["infer"]["choices"] for one in (wide, narrow)]
+    right = [round(one.metrics["acc_choice"].value * len(letters[0])) for one in (wide, narrow)]
+    assert rows[2][2:5] == [*map(str, right), f"{differing(*letters)} letters"]
+
+
+def differing(one: str, other: str) -> int:
+    assert len(one) == len(other)
+    return sum(a != b for a, b in zip(one, other, strict=True))
