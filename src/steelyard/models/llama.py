@@ -32,11 +32,14 @@ class LlamaShape:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     tied: bool = False
+    gates_apart: bool = False  # all rows of gate, then all of up: for a CPU, and for a whole model only
 
     @property
     def ffn_block(self) -> int:
         """Rows of gate, then as many of up: the most, up to what one load of 16 bytes takes, of which every share that
         divides the key groups holds whole ones. So a share has the same block as the whole."""
+        if self.gates_apart:
+            return self.ffn
         shares = math.gcd(self.ffn, self.kv_heads)
         return next(block for block in (8, 4, 2, 1) if self.ffn % (block * shares) == 0)
 
