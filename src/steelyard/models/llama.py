@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from steelyard.kernels.rotary import rotate
 from steelyard.kernels.swiglu import gated
@@ -32,11 +33,14 @@ class LlamaShape:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     tied: bool = False
+    gates_apart: bool = False  # all rows of gate, then all of up: for a CPU, and for a whole model only
 
     @property
     def ffn_block(self) -> int:
         """Rows of gate, then as many of up: the most, up to what one load of 16 bytes takes, of which every share that
         divides the key groups holds whole ones. So a share has the same block as the whole."""
+        if self.gates_apart:
+            return self.ffn
         shares = math.gcd(self.ffn, self.kv_heads)
         return next(block for block in (8, 4, 2, 1) if self.ffn % (block * shares) == 0)
 
@@ -66,7 +70,15 @@ class Block(nn.Module):
         x = x + delta
         q, k, v = heads(self.qkv(self.attention_norm(x)), cos, sin, self.shape)
         x = x + self.out(attend(q, k, v, rows, kernel, prefix).flatten(1))
-        return x, self.down(gated(self.gate_up(self.ffn_norm(x)), self.shape.ffn_block)), k, v
+        return x, self.down(swiglu(self.gate_up(self.ffn_norm(x)), self.shape)), k, v
+
+
+def swiglu(gate_up: Tensor, shape: LlamaShape) -> Tensor:
+    """SwiGLU; in place where gate and up lie apart, which only scoring on a CPU has: there new memory is slow at first."""
+    if not shape.gates_apart:
+        return gated(gate_up, shape.ffn_block)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
 
 
 def heads(qkv: Tensor, cos: Tensor, sin: Tensor, shape: LlamaShape) -> tuple[Tensor, Tensor, Tensor]:

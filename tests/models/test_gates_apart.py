@@ -1,0 +1,40 @@
+"""Gate and up as two halves, as a CPU has them: the same weights, and the same answers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from steelyard.models import llama_init, placements
+from steelyard.models.attention import layout
+from steelyard.models.llama import LlamaShape
+from steelyard.models.placements import WHOLE
+
+SHAPE = LlamaShape(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=48, vocab=64, positions=32)
+LENS = [5, 9, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_have_the_same_weights_and_answers(dtype: torch.dtype) -> None:
+    assert (SHAPE.ffn_block, replace(SHAPE, gates_apart=True).ffn_block) == (8, 48)
+    models = []
+    for shape in (SHAPE, replace(SHAPE, gates_apart=True)):
+        made = llama_init.build(shape, torch.device("cpu"), dtype)
+        llama_init.fill_random(made, 3, shape)
+        models.append(made)
+    name = "layers.1.gate_up.weight"
+    weights = [dict(one.named_parameters())[name] for one in models]
+    logical = [
+        placements.logical_view(name, weight, one.shape, WHOLE).reshape(2, 48, 16)
+        for weight, one in zip(weights, models, strict=True)
+    ]
+    assert not torch.equal(*weights)
+    assert torch.equal(*logical)
+    tokens = torch.arange(sum(LENS)) * 7 % 64
+    positions = torch.cat([torch.arange(n) for n in LENS])
+    rows = layout(LENS, None, torch.device("cpu"))
+    with torch.inference_mode():
+        apart, mixed = (one(tokens, positions, rows, "rows", torch.arange(sum(LENS))) for one in reversed(models))
+    torch.testing.assert_close(
+        apart, mixed, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6 if dtype == torch.float32 else 2e-2
+    )
