@@ -22,7 +22,7 @@ def apart(found: Tensor, right: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "inner"), [(409, 512, 4096), (1, 48, 16), (32768, 4096, 11008), (4096, 11008, 24576)]
+    ("rows", "columns", "inner"), [(409, 512, 4096), (17, 48, 64), (32768, 4096, 11008), (4096, 11008, 24576)]
 )
 @pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
 def test_a_product_is_that_of_the_fp8_numbers(rows: int, columns: int, inner: int, dtype: torch.dtype) -> None:
