@@ -251,4 +251,4 @@ def test_large_micro_batches_are_left_as_they_are(monkeypatch: pytest.MonkeyPatc
     assert loop.cloze.buckets is None
     assert all(work.counts["padded"] == 0 for work in done)
     most = max(loop.cloze.micro_batches, key=lambda one: one[1].tokens)[1].tokens
-    assert loop.cloze.pack(loop.cloze.largest()).counts["tokens"] == most > 40
+    assert loop.cloze.pack(loop.cloze.largest()[0]).counts["tokens"] == most > 40

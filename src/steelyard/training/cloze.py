@@ -59,9 +59,9 @@ class ClozeBatches:
                 found.setdefault(self.buckets.of(size), group)
         return [found[bucket] for bucket in sorted(found, key=lambda bucket: -bucket.tokens)]
 
-    def largest(self) -> list[Key]:
-        """The micro-batch of most tokens in the pass."""
-        return max(self.micro_batches, key=lambda one: one[1].tokens)[0]
+    def largest(self) -> list[list[Key]]:
+        """The micro-batch of most tokens in the pass; none where this replica has nothing to do."""
+        return [group for group, _ in sorted(self.micro_batches, key=lambda one: -one[1].tokens)[:1]]
 
     def _size(self, keys: list[Key]) -> Size:
         for key in keys:

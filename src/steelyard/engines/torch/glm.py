@@ -30,7 +30,7 @@ class TorchCloze(Loop):
         the memory that it takes is there for all others."""
         if self.record is None:
             return super()._sizes()
-        return 2 * self.cloze.first_of_buckets() or [self.cloze.largest(), *super()._sizes()]
+        return 2 * self.cloze.first_of_buckets() or [*self.cloze.largest(), *super()._sizes()]
 
 
 def choose_recorder(job: Job) -> Record | None:
