@@ -1,5 +1,9 @@
 """Sizes that devices choose: the largest that has room, and what is tried after one that had none."""
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -136,6 +140,16 @@ def test_auto_is_a_value_of_a_setting() -> None:
     assert found.origins["tune.micro_batch"] == "auto (command line)"
     assert resolve(LLAMA).origins["tune.micro_batch"] == "auto (case)"
     assert resolve(LLAMA, "smoke").auto == ()
+
+
+def test_show_says_what_one_device_here_would_get() -> None:
+    command = [sys.executable, "-m", "steelyard", "show", GLM, "--set", "tune.batch_tokens=auto", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = {row["key"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)["values"]}
+    for key, origin in (("micro_batch", "case"), ("batch_tokens", "command line")):
+        value, where = rows[f"tune.{key}"]
+        assert value == "auto"
+        assert re.fullmatch(rf"{origin}: \d+ with engine torch on one .+", where)
 
 
 @pytest.mark.parametrize("text", ["most", "Auto", "0", "1.5"])

@@ -154,12 +154,14 @@ def show(
 def _chosen(resolved: "Resolved", device: "Found") -> dict[str, str]:
     """What a run on one such device would take for what is auto, with where that comes from."""
     from steelyard import engines
+    from steelyard.case.case import AUTO
     from steelyard.plan import auto, degrees
 
     plan = degrees.Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
     here = auto.choose(resolved, auto.Devices(plan, device.memory_bytes, engines.TORCH.fused)).case.tune
     how = f"with engine torch on one {device.name}"
-    return {f"tune.{n}": f"{resolved.origins[f'tune.{n}']}: {getattr(here, n)} {how}" for n in resolved.auto}
+    where = {n: resolved.origins[f"tune.{n}"].removeprefix(f"{AUTO} (").removesuffix(")") for n in resolved.auto}
+    return {f"tune.{n}": f"{origin}: {getattr(here, n)} {how}" for n, origin in where.items()}
 
 
 def _published(row: dict[str, Any]) -> str:

@@ -1,0 +1,34 @@
+"""What compilers found in their caches, and what they had to make."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from steelyard.engines.torch.compile_cache import CompileCache
+from steelyard.kernels import jit
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Triton as far as it is asked, and a process that has compiled no graph."""
+    made = SimpleNamespace(knobs=SimpleNamespace(compilation=SimpleNamespace(listener=None)))
+    monkeypatch.setattr(jit, "triton", made)
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    return made
+
+
+def test_kernels_and_graphs_are_counted(triton: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompileCache()
+    assert cache.counts() is None
+    for hit in (True, True, False):
+        triton.knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=hit)
+    assert cache.counts() == {"hits": 2, "misses": 1}
+    graphs = SimpleNamespace(counters={"inductor": {"fxgraph_cache_hit": 3, "fxgraph_cache_miss": 4, "other": 5}})
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", graphs)
+    assert cache.counts() == {"hits": 5, "misses": 5}
+
+
+def test_a_triton_without_listeners_is_not_asked(triton: SimpleNamespace) -> None:
+    del triton.knobs
+    assert CompileCache().counts() is None
