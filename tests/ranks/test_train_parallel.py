@@ -16,7 +16,6 @@ from transformers import LlamaForCausalLM
 
 from ranks.train_plans import KEEP_EVERY, build, train, whole_weights
 from steelyard.data.rows import Row
-from steelyard.engines.torch.sharded_weights import split
 from steelyard.engines.transformers.score import config
 from steelyard.models import placements as parallel
 from steelyard.models import tensors
@@ -153,7 +152,7 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
     for rank in ranks:  # all of them know
         assert furthest(rank["losses"], expected["losses"]) <= EXACT
         assert furthest(rank["norms"], expected["norms"]) <= EXACT
-        assert rank["block"] == ("plain" if "TP" in name else "fused")
+        assert rank["block"] == "fused"
         assert rank["phases"] == (APART if name.startswith("DP8 0") else ["data", "meet", "compute"])
     for when in ("before", "after"):
         replicas = {rank["place"][2]: rank[when] for rank in ranks}
@@ -270,11 +269,11 @@ def test_gradients_are_those_of_transformers(monkeypatch):
     expected = theirs(input_ids=ids, labels=ids).loss
     expected.backward()
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
-    parts = huggingface.parts(model.shape)
+    parts, gradient = huggingface.parts(model.shape), engine.trainer.model.replicas.gradient
     apart, size = [], []
     for name, parameter in theirs.named_parameters():
         part = parts[name]
-        plain = parallel.logical_view(part.parameter, model.get_parameter(part.parameter).grad, model.shape, load.WHOLE)
+        plain = parallel.logical_view(part.parameter, gradient(model.get_parameter(part.parameter)), model.shape, load.WHOLE)
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
@@ -324,4 +323,4 @@ def test_layers_of_stages(layers, stages, sizes):
     [("embed.weight", 0), ("layers.3.qkv.weight", 0), ("layers.0.down.weight", 1), ("layers.0.ffn_norm.weight", None)],
 )
 def test_what_tensor_parallelism_divides(name, dim):
-    assert split(name) == dim
+    assert parallel.flat_split(name) == dim

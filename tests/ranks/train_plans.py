@@ -9,7 +9,6 @@ from time import monotonic
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case import resolve
@@ -82,8 +81,20 @@ def train(engine: TorchTrain) -> dict:
 
 
 def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
-    named = {name: p.detach() for name, p in engine.trainer.model.named_parameters()}
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named.items()}
+    """Of this rank's stage, put together from what all ranks hold."""
+    model = engine.trainer.model
+    held = model.stored({f"weights.{name}": shard for name, shard in model.named_parameters()})
+    parts = [(name.partition(".")[2], one.whole, one.offset, one.as_subclass(torch.Tensor)) for name, one in held.items()]
+    of_ranks = [parts]
+    if engine.job.world > 1:
+        of_ranks = [None] * engine.job.world
+        dist.all_gather_object(of_ranks, parts)
+    names = {name for name, *_ in parts}
+    out: dict[str, torch.Tensor] = {}
+    for name, whole, offset, tensor in (one for each in of_ranks for one in each if one[0] in names):
+        place = out.setdefault(name, torch.full(whole, torch.nan, dtype=tensor.dtype))
+        place[tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))] = tensor
+    return out
 
 
 def main() -> None:
