@@ -75,7 +75,7 @@ class Part(Tensor):
 
 
 def part(held: Tensor, whole: tuple[int, ...], offset: tuple[int, ...]) -> Part:
-    one = held.detach().as_subclass(Part)  # type: ignore[arg-type]
+    one = held.detach().as_subclass(Part)
     one.whole, one.offset = torch.Size(whole), torch.Size(offset)
     return one
 

@@ -41,8 +41,8 @@ class Adam:
         precision: Precision,
         norm: Norm = total_norm,
     ) -> None:
-        """`parameters` are the model's, `master` the same numbers in fp32 where those are a copy. Those that need no gradient of
-        autograd are given theirs by whoever makes them, who sets `clear` too: what is done with gradients after an update."""
+        """`parameters` are the model's, `master` the same numbers in fp32 where those are a copy. Those that autograd makes no
+        gradients for are given theirs by whoever makes them, who sets `clear` too: what becomes of them after an update."""
         self.clip, self.norm = train.clip, norm
         self.parameters: list[Tensor] = list(parameters)
         self.has_master = master is not None

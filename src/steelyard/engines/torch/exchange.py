@@ -6,12 +6,14 @@ is computed between issue and wait overlaps with them.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from steelyard.plan.degrees import Plan
 
@@ -51,23 +53,24 @@ class Group:
         return self.size > 1 or self.forced
 
     def all_reduce(self, tensors: Iterable[Tensor], op: Any = dist.ReduceOp.SUM) -> Pending:
-        return self._issue([lambda one=one: dist.all_reduce(one, op, self.handle) for one in tensors])
+        return self._issue([partial(dist.all_reduce, one, op, self.handle) for one in tensors])
 
     def reduce_scatter(self, pairs: Pairs) -> Pending:
         """Sum the wholes; each rank gets its part of the sum."""
-        return self._issue([lambda w=whole, p=part: _reduce_scatter(p, w, group=self.handle) for whole, part in pairs])
+        return self._issue([partial(_reduce_scatter, part, whole, group=self.handle) for whole, part in pairs])
 
     def all_gather(self, pairs: Pairs) -> Pending:
         """Fill the wholes with the parts of all ranks."""
-        return self._issue([lambda w=whole, p=part: _all_gather(w, p, group=self.handle) for whole, part in pairs])
+        return self._issue([partial(_all_gather, whole, part, group=self.handle) for whole, part in pairs])
 
     def _issue(self, calls: Sequence[Callable[[], Any]]) -> Pending:
         if not calls:
             return NOTHING
-        with dist._coalescing_manager(self.handle, async_ops=True) as pending:
+        with _coalescing_manager(self.handle, async_ops=True) as pending:
             for call in calls:
                 call()
-        return pending  # type: ignore[no-any-return]
+        out: Pending = pending
+        return out
 
     def total(self, value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """A number, summed over the group in place."""

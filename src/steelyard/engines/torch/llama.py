@@ -126,9 +126,7 @@ class StageLlama:
 
         table = self.module.embed.weight
         with self.replicas.weights(0):
-            return apply(
-                Embed, table, micro.tokens, self.module.first_token, self.replicas.gradient, self.groups.tensor, done
-            )
+            return apply(Embed, table, micro.tokens, self.module.first_token, self.replicas.gradient, self.groups.tensor, done)
 
     def _loss(self, x: Tensor, delta: Tensor, micro: MicroBatch) -> Tensor:
         module, tensor = self.module, self.groups.tensor

@@ -1,8 +1,8 @@
 """A pipeline: its stages pass the residual stream on, one micro-batch after the other, forward and backward in turn (1F1B).
 
-Stage s of p has at most p - s micro-batches under way. All stages know the size of every micro-batch, so they need not be equal.
-What one stage sends to the next one forward and what it gets back from it are exchanged together, so that neither waits for
-the other; what was sent is kept until the next exchange with the same neighbour.
+Stage s of p has at most p - s micro-batches under way. All stages know the size of every micro-batch, so sizes may differ.
+What a stage sends to a neighbour and what it gets from it are exchanged together, so that neither waits for the other; what
+was sent is kept until the next exchange with the same neighbour.
 """
 
 from collections.abc import Callable

@@ -125,7 +125,7 @@ class Replicas:
             return run(*given)
         with self.weights(index, keep=index == len(self.units) - 1 and torch.is_grad_enabled()):
             out = run(*_around(lambda: self.finish(index), *given))
-        return _around(lambda: self._ready(index, index - 1), *out)
+        return _around(lambda: self._begin(index), *out)
 
     @contextmanager
     def weights(self, index: int, keep: bool = False) -> Iterator[None]:
@@ -135,6 +135,12 @@ class Replicas:
         yield
         if not keep:
             self._release(self.units[index])
+
+    def _begin(self, index: int) -> None:
+        """Before a unit's backward."""
+        if self.reducing is self.units[index]:  # a stage of one unit: its gradients of the micro-batch before are on their way
+            self._settle_last()
+        self._ready(index, index - 1)
 
     def _ready(self, index: int, following: int) -> None:
         """Have a unit's weights, and those of the following one on their way."""
@@ -178,8 +184,8 @@ class Replicas:
             whole: Any = one.gradient
             pairs.append((whole, one.own(whole) if unit.adds or self.sharding == 1 else one.gradient_part))
         unit.reducing = self.groups.shards.reduce_scatter(pairs)
-        before, self.reducing = self.reducing, unit
-        self._settle(before)
+        self._settle_last()
+        self.reducing = unit
 
     def _settle(self, unit: Unit | None) -> None:
         """The gradients of a unit, which were on their way while the next one's were computed."""
@@ -194,10 +200,13 @@ class Replicas:
         if unit.last and self.groups.copies.live:
             self.works.append(self.groups.copies.all_reduce([one.gradient_part for one in unit.sent]))
 
+    def _settle_last(self) -> None:
+        unit, self.reducing = self.reducing, None
+        self._settle(unit)
+
     def drain(self) -> None:
         """Have all gradients."""
-        before, self.reducing = self.reducing, None
-        self._settle(before)
+        self._settle_last()
         for work in self.works:
             work.wait()
         self.works = []

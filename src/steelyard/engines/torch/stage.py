@@ -1,6 +1,8 @@
 """A pipeline stage of a tensor-parallel share, which without either is the whole model. Its parameters are plain tensors, with
 the names that they have in the whole model."""
 
+from typing import Any
+
 from torch import nn
 from torch.nn.utils import skip_init
 
@@ -18,12 +20,13 @@ class Stage(nn.Module):
         self.first, self.last = index == 0, index == count - 1
         begin, end = placements.box("embed.weight", shape, share)[0]
         self.first_token = begin  # of those whose rows of the tables are here
+        make: Any = skip_init  # there may be no row
         if self.first:
-            self.embed = skip_init(nn.Embedding, end - begin, shape.hidden, device="meta")  # there may be no row
+            self.embed: nn.Embedding = make(nn.Embedding, end - begin, shape.hidden, device="meta")
         self.layers = nn.ModuleDict({str(i): Block(local) for i in stage_layers(shape.layers, count)[index]})
         if self.last:
             self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
-            self.output = skip_init(nn.Linear, shape.hidden, end - begin, bias=False, device="meta")
+            self.output: nn.Linear = make(nn.Linear, shape.hidden, end - begin, bias=False, device="meta")
         self.tie()
 
     def tie(self) -> None:

@@ -57,4 +57,3 @@ def choose_kernel(job: Job) -> str:
         if kernel == "flash" and packed_attention.serves(where, DTYPES[dtype], dim):
             kernel = "packed"
     return known(kernel, True)
-
