@@ -5,7 +5,8 @@ backward of one layer of models/llama.py needs of its forward; tests hold the ta
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from steelyard.case.case import Case, Tune
@@ -98,11 +99,47 @@ def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
     return len(stage_layers(model.layers, plan.pp)[stage]) * layer + tables * table + last * model.hidden
 
 
-def predict(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False) -> list[Parts]:
-    """What a device of each stage holds, first stage first."""
+def predict(
+    model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False, units: bool = False
+) -> list[Parts]:
+    """What a device of each stage holds, first stage first. `units`: with what is whole only for a while."""
     if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
-    return [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
+    stages = [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
+    if not units:
+        return stages
+    return [_with_units(parts, model, precision, tune, plan, train, stage) for stage, parts in enumerate(stages)]
+
+
+def unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
+    """The same of each unit of a stage: the embedding, every layer, the last norm with the output."""
+    layers = len(stage_layers(model.layers, plan.pp)[stage])
+    table = vocab_rows(model.vocab, plan.tp) * model.hidden
+    first, last = stage == 0, stage == plan.pp - 1
+    rest = stage_parameters(model, plan, stage) - (table if first else 0)
+    head = [model.hidden + (table if not (first and model.tied) else 0)] if last else []
+    return [*([table] if first else []), *[(rest - sum(head)) // layers] * layers, *head]
+
+
+def _with_units(
+    parts: Parts, model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int
+) -> Parts:
+    """Where gradients are divided, those of two neighbouring units are whole at a time, and so are divided weights. A
+    tensor-parallel rank gathers the tokens that logits are made of."""
+    degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
+    size = BYTES[precision.matmul]
+    mixed = BYTES[precision.weights] != size
+    numbers = unit_parameters(model, plan, stage)
+    pair = max(map(sum, pairwise(numbers)), default=sum(numbers)) if degree > 1 or tune.distributed else 0
+    weights = pair * size if tune.sharding == 3 else 0
+    gathered = tune.micro_batch * train.length * (model.hidden - model.hidden // plan.tp) * size
+    return replace(
+        parts,
+        parameters=parts.parameters + (0 if mixed else weights),
+        copies=parts.copies + (weights if mixed else 0),
+        gradients=parts.gradients + (pair * BYTES[precision.gradients or precision.weights] if tune.sharding > 1 else 0),
+        logits=parts.logits + (gathered if stage == plan.pp - 1 else 0),
+    )
 
 
 def _stage(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> Parts:
@@ -146,8 +183,8 @@ def need(case: Case, plan: Plan) -> Parts:
     """What the fullest device holds, as far as shapes tell it."""
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
-        # The leaner of the two blocks that may run: what is refused must be certain not to fit.
-        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=True)
+        # The leaner of the two blocks that engines run: what is refused must be certain not to fit.
+        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=True, units=True)
         return max(stages, key=lambda stage: stage.total)
     if isinstance(question.model, LlamaModel):
         return _scoring(question.model, question.precision, case.tune, plan)

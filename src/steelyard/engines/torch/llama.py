@@ -86,22 +86,18 @@ class StageLlama:
         return whole, tuple(offset)
 
     def compile(self, gradient: Gradient) -> None:
-        """Gradients are summed where replicas exchange them, whatever the optimizer says."""
+        """Gradients are summed where replicas exchange them: the optimizer has only this rank's rows."""
         tune, module = self.job.case.tune, self.module
-        gradient = self.replicas.gradient
-        self.linears, self.kernels = Accumulating(gradient), BlockKernels(tune.compile)
+        self.linears, self.kernels = Accumulating(self.replicas.gradient), BlockKernels(tune.compile)
         self.code = LossCode(tune.compile)
-        blocks: Any = list(module.layers.values())
-        inner = self._token_linears(blocks)
-        self.blocks: list[Callable[..., Streams]] = [
-            recomputed(FusedBlock(block, inner, self.kernels), tune.recompute) for block in blocks
-        ]
+        self.blocks = [recomputed(block, tune.recompute) for block in self._fused(list(module.layers.values()))]
 
-    def _token_linears(self, blocks: list[Any]) -> Linears:
-        if self.share.count == 1:
-            return self.linears
-        columns = [layer for block in blocks for name, layer in block.named_children() if name in placements.GATHERED]
-        return TokenLinears(self.linears, self.groups.tensor, columns)
+    def _fused(self, blocks: list[Any]) -> list[Callable[..., Streams]]:
+        linears: Linears = self.linears
+        if self.share.count > 1:
+            columns = [layer for block in blocks for name, layer in block.named_children() if name in placements.GATHERED]
+            linears = TokenLinears(linears, self.groups.tensor, columns)
+        return [FusedBlock(block, linears, self.kernels) for block in blocks]
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The residual stream after this stage; of the last one, the summed cross-entropy of the micro-batch."""
@@ -150,5 +146,7 @@ class StageLlama:
         return [micro]
 
     def details(self) -> dict[str, Any]:
-        said = {"attention": self.kernel, "block": "fused"}
-        return {**said, "distributed": True} if self.job.case.tune.distributed else said
+        """`exchanged`: what replicas and tensor-parallel ranks hold whole at a time, which the prediction of memory reads."""
+        several = {"exchanged": "units"} if self.job.world > 1 or self.job.case.tune.distributed else {}
+        forced = {"distributed": True} if self.job.case.tune.distributed else {}
+        return {"attention": self.kernel, "block": "fused", **several, **forced}

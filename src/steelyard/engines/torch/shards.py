@@ -214,7 +214,9 @@ class Replicas:
             self.groups.tensor.all_reduce([one.gradient_part for one in self.held if one.shared]).wait()
 
     def updated(self) -> None:
-        """The optimizer has changed this rank's rows: send them to those that hold whole weights."""
+        """The optimizer has changed this rank's rows: send them to those that hold whole weights. Who keeps something made of a
+        weight looks at its version."""
+        torch.autograd.graph.increment_version([one.parameter for one in self.held])
         if self.sharding in (1, 2) and self.groups.shards.live:
             for unit in self.units:
                 pairs = [(one.whole, one.part) for one in unit.sent if one.whole is not None]
