@@ -26,6 +26,8 @@ from steelyard.training.micro_batches import RowBatches
 from steelyard.training.packing import packed
 from steelyard.weights import huggingface, load
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = 1e-8
 APART = ["data", "meet", "compute", "exchange", "compute"]  # phases of a step where ranks meet at its ends alone
 HUGE = 2.0**24  # the first steps of fp16 overflow with it, and are not taken
