@@ -183,7 +183,7 @@ def issued(name: str, place: list[int]) -> dict[str, int]:
     tp, pp, dp = (int(n) for n in re.fullmatch(r"(?:TP(\d))?(?:PP(\d))?(?:DP(\d))?", parallel).groups(default="1"))
     stage, sharding = place[1], int(sharding)
     degree = (dp if asked == "-" else int(asked)) if sharding else 1
-    first, last, layers, m = stage == 0, stage == pp - 1, 4 // pp, 16 // (dp * int(micro))
+    first, last, layers, m = stage == 0, stage == pp - 1, 4 // pp, -(-16 // (dp * int(micro)))
     units = first + layers + last
     again = recompute != "none"  # the input of qkv and gate_up is gathered again, and the sum of out summed
     out = {
