@@ -153,6 +153,53 @@ def test_a_team_divides_all_but_the_norms():
     assert half.states // 8 - norms == (whole.states // 8 - norms) // 2
 
 
+def whole(precision: str, over: Plan, **tune: object) -> tuple[list[memory.Parts], list[memory.Parts]]:
+    """Without what is whole for a while, and with it."""
+    given = LLAMA_7B, TRAIN[precision], Tune.model_validate(tune), over, TRAINED
+    return memory.predict(*given), memory.predict(*given, units=True)
+
+
+LAYER, TABLE = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
+
+
+def test_units_of_a_stage():
+    assert memory.unit_parameters(LLAMA_7B, plan(), 0) == [TABLE, *[LAYER] * 32, TABLE + 4096]
+    assert memory.unit_parameters(LLAMA_7B, plan(pp=4), 0) == [TABLE, *[LAYER] * 8]
+    assert memory.unit_parameters(LLAMA_7B, plan(pp=4), 1) == [LAYER] * 8
+    tied = LLAMA_7B.model_copy(update={"tied": True})
+    assert memory.unit_parameters(tied, plan(), 0) == [TABLE, *[LAYER] * 32, 4096]
+    for stage in range(4):
+        over = plan(tp=2, pp=4)
+        assert sum(memory.unit_parameters(LLAMA_7B, over, stage)) == memory.stage_parameters(LLAMA_7B, over, stage)
+
+
+@pytest.mark.parametrize(
+    ("precision", "sharding", "more"),
+    [
+        ("bf16", 0, {}),
+        ("bf16", 1, {}),  # in place
+        ("bf16", 2, {"gradients": 4}),
+        ("bf16", 3, {"gradients": 4, "copies": 2}),
+        ("bf16-pure", 2, {"gradients": 2}),
+        ("bf16-pure", 3, {"gradients": 2, "parameters": 2}),
+    ],
+)
+def test_two_units_are_whole_at_a_time(precision, sharding, more):
+    [without], [found] = whole(precision, plan(dp=8), sharding=sharding)
+    for name in ("parameters", "copies", "gradients", "states", "activations", "logits"):
+        assert getattr(found, name) == getattr(without, name) + more.get(name, 0) * 2 * LAYER
+    [without], [alone] = whole(precision, plan(), sharding=sharding)
+    assert alone == without  # nothing is divided
+    [without], [forced] = whole(precision, plan(), sharding=sharding, distributed=True)
+    assert forced.total == without.total + sum(more.values()) * 2 * LAYER
+
+
+def test_a_tensor_parallel_rank_gathers_what_logits_are_made_of():
+    without, found = whole("bf16", plan(tp=2, pp=2))
+    assert found[0] == without[0]
+    assert found[1].logits == without[1].logits + 2048 * 2 * (4096 - 2048)
+
+
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qkv_bias": True}])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_parameters_are_the_modules(changes, tp):

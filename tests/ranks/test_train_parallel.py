@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -16,7 +17,6 @@ from transformers import LlamaForCausalLM
 
 from ranks.train_plans import KEEP_EVERY, build, train, whole_weights
 from steelyard.data.rows import Row
-from steelyard.engines.torch.sharded_weights import split
 from steelyard.engines.transformers.score import config
 from steelyard.models import placements as parallel
 from steelyard.models import tensors
@@ -25,6 +25,8 @@ from steelyard.training import optimizer
 from steelyard.training.micro_batches import RowBatches
 from steelyard.training.packing import packed
 from steelyard.weights import huggingface, load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = 1e-8
 APART = ["data", "meet", "compute", "exchange", "compute"]  # phases of a step where ranks meet at its ends alone
@@ -71,11 +73,24 @@ ROUNDED = plans("""
     TP2DP4    2 - none      4 bf16-pure
     PP2DP4    0 - none      2 fp16
     TP2PP2DP2 1 - none      4 fp16
+    DP8       1 - none      2 fp8
+    DP8       3 - none      2 fp8-pure
+    TP2PP2DP2 0 - full      4 fp8
 """)
-FEW_STEPS = {"question.train.steps": 4}  # of bf16, whose matmuls on a CPU are many times slower
+FEW_STEPS = {"question.train.steps": 4}  # of what a CPU multiplies many times more slowly
 for one in ROUNDED:
-    one["settings"] |= FEW_STEPS if "bf16" in one["precision"] else {}
+    one["settings"] |= {} if one["precision"] == "fp16" else FEW_STEPS
 LOADED = plans("PP2DP4 3 - none 2 -")
+# Conversations, in micro-batches of as many sizes as there are: a row's padding is left out.
+SMALL_GRAIN = 8
+UNPADDED = plans("""
+    DP8       1 - none      2 -
+    TP4DP2    0 - none      3 -
+    TP2PP2DP2 3 - full      2 -
+    PP4DP2    0 - none      2 -
+""")
+for one in UNPADDED:
+    one |= {"name": f"{one['name']} unpadded", "case": "aquila2-7b-alpaca", "grain": SMALL_GRAIN}
 
 # Runs that keep a checkpoint, and runs that go on from it under another plan.
 KEPT = ("TP2PP2DP2 2 - none      2 -", "DP8       3 - none      4 -", "PP2DP4    0 - none      2 fp16")
@@ -116,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What eight processes left of all plans."""
     folder = tmp_path_factory.mktemp("ranks")
     LlamaForCausalLM(config(build({"settings": {}}, 0, 1).job.case.question.model)).save_pretrained(folder / "hf")
-    asked = [*keeping(folder), *[one | {"weights": str(folder / "hf")} for one in LOADED]]
+    asked = [*keeping(folder), *UNPADDED, *[one | {"weights": str(folder / "hf")} for one in LOADED]]
     (folder / "asked.json").write_text(json.dumps(asked))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--max-restarts=0"]
     command += [str(Path(__file__).parent / "train_plans.py"), str(folder / "asked.json"), str(folder)]
@@ -153,7 +168,7 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
     for rank in ranks:  # all of them know
         assert furthest(rank["losses"], expected["losses"]) <= EXACT
         assert furthest(rank["norms"], expected["norms"]) <= EXACT
-        assert rank["block"] == ("plain" if "TP" in name else "fused")
+        assert rank["block"] == "fused"
         assert rank["phases"] == (APART if name.startswith("DP8 0") else ["data", "meet", "compute"])
     for when in ("before", "after"):
         replicas = {rank["place"][2]: rank[when] for rank in ranks}
@@ -163,6 +178,83 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
     found = gathered(folder, name)
     assert found.keys() == weights_alone.keys()
     assert max(float((found[key] - weights_alone[key]).abs().max()) for key in found) <= EXACT
+
+
+def issued(name: str, place: list[int]) -> dict[str, int]:
+    """What a rank issues in a step, counted by hand."""
+    parallel, sharding, asked, recompute, micro, _ = name.split()
+    tp, pp, dp = (int(n) for n in re.fullmatch(r"(?:TP(\d))?(?:PP(\d))?(?:DP(\d))?", parallel).groups(default="1"))
+    stage, sharding = place[1], int(sharding)
+    degree = (dp if asked == "-" else int(asked)) if sharding else 1
+    first, last, layers, m = stage == 0, stage == pp - 1, 4 // pp, -(-16 // (dp * int(micro)))
+    units = first + layers + last
+    again = recompute != "none"  # the input of qkv and gate_up is gathered again, and the sum of out summed
+    out = {
+        # Of a step: the count of targets, the loss; of each unit: gradients.
+        "copies all_reduce": (2 + units) * (dp > degree),
+        "shards all_reduce": 3 * (degree > 1),  # the norm too
+        "shards reduce_scatter": units * {0: 0, 1: 1, 2: m, 3: m}[sharding],
+        # After the update, or for every forward and backward; the last unit's stay for its backward, an embedding's has none.
+        "shards all_gather": {0: 0, 1: units, 2: units, 3: m * (2 * units - 1 - first)}[sharding],
+        "stages all_reduce": 2 * (pp > 1),  # the loss, the norm
+        "stages sent or received": 2 * m * (2 - first - last),
+        "tensor all_reduce": 2 + 2 * m * last,  # gradients of norms, their norm, two for each loss
+        "tensor all_gather": m * ((6 + 2 * again) * layers + first + last),
+        "tensor reduce_scatter": m * ((4 + again) * layers + first + last),
+    }
+    return {key: number for key, number in sorted(out.items()) if number and (tp > 1 or "tensor" not in key)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [one["name"] for one in PLANS])
+def test_what_is_exchanged_in_a_step(folder, name):
+    for rank in of_ranks(folder, name):
+        assert rank["issued"] == issued(name, rank["place"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [one["name"] for one in UNPADDED])
+def test_rows_without_padding_under_every_plan(folder, name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("steelyard.engines.torch.train.GRAIN", SMALL_GRAIN)
+        expected = train(build({"settings": {}, "case": "aquila2-7b-alpaca"}, 0, 1))
+    ranks = of_ranks(folder, name)
+    replicas = {rank["place"][2]: rank["counts"] for rank in ranks}
+    for step, counts in enumerate(expected["counts"]):
+        assert sum(one[step]["tokens"] for one in replicas.values()) == counts["tokens"]
+        micros = 16  # at most, of all replicas
+        assert sum(one[step]["padded"] for one in replicas.values()) <= micros * SMALL_GRAIN
+    assert len({one[0]["tokens"] for one in replicas.values()}) > 1  # so their sizes differ
+    for rank in ranks:
+        assert furthest(rank["losses"], expected["losses"]) <= EXACT
+        assert furthest(rank["norms"], expected["norms"]) <= EXACT
+
+
+@pytest.mark.parametrize("sharding", range(4))
+def test_one_rank_runs_the_code_of_several(alone, sharding):
+    """Its collectives are really issued, in a group of one."""
+    expected, weights = alone
+    engine = build({"settings": {"tune.distributed": "true", "tune.sharding": sharding, "tune.micro_batch": 4}}, 0, 1)
+    found = train(engine)
+    units, m = 6, 4
+    copies, shards = {"copies all_reduce": 2 + units}, {"shards all_reduce": 3}
+    assert (
+        found["issued"]
+        == [
+            copies,
+            shards | {"shards reduce_scatter": units, "shards all_gather": units},
+            shards | {"shards reduce_scatter": m * units, "shards all_gather": units},
+            shards | {"shards reduce_scatter": m * units, "shards all_gather": m * (2 * units - 2)},
+        ][sharding]
+    )
+    assert engine.details()["distributed"] is True
+    assert furthest(found["losses"], expected["losses"]) <= EXACT
+    assert furthest(found["norms"], expected["norms"]) <= EXACT
+    assert max(float((one - weights[key]).abs().max()) for key, one in whole_weights(engine).items()) <= EXACT
+
+
+def test_one_rank_alone_sends_nothing(alone):
+    assert alone[0]["issued"] == {}
 
 
 @pytest.mark.full
@@ -179,7 +271,7 @@ def alone_in(precision: str) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tensors.DTYPES, "fp32", torch.float32)
         patch.setattr(optimizer, "FIRST_SCALE", HUGE)
-        return train(build({"settings": FEW_STEPS if "bf16" in precision else {}, "precision": precision}, 0, 1))
+        return train(build({"settings": {} if precision == "fp16" else FEW_STEPS, "precision": precision}, 0, 1))
 
 
 @pytest.mark.full
@@ -270,11 +362,11 @@ def test_gradients_are_those_of_transformers(monkeypatch):
     expected = theirs(input_ids=ids, labels=ids).loss
     expected.backward()
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
-    parts = huggingface.parts(model.shape)
+    parts, gradient = huggingface.parts(model.shape), engine.trainer.model.replicas.gradient
     apart, size = [], []
     for name, parameter in theirs.named_parameters():
         part = parts[name]
-        plain = parallel.logical_view(part.parameter, model.get_parameter(part.parameter).grad, model.shape, load.WHOLE)
+        plain = parallel.logical_view(part.parameter, gradient(model.get_parameter(part.parameter)), model.shape, load.WHOLE)
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
@@ -324,4 +416,4 @@ def test_layers_of_stages(layers, stages, sizes):
     [("embed.weight", 0), ("layers.3.qkv.weight", 0), ("layers.0.down.weight", 1), ("layers.0.ffn_norm.weight", None)],
 )
 def test_what_tensor_parallelism_divides(name, dim):
-    assert split(name) == dim
+    assert parallel.flat_split(name) == dim

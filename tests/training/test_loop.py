@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fixtures.glm import CPU, TRAINING
+from steelyard.engines.torch.exchange import Group, Groups
+from steelyard.engines.torch.placed import Placed as TorchPlaced
 from steelyard.engines.work import Phase, Work
 from steelyard.training.loop import COUNTS, Loop
-from steelyard.training.parallel import DIMS, Parallel
 from steelyard.training.placement import Replicated, SingleDevice
 from steelyard.training.trainer import Trainer
 
@@ -39,6 +40,9 @@ class Placed:
     def total(self, count: Tensor) -> Tensor:
         self.log.append("total")
         return 2 * count
+
+    def updated(self) -> None:
+        self.log.append("updated")
 
 
 class Batches:
@@ -90,12 +94,13 @@ def run(separate: bool) -> tuple[list[str], list[Work]]:
 
 def test_ranks_that_meet_at_the_ends_of_a_step_have_their_exchange_marked():
     step = ["<data>", "to_device", "to_device", "<meet>", "total", "<compute>", "seed {}", "backward", "<exchange>"]
-    step += ["reduce", "<compute>", "update", "<>"]
+    step += ["reduce", "<compute>", "update", "updated", "<>"]
     assert run(separate=True)[0] == [one.format(number) for number in (0, 1) for one in step]
 
 
 def test_ranks_that_meet_inside_a_step_have_no_mark_of_it_and_data_of_their_own():
-    step = ["<data>", "to_device", "to_device", "<meet>", "total", "<compute>", "seed {}", "backward", "reduce", "update", "<>"]
+    step = ["<data>", "to_device", "to_device", "<meet>", "total", "<compute>", "seed {}", "backward", "reduce"]
+    step += ["update", "updated", "<>"]
     assert run(separate=False)[0] == [one.format(number) for number in (0, 1) for one in step]
 
 
@@ -114,26 +119,21 @@ def test_a_loop_says_where_ranks_meet(separate, said):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "sharding", "separate"),
+    ("sizes", "separate"),
     [
-        ((4, 1, 1, 1), 0, True),
-        ((1, 4, 1, 1), 1, False),
-        ((2, 2, 1, 1), 2, False),
-        ((4, 1, 2, 1), 0, False),
-        ((4, 1, 1, 2), 0, False),
-        ((1, 1, 1, 2), 0, False),
+        ((4, 1, 1, 1), True),
+        ((1, 4, 1, 1), False),
+        ((2, 2, 1, 1), False),
+        ((4, 1, 2, 1), False),
+        ((4, 1, 1, 2), False),
+        ((1, 1, 1, 2), False),
+        ((1, 1, 1, 1), False),
     ],
 )
-def test_only_whole_replicas_are_separate(sizes, sharding, separate, monkeypatch):
+def test_only_whole_replicas_are_separate(sizes, separate):
     """Of copies, shards, stages and tensor so many."""
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: group)
-    by_name = dict(zip(DIMS, sizes, strict=True))
-
-    class Mesh:
-        def __getitem__(self, name: str) -> Any:
-            return SimpleNamespace(get_group=lambda: by_name[name])
-
-    assert Parallel(Mesh(), sharding, torch.float32, CPU).separate is separate
+    groups = Groups(*(Group(size=size) for size in sizes))
+    assert TorchPlaced(SimpleNamespace(compute=torch.float32), groups, CPU).separate is separate
 
 
 def test_one_device_meets_nobody():

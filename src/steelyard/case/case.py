@@ -76,6 +76,9 @@ class Tune(Frozen):
         0, description="training: what replicas divide: nothing, optimiser states, gradients too, weights too"
     )
     sharding_degree: int | None = Field(None, ge=1, le=MOST, description="training: replicas that divide them; default: all")
+    distributed: bool = Field(
+        False, description="training: on one device, run the code of several with its collectives, to measure what it costs"
+    )
     recompute: Literal["none", "selective", "full"] = Field("none", description="training: activations computed again")
     pack: bool = Field(True, description="conversations: several samples to a row; else each alone, padded")
     compile: bool = Field(True, description="compile the infer pass (the val pass never is), or training")

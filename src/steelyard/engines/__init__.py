@@ -55,7 +55,7 @@ class EngineRow:
     batches_of: tuple[str, ...] = ("rows", "samples")  # what a global batch may count
     several_hosts: bool = True
     checkout: str = ""  # the program whose folder `engine.checkout` must name, where the engine starts one
-    fused: bool = False  # whether blocks of one device keep as little for their backward as models/llama_fused.py
+    fused: bool = False  # whether blocks keep as little for their backward as models/llama_fused.py
     even: bool = False  # whether micro-batches must divide the rows of a step
     memory_factor: float = 1.0  # memory that it needs, over what shapes tell; for `auto` tunes
     needs: tuple[str, ...] = ()  # modules that must be installed

@@ -23,7 +23,8 @@ from steelyard.models.llama_fused import BlockKernels, Gradient, add_product, he
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # of a block: what runs in fp8
 GRADIENT = E4M3  # the type of gradients
-WEIGHT_GRADIENT: Literal["bf16", "fp8"] = "bf16"
+MADE_OF = torch.bfloat16  # the type that weights have before they are scaled
+WEIGHT_GRADIENT: Literal["bf16", "fp8"] = "fp8"
 
 
 class Fp8Kernels(BlockKernels):
@@ -48,28 +49,35 @@ def _chosen(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[.
 
 
 class Copies:
-    """Fp8 copies of weights. Whoever writes a weight raises its version, and its copies are made again."""
+    """Fp8 copies of weights. Whoever writes a weight raises its version, and its copies are made again. They are not kept
+    where the weights are not."""
 
-    def __init__(self, make: Callable[[Tensor], Fp8]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[Tensor], Fp8], kept: bool) -> None:
+        self.make, self.kept = make, kept
         self.made: dict[int, tuple[int, Fp8]] = {}
 
     def of(self, weight: Tensor) -> Fp8:
+        if not self.kept:
+            return self._of(weight)
         version, made = self.made.get(id(weight), (None, None))
         if made is None or version != weight._version:
             made = None
             self.made.pop(id(weight), None)  # two are never there at once
-            made = self.make(weight.detach())
+            made = self._of(weight)
             self.made[id(weight)] = weight._version, made
         return made
+
+    def _of(self, weight: Tensor) -> Fp8:
+        """Of the weight as bf16: so it is the same whether a rank has it so, or in the type that it is kept in."""
+        return self.make(weight.detach().to(MADE_OF))
 
 
 class Learning:
     """What the matmuls of all blocks share: kernels, copies of weights, and where their gradients are summed."""
 
-    def __init__(self, gradient: Gradient, kernels: Fp8Kernels) -> None:
+    def __init__(self, gradient: Gradient, kernels: Fp8Kernels, kept: bool = True) -> None:
         self.gradient, self.kernels = gradient, kernels
-        self.forward, self.backward = Copies(kernels.rows), Copies(kernels.columns)
+        self.forward, self.backward = Copies(kernels.rows, kept), Copies(kernels.columns, kept)
 
     def scaled(self, grad: Tensor) -> Fp8:
         made: Fp8 = self.kernels.rows(grad, GRADIENT)
@@ -105,6 +113,40 @@ class Linear(torch.autograd.Function):
         code: Learning = context.code
         code.add(weight, grads[0], x)
         return code.back(code.scaled(grads[0]), weight), None, None
+
+
+class GatedLinear(torch.autograd.Function):
+    """SwiGLU of gate and up, times a weight."""
+
+    @staticmethod
+    def forward(context: Any, gate_up: Tensor, weight: Tensor, block: int, code: Learning) -> Tensor:
+        context.save_for_backward(gate_up)
+        context.weight, context.block, context.code = weight, block, code
+        return code.multiply(code.kernels.gated_fp8(gate_up, block), weight)
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        [gate_up], weight = context.saved_tensors, context.weight
+        code: Learning = context.code
+        grad = code.back(code.scaled(grads[0]), weight)
+        back, wide = code.kernels.gated_backward(gate_up, grad, context.block)
+        code.add(weight, grads[0], wide)
+        return back, None, None, None
+
+
+class Fp8Linears:
+    """The matmuls of `FusedBlock` in fp8, for blocks whose tokens are exchanged before and after a matmul."""
+
+    def __init__(self, code: Learning) -> None:
+        self.code = code
+
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        out: Tensor = _apply(Linear, x, layer.weight, self.code)
+        return out if layer.bias is None else out + layer.bias
+
+    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
+        out: Tensor = _apply(GatedLinear, gate_up, layer.weight, block, self.code)
+        return out
 
 
 class NormLinear(torch.autograd.Function):
@@ -218,9 +260,10 @@ def keep_fp8(model: Llama) -> None:
             setattr(block, name, ScoredLinear(getattr(block, name)))
 
 
-def matrices(model: Llama) -> list[nn.Parameter]:
-    """The weights that are read in fp8."""
-    return [getattr(block, name).weight for block in model.layers for name in MATRICES]
+def is_matrix(name: str) -> bool:
+    """Whether a parameter of this name is read in fp8."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf == "weight" and owner.rpartition(".")[2] in MATRICES
 
 
 def kept(model: Llama) -> list[Tensor]:

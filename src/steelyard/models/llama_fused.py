@@ -1,9 +1,9 @@
 """A block for training: what stands between its matmuls is a kernel, or compiled in pieces; the matmuls stand outside.
 
-On one device a weight's gradient is added to where it is summed by the matmul that makes it (`Accumulating`). Left to
-autograd, a micro-batch writes each weight's gradient, and a second kernel reads it and adds it to the sum: with fp32 sums and
-small micro-batches that is a tenth of the time. On several devices gradients are autograd's (`ByAutograd`): whoever divides
-parameters among ranks waits for them there.
+A weight's gradient is added to where it is summed by the matmul that makes it (`Accumulating`). Left to autograd, a
+micro-batch writes each weight's gradient, and a second kernel reads it and adds it to the sum: with fp32 sums and small
+micro-batches that is a tenth of the time. Where it is summed is asked in the backward pass: where ranks divide gradients, there
+is room for a layer's only while it is computed.
 
 Saved for the backward pass are queries, keys and values as attention reads them, and the output of gate_up; the
 input of down is made again from it by the kernel that makes its gradient.
@@ -20,23 +20,24 @@ from steelyard.kernels import add_norm, jit, rotary, swiglu
 from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Streams
 
-Gradient = Callable[[Tensor], Tensor]  # a parameter's gradient, to be added to
+Gradient = Callable[[Tensor], Tensor]  # a parameter's gradient, to be added to; asked in the backward pass
 
 
 class AccumulatedLinear(torch.autograd.Function):
-    """x times a weight, whose gradient is added to `accumulator` and nowhere else."""
+    """x times a weight, whose gradient is added to where `gradient` says and nowhere else. The weight is not among what is
+    saved: recomputation would give another tensor for it, and who divides weights among ranks changes where its numbers lie."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, accumulator: Tensor) -> Tensor:
-        context.save_for_backward(x, weight)
-        context.accumulator = accumulator
+    def forward(context: Any, x: Tensor, weight: Tensor, gradient: Gradient) -> Tensor:
+        context.save_for_backward(x)
+        context.weight, context.gradient = weight, gradient
         return x @ weight.t()
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        x, weight = context.saved_tensors
-        add_product(context.accumulator, grads[0], x)
-        return grads[0] @ weight, None, None
+        [x] = context.saved_tensors
+        add_product(context.gradient(context.weight), grads[0], x)
+        return grads[0] @ context.weight, None, None
 
 
 class AddNorm(torch.autograd.Function):
@@ -85,24 +86,22 @@ def heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, kernels: "BlockKe
 
 
 class SwigluLinear(torch.autograd.Function):
-    """SwiGLU of gate and up, times a weight whose gradient is added to `accumulator`, or is autograd's where there is none."""
+    """SwiGLU of gate and up, times a weight whose gradient is added to where `gradient` says."""
 
     @staticmethod
     def forward(
-        context: Any, gate_up: Tensor, weight: Tensor, accumulator: Tensor | None, block: int, kernels: "BlockKernels"
+        context: Any, gate_up: Tensor, weight: Tensor, gradient: Gradient, block: int, kernels: "BlockKernels"
     ) -> Tensor:
-        context.save_for_backward(gate_up, weight)
-        context.accumulator, context.block, context.kernels = accumulator, block, kernels
+        context.save_for_backward(gate_up)
+        context.weight, context.gradient, context.block, context.kernels = weight, gradient, block, kernels
         out: Tensor = kernels.gated(gate_up, block) @ weight.t()
         return out
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        gate_up, weight = context.saved_tensors
-        back, wide = context.kernels.gated_backward(gate_up, grads[0] @ weight, context.block)
-        if context.accumulator is None:
-            return back, grads[0].t() @ wide, None, None, None
-        add_product(context.accumulator, grads[0], wide)
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        [gate_up] = context.saved_tensors
+        back, wide = context.kernels.gated_backward(gate_up, grads[0] @ context.weight, context.block)
+        add_product(context.gradient(context.weight), grads[0], wide)
         return back, None, None, None, None
 
 
@@ -158,23 +157,11 @@ class Accumulating:
         self.gradient = gradient
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        out: Tensor = _apply(AccumulatedLinear, x, layer.weight, self.gradient(layer.weight))
+        out: Tensor = _apply(AccumulatedLinear, x, layer.weight, self.gradient)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
-        out: Tensor = _apply(SwigluLinear, gate_up, layer.weight, self.gradient(layer.weight), block, kernels)
-        return out
-
-
-class ByAutograd:
-    """Modules are called, and gradients are autograd's: hooks on both run."""
-
-    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        out: Tensor = layer(x)
-        return out
-
-    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
-        out: Tensor = _apply(SwigluLinear, gate_up, layer.weight, None, block, kernels)
+        out: Tensor = _apply(SwigluLinear, gate_up, layer.weight, self.gradient, block, kernels)
         return out
 
 

@@ -60,19 +60,8 @@ PLACEMENTS = {
 
 SUMMED = ("out", "down")  # modules whose input is divided: their outputs are parts of a sum
 
-# How a tensor-parallel group divides a module in training, where it divides the tokens of the residual stream too: a table of
-# tokens by its rows, a norm's tokens, a matrix by what it gives (columns) or by what it takes (sum); logits stay divided.
-TRAINING_PLACEMENTS = {
-    "embed": "table",
-    "attention_norm": "tokens",
-    "qkv": "columns",
-    "out": "sum",
-    "ffn_norm": "tokens",
-    "gate_up": "columns",
-    "down": "sum",
-    "norm": "tokens",
-    "output": "logits",
-}
+GATHERED = ("qkv", "gate_up")  # modules that each shard needs all tokens for, in training, where those are divided too
+VOCABULARY = ("embed.weight", "output.weight")
 
 
 def placement(name: str) -> ParameterPlacement:
@@ -86,6 +75,13 @@ def flat_shape(name: str, logical_shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(logical_shape) == 1 or name.endswith("bias"):
         return (math.prod(logical_shape),)
     return (math.prod(logical_shape[:-1]), logical_shape[-1])
+
+
+def flat_split(name: str) -> int | None:
+    """The dimension of a parameter itself that is divided."""
+    if placement(name).split is None:
+        return None
+    return int(name.split(".")[-2] in SUMMED)
 
 
 def local(shape: LlamaShape, shard: Shard) -> LlamaShape:
@@ -110,7 +106,7 @@ def box(name: str, shape: LlamaShape, shard: Shard) -> Box:
     ranges = [(0, size) for size in row.logical_shape(shape)]
     if row.split is not None:
         size = ranges[row.split][1]
-        rows = vocab_rows(size, shard.count) if name in ("embed.weight", "output.weight") else size // shard.count
+        rows = vocab_rows(size, shard.count) if name in VOCABULARY else size // shard.count
         ranges[row.split] = (min(shard.index * rows, size), min((shard.index + 1) * rows, size))
     return tuple(ranges)
 

@@ -5,7 +5,8 @@ backward of one layer of models/llama.py needs of its forward; tests hold the ta
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from steelyard.case.case import Case, Tune
@@ -119,11 +120,47 @@ def stage_matrices(model: LlamaModel, plan: Plan, stage: int) -> int:
     return len(stage_layers(model.layers, plan.pp)[stage]) * (flops.layer_parameters(model) // model.layers) // plan.tp
 
 
-def predict(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False) -> list[Parts]:
-    """What a device of each stage holds, first stage first."""
+def predict(
+    model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False, units: bool = False
+) -> list[Parts]:
+    """What a device of each stage holds, first stage first. `units`: with what is whole only for a while."""
     if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
-    return [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
+    stages = [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
+    if not units:
+        return stages
+    return [_with_units(parts, model, precision, tune, plan, train, stage) for stage, parts in enumerate(stages)]
+
+
+def unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
+    """The same of each unit of a stage: the embedding, every layer, the last norm with the output."""
+    layers = len(stage_layers(model.layers, plan.pp)[stage])
+    table = vocab_rows(model.vocab, plan.tp) * model.hidden
+    first, last = stage == 0, stage == plan.pp - 1
+    rest = stage_parameters(model, plan, stage) - (table if first else 0)
+    head = [model.hidden + (table if not (first and model.tied) else 0)] if last else []
+    return [*([table] if first else []), *[(rest - sum(head)) // layers] * layers, *head]
+
+
+def _with_units(
+    parts: Parts, model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int
+) -> Parts:
+    """Where gradients are divided, those of two neighbouring units are whole at a time, and so are divided weights. A
+    tensor-parallel rank gathers the tokens that logits are made of."""
+    degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
+    size = BYTES[precision.matmul]
+    mixed = BYTES[precision.weights] != size
+    numbers = unit_parameters(model, plan, stage)
+    pair = max(map(sum, pairwise(numbers)), default=sum(numbers)) if degree > 1 or tune.distributed else 0
+    weights = pair * size if tune.sharding == 3 else 0
+    gathered = tune.micro_batch * train.length * (model.hidden - model.hidden // plan.tp) * size
+    return replace(
+        parts,
+        parameters=parts.parameters + (0 if mixed else weights),
+        copies=parts.copies + (weights if mixed else 0),
+        gradients=parts.gradients + (pair * BYTES[precision.gradients or precision.weights] if tune.sharding > 1 else 0),
+        logits=parts.logits + (gathered if stage == plan.pp - 1 else 0),
+    )
 
 
 def _stage(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> Parts:
@@ -141,14 +178,22 @@ def _stage(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, trai
     return Parts(
         # Where matmuls read a copy, the optimiser alone reads the parameters: they are divided with its states.
         parameters=held(kept, 1 if mixed else 3),
-        # In fp8 they are two of one byte each of the layers' matrices, made of the parameters themselves, and 16-bit ones of
-        # the rest where that is kept in fp32.
-        copies=held(size, 3) if mixed else fp8 * FP8_COPIES * stage_matrices(model, plan, stage),
+        copies=(held(size, 3) if mixed else 0) + (_fp8_copies(model, mixed, tune, plan, degree, stage) if fp8 else 0),
         gradients=held(BYTES[precision.gradients or precision.weights], 2),
         states=held(2 * BYTES[precision.states or precision.weights], 1),
         activations=tokens * _activations(model, size, tune, plan, train, stage, lean, fp8) // plan.tp,
         logits=tokens * _logits(model, size, plan, tune.compile) if stage == plan.pp - 1 else 0,
     )
+
+
+def _fp8_copies(model: LlamaModel, mixed: bool, tune: Tune, plan: Plan, degree: int, stage: int) -> int:
+    """Bytes of two copies of the layers' matrices, where weights are kept. Where fp32 is whole they are made of it, and 16-bit
+    copies, which stand between them elsewhere, are not there."""
+    if tune.sharding == 3:
+        return 0
+    whole = degree == 1 or tune.sharding == 0
+    spared = BYTES["bf16"] if mixed and whole else 0
+    return (FP8_COPIES - spared) * stage_matrices(model, plan, stage)
 
 
 def _activations(model: LlamaModel, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool, fp8: bool) -> int:
@@ -171,8 +216,8 @@ def need(case: Case, plan: Plan) -> Parts:
     """What the fullest device holds, as far as shapes tell it."""
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
-        # The leaner of the two blocks that may run: what is refused must be certain not to fit.
-        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=True)
+        # The leaner of the two blocks that engines run: what is refused must be certain not to fit.
+        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=True, units=True)
         return max(stages, key=lambda stage: stage.total)
     if isinstance(question.model, LlamaModel):
         return _scoring(question.model, question.precision, case.tune, plan)
@@ -198,7 +243,7 @@ def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
     """What the fullest device is expected to hold, for choosing a size: where shapes do not tell, rather more than less."""
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
-        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=fused)
+        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=fused, units=fused)
         return max(stage.total for stage in stages)
     held = need(case, plan)
     if isinstance(question.model, LlamaModel):

@@ -140,7 +140,7 @@ class Run:
         return Devices(
             plan=ready.plan,
             memory_bytes=preflight.least_bytes(self.hellos, ready.plan),
-            fused=ready.engine.fused and ready.plan.tp == 1,  # a tensor-parallel group runs the blocks of models/llama.py
+            fused=ready.engine.fused,
             even=ready.engine.even,
             factor=ready.engine.memory_factor,
             sample=ready.scope.sample,

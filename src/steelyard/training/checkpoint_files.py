@@ -26,7 +26,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -38,6 +46,38 @@ from steelyard.training.checkpoints import Chunk, State, StoredTensor, Tensors
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Part(Tensor):
+    """What this rank holds of a tensor: the planner is told how large the whole is, and where in it this begins."""
+
+    whole: torch.Size
+    offset: torch.Size
+
+    def size(self, *given: Any) -> Any:
+        return self.whole[given[0]] if given else self.whole
+
+    def __create_write_items__(self, fqn: str, held: Tensor) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, self.offset),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(self.offset, self.shape)] if self.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def part(held: Tensor, whole: tuple[int, ...], offset: tuple[int, ...]) -> Part:
+    one = held.detach().as_subclass(Part)
+    one.whole, one.offset = torch.Size(whole), torch.Size(offset)
+    return one
 
 
 def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> None:
@@ -164,9 +204,9 @@ class CheckpointReader(StorageReader):
         """That what is wanted is there, in the same shape and precision."""
         for name, tensor in tensors.items():
             stored = self.table.tensors.get(name)
-            if stored is None or stored.size != list(tensor.shape) or stored.dtype != NAMES.get(tensor.dtype):
+            if stored is None or stored.size != list(tensor.size()) or stored.dtype != NAMES.get(tensor.dtype):
                 there = "missing" if stored is None else f"{stored.dtype} of {stored.size}"
-                here = f"{NAMES.get(tensor.dtype)} of {list(tensor.shape)}"
+                here = f"{NAMES.get(tensor.dtype)} of {list(tensor.size())}"
                 raise RequestError(f"checkpoint {self.path}: {name} is {there}; the model has {here}")
 
     def reset(self, checkpoint_id: Any = None) -> None:

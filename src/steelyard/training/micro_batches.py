@@ -10,7 +10,7 @@ from steelyard.data.rows import Key
 from steelyard.engines.job import Job
 from steelyard.models.attention import Layout, steady_layout
 from steelyard.models.tensors import send
-from steelyard.training.packing import Packed, deal, empty_row, packed, without_padding
+from steelyard.training.packing import GRAIN, Packed, deal, empty_row, packed, without_padding
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,18 @@ def to_device(pack: Packed, length: int, device: torch.device) -> MicroBatch:
 
 
 class RowBatches:
-    """Rows of a task as a replica's micro-batches: every row padded to its length, or none."""
+    """Rows of a task as a replica's micro-batches: every row padded to its length, or none, and their
+    tokens a multiple of `grain`."""
 
     def __init__(
         self,
         job: Job,
         length: int,
         padded: bool = True,
+        grain: int = GRAIN,
         to_device: Callable[[Packed, int, torch.device], MicroBatch] = to_device,
     ) -> None:
-        self.job, self.length, self.padded, self.send = job, length, padded, to_device
+        self.job, self.length, self.padded, self.grain, self.send = job, length, padded, grain, to_device
         self.device: torch.device = job.device.torch_device
 
     def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
@@ -51,7 +53,7 @@ class RowBatches:
         texts = self.job.inputs
         if self.padded:
             return packed([empty_row(self.length) if key is None else texts.row(key) for key in keys])
-        return packed(without_padding([texts.row(key) for key in keys if key is not None]))
+        return packed(without_padding([texts.row(key) for key in keys if key is not None], self.grain))
 
     def to_device(self, pack: Packed) -> MicroBatch:
         return self.send(pack, self.length, self.device)

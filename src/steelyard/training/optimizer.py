@@ -5,7 +5,7 @@ model's own parameters are the 16-bit copy, and fp32 master weights, gradients a
 16-bit gradients are added to the fp32 ones as soon as they are there, and dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,20 +34,22 @@ def total_norm(grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
 class Adam:
     def __init__(
         self,
-        parameters: list[nn.Parameter],
+        parameters: Sequence[Tensor],
         master: list[Tensor] | None,
         train: Train,
         precision: Precision,
         norm: Norm = total_norm,
     ) -> None:
-        """`parameters` are the model's, `master` the same numbers in fp32 where those are a copy."""
+        """`parameters` are the model's, `master` the same numbers in fp32 where those are a copy. Those that autograd makes no
+        gradients for are given theirs by whoever makes them, who sets `clear` too: what becomes of them after an update."""
         self.clip, self.norm = train.clip, norm
         self.parameters: list[Tensor] = list(parameters)
         self.has_master = master is not None
         self.places: dict[int, Tensor] | None = None
+        self.clear: Callable[[], None] | None = None
         self.master: list[Tensor] = self.parameters if master is None else [nn.Parameter(one) for one in master]
-        if self.has_master:
-            for parameter, one in zip(parameters, self.master, strict=True):
+        for parameter, one in zip(parameters, self.master, strict=True):
+            if self.has_master and parameter.requires_grad:
                 one.grad = torch.zeros_like(one)
                 parameter.register_post_accumulate_grad_hook(_adder(one))  # type: ignore[no-untyped-call]
         groups: list[dict[str, Any]] = [
@@ -92,7 +94,9 @@ class Adam:
 
     def zero_grad(self) -> None:
         """Set the gradients to zero, or drop those that autograd makes anew."""
-        if self.has_master or self.places is not None:
+        if self.clear is not None:
+            self.clear()
+        elif self.has_master or self.places is not None:
             torch._foreach_zero_([p.grad for p in self.master if p.grad is not None])
         else:
             self.inner.zero_grad(set_to_none=True)

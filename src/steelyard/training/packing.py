@@ -55,10 +55,11 @@ def empty_row(length: int) -> Row:
     return Row(np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64), (length,), 0, 0)
 
 
-def without_padding(rows: list[Row]) -> list[Row]:
-    """The same rows without what fills them up, and less than GRAIN tokens that fill up all of them together."""
+def without_padding(rows: list[Row], grain: int = GRAIN) -> list[Row]:
+    """The same rows without what fills them up, and less than `grain` tokens that fill up all of them together; of no rows, so
+    many."""
     short = [row if row.real == len(row.tokens) else _cut(row) for row in rows]
-    left = -sum(row.real for row in rows) % GRAIN
+    left = -sum(row.real for row in rows) % grain if rows else grain
     return [*short, empty_row(left)] if left else short
 
 

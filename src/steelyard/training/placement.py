@@ -1,6 +1,6 @@
 """How a model is placed on devices, as a trainer sees it: here one device, or replicas that each hold everything."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +25,8 @@ class Model(Protocol):
         """Make it on the device, with its weights; returns these in the precision they are kept in, where that is another
         than the one it computes in."""
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What is learned."""
+    def named_parameters(self) -> Sequence[tuple[str, Tensor]]:
+        """What is learned, as far as this rank updates it."""
 
     def compile(self, gradient: Gradient) -> None:
         """Choose what computes the loss. `gradient` says where that of a parameter is summed."""
@@ -72,6 +72,12 @@ class Placement(Protocol):
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
         """Of all gradients, of all ranks."""
 
+    def updated(self) -> None:
+        """The optimizer has changed what this rank holds."""
+
+    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What an optimizer keeps, as a checkpoint names it: tensors that know which part they are of a whole."""
+
 
 class SingleDevice:
     lockstep = True
@@ -98,6 +104,12 @@ class SingleDevice:
 
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
         return total_norm(grads, overflows)
+
+    def updated(self) -> None:
+        """All of it is here."""
+
+    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
 
 
 class Replicated:
@@ -141,6 +153,12 @@ class Replicated:
 
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
         return total_norm(grads, overflows)
+
+    def updated(self) -> None:
+        """All of it is here."""
+
+    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
 
 
 def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:

@@ -113,7 +113,9 @@ class Trainer(Kept):
 
     def update(self, lr: float) -> Tensor:
         """Clip, step, zero the gradients. Returns their norm before clipping."""
-        return self.optimizer.step(lr)
+        norm = self.optimizer.step(lr)
+        self.placement.updated()
+        return norm
 
     def total(self, number: int) -> Tensor:
         """A count of this rank, summed over all replicas, on the device."""
@@ -122,7 +124,7 @@ class Trainer(Kept):
 
     def state(self) -> dict[str, Tensor]:
         """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
-        return self.optimizer.state([name for name, _ in self.model.named_parameters()])
+        return self.placement.stored(self.optimizer.state([name for name, _ in self.model.named_parameters()]))
 
     def numbers(self) -> Numbers:
         """The same of what is no tensor, and the same on all ranks."""
@@ -132,6 +134,7 @@ class Trainer(Kept):
     def restore(self, numbers: Numbers) -> None:
         """Go on from what `state` was filled with, and these numbers."""
         self.optimizer.restore(numbers)
+        self.placement.updated()
 
     def details(self) -> dict[str, Any]:
         return {**self.model.details(), **self.optimizer.details()}

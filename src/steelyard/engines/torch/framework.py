@@ -91,7 +91,7 @@ class TorchFramework:
             dist.barrier()
 
     def leave(self) -> None:
-        if self.world > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:

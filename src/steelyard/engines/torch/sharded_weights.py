@@ -1,4 +1,5 @@
-"""Weights of a model that is divided over devices: one parameter at a time is made or read whole, and each rank keeps its part.
+"""Weights of a model that may be divided over devices: one parameter at a time is made or read whole, and each rank keeps its
+part.
 
 So every plan begins with the same numbers, and no rank ever holds more than one parameter beyond its own.
 """
@@ -13,45 +14,44 @@ from steelyard.engines.job import Job
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import WHOLE, Shard
-from steelyard.models.tensors import local
 from steelyard.weights import checkpoint as layouts
 from steelyard.weights import load
 
 Wholes = Callable[[str, Tensor], Tensor]  # a parameter's name, and an empty tensor of its whole shape to fill
 
 
-def fill(model: nn.Module, job: Job, shape: LlamaShape, tensor: Shard, shards: Shard) -> dict[str, Any]:
-    """Fill a share of a model, or a shard of that; returns where the weights came from, for the record."""
-    question = job.case.question
+def local_parameters(
+    model: nn.Module, job: Job, shape: LlamaShape, share: Shard, kept: torch.dtype
+) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """Where weights came from, for the record, and a share's part of every parameter of a model, one after the other."""
     names = [name for name, _ in model.named_parameters()]
     if job.weights is None:
-        source: dict[str, Any] = {"source": "random", "seed": question.seed}
-        wholes = _random(question.seed, shape)
+        source: dict[str, Any] = {"source": "random", "seed": job.case.question.seed}
+        wholes = _random(job.case.question.seed, shape)
     else:
         checkpoint = load.open_folder(job.weights)
         wholes = _read(checkpoint, shape, names, job.loading)
         source = load.facts(checkpoint, shape)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            own = local(parameter)
-            whole = wholes(name, own.new_empty(parameter.shape))
-            own.copy_(_part(_part(whole, split(name), tensor), 0, shards))
-    return source
+
+    def parts() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            size = placements.flat_shape(name, placements.placement(name).logical_shape(shape))
+            with torch.no_grad():
+                whole = wholes(name, torch.empty(size, dtype=kept, device=job.device.torch_device))
+            yield name, _part(name, whole, shape, share)
+
+    return source, parts()
 
 
-def split(name: str) -> int | None:
-    """The dimension of a parameter that tensor parallelism divides."""
-    if placements.placement(name).split is None:
-        return None
-    return int(name.split(".")[-2] in placements.SUMMED)
-
-
-def _part(whole: Tensor, dim: int | None, share: Shard) -> Tensor:
-    """What a share holds; those at the end may have less than others, or nothing."""
+def _part(name: str, whole: Tensor, shape: LlamaShape, share: Shard) -> Tensor:
+    """What a share holds. Parts of a vocabulary may differ in size."""
+    dim = placements.flat_split(name)
     if dim is None or share.count == 1:
         return whole
-    parts = whole.chunk(share.count, dim)
-    return parts[share.index] if share.index < len(parts) else whole.narrow(dim, 0, 0)
+    if name in placements.VOCABULARY:
+        begin, end = placements.box(name, shape, share)[0]
+        return whole[begin:end].clone()
+    return whole.chunk(share.count, dim)[share.index].contiguous().clone()
 
 
 def _random(seed: int, shape: LlamaShape) -> Wholes:

@@ -1,16 +1,20 @@
-"""Engine `torch`, training a Llama: on one device, or over all of a plan."""
+"""Engine `torch`, training a Llama over all devices of a plan, or on one."""
+
+import math
 
 import torch
 
 from steelyard.engines.job import Job
-from steelyard.engines.torch.parallel import parallel_trainer
-from steelyard.engines.torch.single import SingleLlama
+from steelyard.engines.torch import exchange
+from steelyard.engines.torch.llama import StageLlama
+from steelyard.engines.torch.placed import Placed
 from steelyard.kernels import jit, packed_attention
 from steelyard.models.attention import known
 from steelyard.models.tensors import COMPUTED_IN, DTYPES
+from steelyard.plan.degrees import shard_degree
 from steelyard.training.loop import HeldOutLoss, Loop
 from steelyard.training.micro_batches import RowBatches
-from steelyard.training.placement import SingleDevice
+from steelyard.training.packing import GRAIN
 from steelyard.training.trainer import Trainer
 
 
@@ -22,17 +26,23 @@ class TorchTrain(Loop):
 
 
 def trainer(job: Job) -> Trainer:
-    kernel = choose_kernel(job)
-    return Trainer(job, SingleLlama(job, kernel), SingleDevice()) if _alone(job) else parallel_trainer(job, kernel)
+    device: torch.device = job.device.torch_device
+    tune, degree = job.case.tune, shard_degree(job.case, job.plan.dp)
+    forced = tune.distributed and job.world == 1
+    sharding = tune.sharding if degree > 1 or forced else 0
+    groups = exchange.form(device, job.device.backend, job.plan, degree, sharding, forced)
+    stage = StageLlama(job, choose_kernel(job), groups, sharding)
+    return Trainer(job, stage, Placed(stage, groups, device))
 
 
 def row_batches(job: Job) -> RowBatches:
-    """Rows laid end to end need no padding, unless it was asked for, or code or other devices are made for one size."""
+    """Rows laid end to end need no padding, unless it was asked for, or code is made for one size."""
     train, tune = job.case.question.train, job.case.tune
     if train is None:
         raise ValueError("a question without training")
-    any_size = _alone(job) and (jit.serve(job.device.torch_device) or not tune.compile)
-    return RowBatches(job, train.length, padded=not tune.pack or not any_size)
+    any_size = jit.serve(job.device.torch_device) or not tune.compile
+    grain = math.lcm(GRAIN, job.plan.tp)  # a tensor-parallel group divides the tokens of a micro-batch
+    return RowBatches(job, train.length, padded=not tune.pack or not any_size, grain=grain)
 
 
 def choose_kernel(job: Job) -> str:
@@ -44,10 +54,6 @@ def choose_kernel(job: Job) -> str:
         kernel = device.attention(dtype, False)
         where: torch.device = device.torch_device
         dim = question.model.hidden // question.model.heads
-        if kernel == "flash" and _alone(job) and packed_attention.serves(where, DTYPES[dtype], dim):
+        if kernel == "flash" and packed_attention.serves(where, DTYPES[dtype], dim):
             kernel = "packed"
     return known(kernel, True)
-
-
-def _alone(job: Job) -> bool:
-    return job.plan.tp * job.plan.pp * job.plan.dp == 1

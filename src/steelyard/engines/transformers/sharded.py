@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from steelyard.engines.job import Job
 from steelyard.errors import RequestError
 from steelyard.models.tensors import DTYPES, compute_dtype
 from steelyard.plan.degrees import shard_degree
 from steelyard.training.fsdp import shard
-from steelyard.training.parallel import Parallel, plan_mesh
+from steelyard.training.sharded import Sharded
 
 
 class ShardedLayers:
@@ -23,11 +24,11 @@ class ShardedLayers:
             )
         self.device, self.sharding = job.device, tune.sharding
         self.kept, self.compute = DTYPES[precision.weights], compute_dtype(precision.matmul)
-        self.mesh = plan_mesh(job.device.torch_device, job.plan, job.plan.dp)
+        self.mesh = init_device_mesh(job.device.torch_device.type, (job.plan.dp,))
 
-    def placement(self) -> Parallel:
+    def placement(self) -> Sharded:
         device: torch.device = self.device.torch_device
-        return Parallel(self.mesh, self.sharding, self.compute, device)
+        return Sharded(self.mesh.get_group(), self.sharding, self.compute, device)
 
     def shard(self, model: Any, master: list[Tensor] | None) -> list[nn.Module]:
         """Every rank has made or read the whole, and keeps its part. What is kept in another precision is so in the parts, and
@@ -36,6 +37,6 @@ class ShardedLayers:
             for parameter, one in zip((p for p in model.parameters() if p.requires_grad), master, strict=True):
                 parameter.data = one
         roots = [model.model, model.lm_head]
-        shard([*model.model.layers, *roots], self.mesh["shards"], self.sharding, self.compute, self.kept)
+        shard([*model.model.layers, *roots], self.mesh, self.sharding, self.compute, self.kept)
         self.device.release_memory()
         return roots

@@ -1,0 +1,167 @@
+"""A Llama as engine `torch` trains it, under every plan: what this rank holds of it, and its loss.
+
+Its blocks are fused ones (models/llama_fused.py) over rows without padding. Logits stay in the precision of the matmuls; the
+compiled loss reads them as fp32 inside its kernel, so that no fp32 copy of them is ever there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steelyard.engines.job import Job
+from steelyard.engines.torch.exchange import Groups
+from steelyard.engines.torch.recompute import recomputed
+from steelyard.engines.torch.sharded_weights import local_parameters
+from steelyard.engines.torch.shards import Held, Replicas, Unit
+from steelyard.engines.torch.stage import Stage
+from steelyard.engines.torch.tokens import DividedLosses, Embed, GatherTokens, LossCode, Pick, TokenLinears, apply
+from steelyard.models import llama_fp8, placements
+from steelyard.models.llama import Streams, rotary
+from steelyard.models.llama_fused import Accumulating, AddNorm, BlockKernels, FusedBlock, Gradient, Linears
+from steelyard.models.placements import Shard
+from steelyard.models.tensors import DTYPES, compute_dtype
+from steelyard.training.checkpoint_files import part
+from steelyard.training.micro_batches import MicroBatch
+from steelyard.weights import load
+
+
+class StageLlama:
+    """A pipeline stage of a tensor-parallel share of a Llama, its parameters divided among replicas as `sharding` says."""
+
+    def __init__(self, job: Job, kernel: str, groups: Groups, sharding: int) -> None:
+        self.job, self.kernel, self.groups, self.sharding = job, kernel, groups, sharding
+        precision = job.case.question.precision
+        self.kept, self.compute = DTYPES[precision.weights], compute_dtype(precision.matmul)
+        self.fp8 = precision.matmul == "fp8"
+        self.shape = load.shape_of(job.case.question.model)
+        self.share = Shard(groups.tensor.rank, groups.tensor.size)
+        self.weights: dict[str, Any] = {}
+        self.roots: list[nn.Module] = []
+
+    def build(self) -> list[Tensor] | None:
+        plan, place = self.job.plan, self.job.place
+        with torch.device("meta"):
+            self.module = Stage(self.shape, place.pp, plan.pp, self.share).train()
+        place_in = Shard(self.groups.shards.rank, self.groups.shards.size)
+        held: dict[str, Held] = {}
+        source, values = local_parameters(self.module, self.job, self.shape, self.share, self.kept)
+        for name, value in values:
+            shared = placements.placement(name).split is None
+            held[name] = Held(name, value, self._read_in(name), self.sharding, place_in, shared)
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.module.get_submodule(owner), leaf, held[name].parameter)
+        self.module.tie()
+        self.weights = source
+        self.replicas = Replicas(self._units(held), self.sharding, self.groups)
+        return [one.master for one in self.replicas.held] if self.compute != self.kept else None
+
+    def _read_in(self, name: str) -> torch.dtype:
+        """What a parameter is held in to compute with. Fp8 is made of what is kept, where that is whole: no 16-bit copy stands
+        between them."""
+        made = self.fp8 and llama_fp8.is_matrix(name) and self.groups.shards.size == 1
+        return self.kept if made else self.compute
+
+    def _units(self, held: dict[str, Held]) -> list[Unit]:
+        """In the order of the forward pass."""
+        units = [Unit([held["embed.weight"]], again=False)] if self.module.first else []
+        for number in self.module.layers:
+            units.append(Unit([one for name, one in held.items() if name.startswith(f"layers.{number}.")]))
+        if self.module.last:
+            units.append(Unit([held[name] for name in ("norm.weight", "output.weight") if name in held]))
+        return units
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """This rank's rows of each."""
+        return [(one.name, one.shard) for one in self.replicas.held]
+
+    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What an optimizer keeps of this rank's rows, as parts of the whole model's tensors."""
+        boxes = {one.name: self._box(one) for one in self.replicas.held}
+        return {key: part(tensor, *boxes[key.partition(".")[2]]) for key, tensor in state.items()}
+
+    def _box(self, held: Held) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The whole model's shape of a parameter, and where in it this rank's rows begin."""
+        row = placements.placement(held.name)
+        whole = placements.flat_shape(held.name, row.logical_shape(self.shape))
+        offset = [0] * len(whole)
+        dim = placements.flat_split(held.name)
+        if dim is not None:
+            offset[dim] = self.module.first_token if held.name in placements.VOCABULARY else self.share.index * held.size[dim]
+        offset[0] += held.begin
+        return whole, tuple(offset)
+
+    def compile(self, gradient: Gradient) -> None:
+        """Gradients are summed where replicas exchange them: the optimizer has only this rank's rows."""
+        tune, module = self.job.case.tune, self.module
+        self.linears, self.kernels = Accumulating(self.replicas.gradient), BlockKernels(tune.compile)
+        self.code = LossCode(tune.compile)
+        self.blocks = [recomputed(block, tune.recompute) for block in self._fused(list(module.layers.values()))]
+
+    def _fused(self, blocks: list[Any]) -> list[Callable[..., Streams]]:
+        linears: Linears = self.linears
+        if self.fp8:
+            llama_fp8.check_sizes(blocks[0].shape)
+            kernels = llama_fp8.Fp8Kernels(self.job.case.tune.compile)
+            code = llama_fp8.Learning(self.replicas.gradient, kernels, kept=self.sharding < 3)
+            if self.share.count == 1:
+                return [llama_fp8.Fp8Block(block, code) for block in blocks]
+            linears = llama_fp8.Fp8Linears(code)
+        if self.share.count > 1:
+            columns = [layer for block in blocks for name, layer in block.named_children() if name in placements.GATHERED]
+            linears = TokenLinears(linears, self.groups.tensor, columns)
+        return [FusedBlock(block, linears, self.kernels) for block in blocks]
+
+    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
+        """The residual stream after this stage; of the last one, the summed cross-entropy of the micro-batch."""
+        x = self._embed(micro) if x is None else x
+        cos, sin = rotary(micro.positions, self.shape, x.dtype)
+        delta = torch.zeros_like(x)
+        skip = int(self.module.first)
+        for i, block in enumerate(self.blocks):
+
+            def run(x: Tensor, delta: Tensor, block: Callable[..., Streams] = block) -> tuple[Tensor, ...]:
+                return block(x, delta, cos, sin, micro.rows, self.kernel, None)[:2]
+
+            x, delta = self.replicas.around(skip + i, run, x, delta)
+        if not self.module.last:
+            return x + delta
+        [loss] = self.replicas.around(skip + len(self.blocks), lambda x, delta: (self._loss(x, delta, micro),), x, delta)
+        return loss
+
+    def _embed(self, micro: MicroBatch) -> Tensor:
+        def done() -> None:
+            self.replicas.finish(0)
+
+        table = self.module.embed.weight
+        with self.replicas.weights(0):
+            return apply(Embed, table, micro.tokens, self.module.first_token, self.replicas.gradient, self.groups.tensor, done)
+
+    def _loss(self, x: Tensor, delta: Tensor, micro: MicroBatch) -> Tensor:
+        module, tensor = self.module, self.groups.tensor
+        normed: Tensor = AddNorm.apply(x, delta, module.norm.weight, self.shape.norm_eps, self.kernels)[1]  # type: ignore[no-untyped-call]
+        if tensor.size > 1:
+            normed = apply(GatherTokens, normed, tensor)
+        logits = self.linears.linear(apply(Pick, normed, micro.pick), module.output)
+        if tensor.size > 1:
+            losses = apply(DividedLosses, logits, micro.targets, module.first_token, tensor, self.code)
+        else:
+            losses = self.code.losses(logits, micro.targets)
+        return losses.sum()
+
+    def loss(self, micro: MicroBatch) -> Tensor:
+        return self.forward(None, micro)
+
+    def evaluate(self, micro: MicroBatch) -> Tensor:
+        return self.loss(micro)
+
+    def variants(self, micro: MicroBatch) -> list[MicroBatch]:
+        return [micro]
+
+    def details(self) -> dict[str, Any]:
+        """`exchanged`: what replicas and tensor-parallel ranks hold whole at a time, which the prediction of memory reads."""
+        several = {"exchanged": "units"} if self.job.world > 1 or self.job.case.tune.distributed else {}
+        forced = {"distributed": True} if self.job.case.tune.distributed else {}
+        made = llama_fp8.details(self.job.device.torch_device) if self.fp8 else {}
+        return {"attention": self.kernel, "block": "fused", **several, **forced, **made}

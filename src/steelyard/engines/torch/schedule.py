@@ -1,0 +1,119 @@
+"""A pipeline: its stages pass the residual stream on, one micro-batch after the other, forward and backward in turn (1F1B).
+
+Stage s of p has at most p - s micro-batches under way. All stages know the size of every micro-batch, so sizes may differ.
+What a stage sends to a neighbour and what it gets from it are exchanged together, so that neither waits for the other; what
+was sent is kept until the next exchange with the same neighbour.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.engines.torch.exchange import Group
+from steelyard.training.micro_batches import MicroBatch
+from steelyard.training.placement import Weigh
+
+Before = Callable[[bool, bool], None]  # told before every backward pass whether it is the step's first, and last
+
+
+class Staged(Protocol):
+    """What computes a stage: `x` is what the stage before it gave, None for the first."""
+
+    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor: ...
+
+
+@dataclass
+class Neighbour:
+    """The stage before or after this one; none at the ends of a pipeline."""
+
+    group: Group
+    index: int
+    sent: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
+
+    def exchange(self, give: Tensor | None, take: Tensor | None) -> Tensor | None:
+        """Send one, receive the other, as far as there are any; the received one can be computed with."""
+        if not 0 <= self.index < self.group.size:
+            return None
+        ops = []
+        if give is not None:
+            give = give.contiguous()
+            ops.append(dist.P2POp(dist.isend, give, group=self.group.handle, group_peer=self.index))
+        if take is not None:
+            ops.append(dist.P2POp(dist.irecv, take, group=self.group.handle, group_peer=self.index))
+        if not ops:
+            return None
+        works = dist.batch_isend_irecv(ops)
+        if take is not None:
+            works[-1].wait()
+        self.settle()
+        if give is not None:
+            self.sent.append((give, works[0]))
+        return take
+
+    def settle(self) -> None:
+        """What was sent may be written to again."""
+        for _, work in self.sent:
+            work.wait()
+        self.sent = []
+
+
+class Pipeline:
+    def __init__(self, stage: Staged, group: Group, like: Tensor, tp: int, before: Before) -> None:
+        """`like` is of the kind that a stage gives to the next, of whose tokens this rank has one of `tp` parts."""
+        self.stage, self.group, self.like, self.tp, self.told = stage, group, like, tp, before
+        self.first, self.last = group.rank == 0, group.rank == group.size - 1
+        self.before, self.after = Neighbour(group, group.rank - 1), Neighbour(group, group.rank + 1)
+        self.under_way: list[tuple[Tensor | None, Tensor]] = []
+
+    def learn(self, micros: list[MicroBatch], weigh: Weigh) -> None:
+        """Forward and backward of all micro-batches. The last stage's losses are weighed before the backward pass."""
+        ahead = min(self.group.size - self.group.rank - 1, len(micros))
+        x = self._take(micros, 0)
+        for i in range(ahead):
+            self.after.exchange(self._forward(x, micros[i], weigh), None)
+            x = self._take(micros, i + 1)
+        for i in range(len(micros)):
+            out = self._forward(x, micros[ahead + i], weigh) if ahead + i < len(micros) else None
+            grad = self.after.exchange(out, self._stream(micros[i]))
+            self.told(i == 0, i == len(micros) - 1)
+            back = self._backward(grad)
+            following = ahead + i + 1
+            wanted = self._stream(micros[following]) if following < len(micros) else None
+            x = self.before.exchange(back, wanted)
+        self.before.settle()
+        self.after.settle()
+
+    def _take(self, micros: list[MicroBatch], number: int) -> Tensor | None:
+        return self.before.exchange(None, self._stream(micros[number])) if number < len(micros) else None
+
+    def _forward(self, x: Tensor | None, micro: MicroBatch, weigh: Weigh) -> Tensor:
+        if x is not None:
+            x.requires_grad_()
+        out = self.stage.forward(x, micro)
+        if self.last:
+            out = weigh(out)
+        self.under_way.append((x, out))
+        return out.detach()
+
+    def _backward(self, grad: Tensor | None) -> Tensor | None:
+        """Of the micro-batch that is longest under way; returns the gradient of what it was given."""
+        x, out = self.under_way.pop(0)
+        torch.autograd.backward(out, grad)
+        return None if x is None else x.grad
+
+    def _stream(self, micro: MicroBatch) -> Tensor:
+        """Room for what one stage gives to the next of a micro-batch."""
+        return self.like.new_empty(len(micro.tokens) // self.tp, self.like.shape[1])
+
+    def loss(self, micro: MicroBatch) -> Tensor:
+        """The summed cross-entropy of one micro-batch, known to all stages."""
+        out = self.stage.forward(self._take([micro], 0), micro)
+        self.after.exchange(None if self.last else out, None)
+        self.after.settle()
+        total = out.double().reshape(1) if self.last else torch.zeros(1, dtype=torch.float64, device=self.like.device)
+        dist.broadcast(total, group=self.group.handle, group_src=self.group.size - 1)
+        return total[0]
