@@ -144,13 +144,26 @@ def test_copies_of_a_weight_follow_it():
         made.append(weight.clone())
         return fp8.rows(weight)
 
-    copies, weight = llama_fp8.Copies(make), torch.nn.Parameter(torch.ones(16, 16))
+    copies, weight = llama_fp8.Copies(make, kept=True), torch.nn.Parameter(torch.ones(16, 16))
     first = copies.of(weight)
     assert copies.of(weight) is first
     with torch.no_grad():
         weight.mul_(3)
     assert torch.equal(copies.of(weight).wide(), torch.full((16, 16), 3.0))
     assert len(made) == 2
+
+
+def test_copies_are_not_kept_where_weights_are_not():
+    made = []
+
+    def make(weight: Tensor) -> Fp8:
+        made.append(weight.dtype)
+        return fp8.rows(weight)
+
+    copies, weight = llama_fp8.Copies(make, kept=False), torch.nn.Parameter(torch.ones(16, 16))
+    assert copies.of(weight) is not copies.of(weight)
+    assert made == [torch.bfloat16, torch.bfloat16]  # whatever the weight is kept in
+    assert not copies.made
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import RequestError
-from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl
+from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl, triton
 
 LOG2_E = 1.4426950408889634
 # Tiles of queries and of keys, warps, stages.
@@ -25,6 +25,7 @@ FORWARD = (64, 64, 4, 3)
 BACK_QUERIES = (64, 64, 4, 2)
 BACK_KEYS = (64, 64, 4, 2)
 DIMS = (32, 64, 128)  # of a head: what these tiles leave room for
+SINCE = 90  # compute capability 9.0: Hopper
 MOST = 2**31 - 1  # addresses are 32-bit offsets
 
 
@@ -69,7 +70,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
 @cache
 def _descriptors(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None:
     """What makes descriptors of tiles, where the device reads by them."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] < 9:
+    if not serve(device):
+        return None
+    arch = triton.runtime.driver.active.get_current_target().arch  # a number of NVIDIA's, and of nobody else's
+    if not isinstance(arch, int) or arch < SINCE:
         return None
     name = "triton.tools.tensor_descriptor"
     if find_spec("triton.tools") is None or find_spec(name) is None:  # an older Triton
