@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from ranks.plan_tables import FEW_STEPS, HUGE, LOADED, PLANS, RESUMED, ROUNDED, SMALL_GRAIN, UNPADDED, keeping, spelled
 from ranks.train_plans import KEEP_EVERY, build, train, whole_weights
 from steelyard.data.rows import Row
 from steelyard.engines.transformers.score import config
@@ -30,87 +31,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = 1e-8
 APART = ["data", "meet", "compute", "exchange", "compute"]  # phases of a step where ranks meet at its ends alone
-HUGE = 2.0**24  # the first steps of fp16 overflow with it, and are not taken
-
-
-def plans(text: str) -> list[dict]:
-    """Lines of: plan, sharding, degree, recompute, rows of a micro-batch, precision. A dash is the default."""
-    out = []
-    for line in text.split("\n"):
-        if line.strip():
-            parallel, *rest, precision = line.split()
-            names = ("sharding", "sharding_degree", "recompute", "micro_batch")
-            settings = {f"tune.{name}": value for name, value in zip(names, rest, strict=True) if value != "-"}
-            one = {"name": " ".join(line.split()), "settings": {"tune.parallel": parallel, **settings}}
-            out.append(one | ({} if precision == "-" else {"precision": precision, "scale": HUGE}))
-    return out
-
-
-PLANS = plans("""
-    DP8       0 - none      2 -
-    DP8       1 - selective 1 -
-    DP8       2 - full      1 -
-    DP8       3 - none      4 -
-    DP8       2 4 none      1 -
-    DP8       1 2 none      1 -
-    TP8       0 - none      4 -
-    TP4DP2    1 - full      4 -
-    TP2DP4    0 - selective 4 -
-    TP2DP4    2 - none      1 -
-    TP2DP4    3 2 none      4 -
-    PP4DP2    0 - selective 2 -
-    PP4DP2    3 - full      2 -
-    PP2DP4    1 - none      1 -
-    PP2DP4    2 2 none      1 -
-    TP2PP4DP1 0 - none      4 -
-    TP2PP2DP2 0 - full      4 -
-    TP2PP2DP2 2 - none      2 -
-""")
-ROUNDED = plans("""
-    DP8       3 - none      2 bf16
-    TP2DP4    0 - none      4 bf16
-    TP2PP2DP2 1 - none      4 bf16
-    TP2DP4    2 - none      4 bf16-pure
-    PP2DP4    0 - none      2 fp16
-    TP2PP2DP2 1 - none      4 fp16
-    DP8       1 - none      2 fp8
-    DP8       3 - none      2 fp8-pure
-    TP2PP2DP2 0 - full      4 fp8
-""")
-FEW_STEPS = {"question.train.steps": 4}  # of what a CPU multiplies many times more slowly
-for one in ROUNDED:
-    one["settings"] |= {} if one["precision"] == "fp16" else FEW_STEPS
-LOADED = plans("PP2DP4 3 - none 2 -")
-# Conversations, in micro-batches of as many sizes as there are: a row's padding is left out.
-SMALL_GRAIN = 8
-UNPADDED = plans("""
-    DP8       1 - none      2 -
-    TP4DP2    0 - none      3 -
-    TP2PP2DP2 3 - full      2 -
-    PP4DP2    0 - none      2 -
-""")
-for one in UNPADDED:
-    one |= {"name": f"{one['name']} unpadded", "case": "aquila2-7b-alpaca", "grain": SMALL_GRAIN}
-
-# Runs that keep a checkpoint, and runs that go on from it under another plan.
-KEPT = ("TP2PP2DP2 2 - none      2 -", "DP8       3 - none      4 -", "PP2DP4    0 - none      2 fp16")
-RESUMED = {
-    "DP8       0 - none      1 -": KEPT[0],
-    "TP4DP2    3 - none      1 -": KEPT[0],
-    "PP4DP2    2 - none      1 -": KEPT[1],
-    "TP2PP2DP2 2 - none      1 fp16": KEPT[2],
-}
-
-
-def spelled(line: str) -> str:
-    return " ".join(line.split())
-
-
-def keeping(folder: Path) -> list[dict]:
-    """All plans, those of KEPT with a place for their checkpoints, and the ones that go on from there."""
-    kept = {spelled(line): str(folder / f"kept-{i}") for i, line in enumerate(KEPT)}
-    begun = [one | ({"keep": kept[one["name"]]} if one["name"] in kept else {}) for one in [*PLANS, *ROUNDED]]
-    return [*begun, *[plans(new)[0] | {"resume": kept[spelled(old)]} for new, old in RESUMED.items()]]
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from steelyard.case.case import Case, Tune
 from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
-from steelyard.models.shapes import LlamaModel, vocab_rows
-from steelyard.plan import flops
+from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
+from steelyard.plan import flops, memory_glm
 from steelyard.plan.degrees import Plan, shard_degree, stage_layers
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # of fp8, what all but the layers' matrices is in
@@ -31,8 +31,8 @@ SHARED_KEYS = 12
 # What an allocator holds for each byte of activations, where every batch has other sizes: 20.8 GiB instead of 17.2 and 72.6
 # instead of 67.0 with 12.6 and 62.8 of weights, 41.8 instead of 22.0 with a shared prefix.
 SCATTER = 2.6
-# Of a GLM: numbers that a layer keeps of a token, in units of its hidden size (measured: 24.7 closed, 17.4 open).
-CLOZE_NUMBERS = 26
+# The same of a GLM's: 24.7 numbers in units of the hidden size were held for 18 that a layer keeps of a token.
+CLOZE_SCATTER = 1.4
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -262,12 +262,12 @@ def _cloze(case: Case) -> int:
     """Activations of a micro-batch of contexts with candidates. Of ReCoRD a row has about 210 tokens, and an example ten rows
     closed, one open: half and a whole of the longest."""
     train, model, size = case.question.train, case.question.model, BYTES[case.question.precision.matmul]
-    if train is None:
+    if train is None or not isinstance(model, GlmModel):
         return 0
     candidates = 1 + int(getattr(case.question.data, "wrong", 0))
-    numbers: int = model.layers * model.hidden * CLOZE_NUMBERS
     tokens = case.tune.micro_batch * train.length * (candidates if case.question.division == "closed" else 2) // 2
-    return tokens * numbers * size
+    recompute: Literal["none", "full"] = "none" if case.tune.recompute == "none" else "full"
+    return int(CLOZE_SCATTER * tokens * memory_glm.glm_bytes(model, size, recompute))
 
 
 def _held(case: Case, plan: Plan) -> Parts:
