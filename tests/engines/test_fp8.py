@@ -40,7 +40,7 @@ def test_smoke_training_reaches_its_bound(case: str, precision: str, shell: Shel
     assert found["quality"]["evaluated"]
     assert EMULATED in found["notes"]
     details = found["engine"]["details"]
-    assert (details["fp8"], details["weight_gradients"]) == ("emulated: numbers of fp8, sums of fp32", "bf16")
+    assert (details["fp8"], details["weight_gradients"]) == ("emulated: numbers of fp8, sums of fp32", "fp8")
     kept = "bf16" if precision == "fp8-pure" else "fp32"
     own = {"parameters": "bf16" if precision == "fp8-pure" else "bf16/fp32"}
     assert details["dtypes"] == {"main_parameters": kept, "gradients": kept, "states": kept} | own
