@@ -163,11 +163,11 @@ def test_a_record_says_what_nobody_has_run() -> None:
     assert modes.untried(Modes(2, 1, 1, 2, 2, False), "gpu", "bf16-o2") == ["gpu", "bf16-o2", "tp", "sharding 2"]
 
 
-@pytest.mark.parametrize("engine", ["torch", "transformers"])
-def test_other_engines_do_not_train_in_paddles_precisions(engine: str) -> None:
+@pytest.mark.parametrize(("engine", "more"), [("torch", ", fp8, fp8-pure"), ("transformers", "")])
+def test_other_engines_do_not_train_in_paddles_precisions(engine: str, more: str) -> None:
     with pytest.raises(RequestError) as caught:
         ready(Request(resolve(CORPUS, "smoke", "fp16-o2"), engine=engine, accelerator="cpu"))
-    assert str(caught.value) == f"engine {engine} does not train in fp16-o2; allowed: fp32, tf32, fp16, bf16, bf16-pure"
+    assert str(caught.value) == f"engine {engine} does not train in fp16-o2; allowed: fp32, tf32, fp16, bf16, bf16-pure{more}"
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,25 @@
 """Gate and up as two halves, as a CPU has them: the same weights, and the same answers."""
 
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from steelyard.models import llama_init, placements
 from steelyard.models.attention import layout
-from steelyard.models.llama import LlamaShape
+from steelyard.models.llama import GatesApart, LlamaShape
 from steelyard.models.placements import WHOLE
 
 SHAPE = LlamaShape(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=48, vocab=64, positions=32)
+APART = GatesApart(**asdict(SHAPE))
 LENS = [5, 9, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_halves_have_the_same_weights_and_answers(dtype: torch.dtype) -> None:
-    assert (SHAPE.ffn_block, replace(SHAPE, gates_apart=True).ffn_block) == (8, 48)
+    assert (SHAPE.ffn_block, APART.ffn_block) == (8, 48)
     models = []
-    for shape in (SHAPE, replace(SHAPE, gates_apart=True)):
+    for shape in (SHAPE, APART):
         made = llama_init.build(shape, torch.device("cpu"), dtype)
         llama_init.fill_random(made, 3, shape)
         models.append(made)

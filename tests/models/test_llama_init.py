@@ -15,7 +15,7 @@ from steelyard.models.shapes import LlamaModel
 
 def test_shape_of_a_case() -> None:
     fields = asdict(replace(SHAPE, rope_base=5e5, norm_eps=1e-6, tied=True))
-    dims = {key: value for key, value in fields.items() if key not in ("head_dim", "gates_apart")}
+    dims = {key: value for key, value in fields.items() if key != "head_dim"}
     model = LlamaModel(family="llama", nominal_parameters=7e9, **dims)
     assert asdict(llama_init.shape_of(model)) == fields
 

@@ -45,9 +45,8 @@ ROUNDED = plans("""
     TP2DP4    2 - none      4 bf16-pure
     PP2DP4    0 - none      2 fp16
     TP2PP2DP2 1 - none      4 fp16
-    DP8       1 - none      2 fp8
-    DP8       3 - none      2 fp8-pure
-    TP2PP2DP2 0 - full      4 fp8
+    DP8       3 - none      2 fp8
+    TP2PP2DP2 1 - full      4 fp8-pure
 """)
 FEW_STEPS = {"question.train.steps": 4}  # of what a CPU multiplies many times more slowly
 for one in ROUNDED:

@@ -278,9 +278,11 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-done.set()
-watcher.join()
+try:
+    convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+finally:
+    done.set()
+    watcher.join()
 print(highest - before)
 """
 

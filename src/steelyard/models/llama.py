@@ -33,16 +33,21 @@ class LlamaShape:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     tied: bool = False
-    gates_apart: bool = False  # all rows of gate, then all of up: for a CPU, and for a whole model only
 
     @property
     def ffn_block(self) -> int:
         """Rows of gate, then as many of up: the most, up to what one load of 16 bytes takes, of which every share that
         divides the key groups holds whole ones. So a share has the same block as the whole."""
-        if self.gates_apart:
-            return self.ffn
         shares = math.gcd(self.ffn, self.kv_heads)
         return next(block for block in (8, 4, 2, 1) if self.ffn % (block * shares) == 0)
+
+
+class GatesApart(LlamaShape):
+    """The same with all rows of gate before all of up: for a CPU, and for a whole model only."""
+
+    @property
+    def ffn_block(self) -> int:
+        return self.ffn
 
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -75,7 +80,7 @@ class Block(nn.Module):
 
 def swiglu(gate_up: Tensor, shape: LlamaShape) -> Tensor:
     """SwiGLU; in place where gate and up lie apart, which only scoring on a CPU has: there new memory is slow at first."""
-    if not shape.gates_apart:
+    if not isinstance(shape, GatesApart):
         return gated(gate_up, shape.ffn_block)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
