@@ -9,12 +9,16 @@ same in every run. Exponents are to base 2.
 What is dropped is a hash of a seed, the head, the query and the key, and is hashed again backward.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from steelyard.errors import RequestError
 from steelyard.kernels.glm_norm import Dropout, reduce_parts
 from steelyard.kernels.jit import blocks, constexpr, power_of_2, tensor, tl, varied
+from steelyard.kernels.pair_dropout import kept, keys_of, of_keys, of_queries
+from steelyard.kernels.tiles import described, read_tile, tiles
 
 LOG2_E = 1.4426950408889634
 COUNTED = 2**31 - 1  # numbers: addresses are 32-bit offsets
@@ -36,9 +40,11 @@ def attend(qkv: Tensor, borders: Tensor, dropout: Dropout) -> tuple[Tensor, Tens
     tokens, _, heads, dim = qkv.shape
     out, lse = qkv.new_empty(tokens, heads, dim), qkv.new_empty(heads, tokens, dtype=torch.float32)
     tile, keys, warps, stages = FORWARD
+    (read,), by_descriptor = _read(keys, qkv.flatten(1, 2))
     _forward[(blocks(tokens, tile), heads)](
-        qkv, out, lse, borders, *_drawn(dropout), tokens, dim**-0.5 * LOG2_E, *_dropped(dropout),
-        dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), tile, keys, num_warps=warps, num_stages=stages,
+        qkv, read, out, lse, borders, *_drawn(dropout), tokens, dim**-0.5 * LOG2_E, *_dropped(dropout),
+        dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), tile, keys, by_descriptor,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -51,12 +57,19 @@ def attend_backward(
     total, dot = torch.empty_like(qkv), torch.empty_like(lse)
     grid = blocks(tokens, TILE), heads
     parts = qkv.new_empty(grid[0], 3, heads * dim, dtype=torch.float32)
-    given = (grad, qkv, out, lse, dot, total, parts, borders, *_drawn(dropout), tokens, dim**-0.5, *_dropped(dropout))
+    given = (out, lse, dot, total, parts, borders, *_drawn(dropout), tokens, dim**-0.5, *_dropped(dropout))
     sizes = dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), TILE
     for kernel, (other, warps, stages) in ((_back_queries, BACK_QUERIES), (_back_keys, BACK_KEYS)):
-        kernel[grid](*given, *sizes, other, num_warps=warps, num_stages=stages)
+        (read, read_grad), by_descriptor = _read(other, qkv.flatten(1, 2), grad)
+        kernel[grid](grad, read_grad, qkv, read, *given, *sizes, other, by_descriptor, num_warps=warps, num_stages=stages)
     reduce_parts(parts, list(accumulator.view(3, -1)))
     return total
+
+
+def _read(rows: int, *matrices: Tensor) -> tuple[list[Any], bool]:
+    """What tiles of so many tokens are read from, and whether by descriptors: those have sizes that are powers of two."""
+    whole = described(matrices[0].device) and all(one.shape[-1] == power_of_2(one.shape[-1]) for one in matrices)
+    return (tiles(rows, *matrices) if whole else list(matrices)), whole
 
 
 def _drawn(dropout: Dropout) -> tuple[Tensor, int]:
@@ -66,41 +79,6 @@ def _drawn(dropout: Dropout) -> tuple[Tensor, int]:
 def _dropped(dropout: Dropout) -> tuple[float, int]:
     """What the rest is multiplied by, and the share as a number of 31 bit."""
     return 1 / (1 - dropout.share), int(dropout.share * (1 << 31))
-
-
-@varied()
-def _hash(x: tensor) -> tensor:
-    """Of 32 bit, by two multiplications: constants from "Hash Prospector" (C. Wellons 2018)."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@varied()
-def _keys_of(seed: tensor, place: tensor) -> tuple[tensor, tensor]:
-    """Two numbers of 32 bit."""
-    key = tl.load(seed) + place
-    return (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
-
-
-@varied()
-def _of_queries(i: tensor, head: tensor, heads: constexpr, key: tensor) -> tensor:
-    return _hash(_hash((i * heads + head).to(tl.uint32)) ^ key)
-
-
-@varied()
-def _of_keys(j: tensor, key: tensor) -> tensor:
-    return _hash(j.to(tl.uint32) + key)
-
-
-@varied()
-def _kept(a: tensor, b: tensor, below: tensor) -> tensor:
-    """Of a number for each query and one for each key, shaped to be added, which pairs are not dropped. The last step of a hash
-    changes low bits alone, and the sign is left out, so that numbers are compared with one of 31 bit."""
-    x = a + b
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return (x >> 1).to(tl.int32) >= below
 
 
 @varied()
@@ -120,15 +98,30 @@ def _tile(base: tensor, i: tensor, there: tensor, row: constexpr, dim: constexpr
 
 
 @varied()
+def _other(
+    base: tensor, read: tensor, begin: tensor, side: tensor, upto: tensor, tokens: tensor,
+    stride: constexpr, dim: constexpr, wide: constexpr, rows: constexpr, by_descriptor: constexpr,
+) -> tensor:  # fmt: skip
+    """Rows from `begin` on, of the head whose numbers begin at `side`. From `upto` on nobody sees them."""
+    if by_descriptor:
+        return read_tile(read, begin, side, stride, tokens, dim, rows, True)
+    else:
+        at = begin + tl.arange(0, rows)
+        return _tile(base + side, at, at < upto, stride, dim, wide)
+
+
+@varied()
 def _attend_keys(
-    q: tensor, here: tensor, begin: tensor, upto: tensor, i: tensor, start: tensor, end: tensor, own: tensor, a: tensor,
+    q: tensor, qkv: tensor, read: tensor, head: tensor, tokens: tensor, begin: tensor, upto: tensor, i: tensor, start: tensor,
+    end: tensor, own: tensor, a: tensor,
     high: tensor, most: tensor, weight: tensor, total: tensor, scale: tensor, below: tensor,
     masked: constexpr, dropped: constexpr, row: constexpr, dim: constexpr, wide: constexpr, keys: constexpr,
+    by_descriptor: constexpr,
 ) -> tuple[tensor, tensor, tensor]:  # fmt: skip
     """Go on with a softmax by some keys, all of which all queries see unless they are `masked`."""
     j = begin + tl.arange(0, keys)
-    k = _tile(here + row, j, j < upto, 3 * row, dim, wide)
-    v = _tile(here + 2 * row, j, j < upto, 3 * row, dim, wide)
+    k = _other(qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
+    v = _other(qkv, read, begin, 2 * row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
     s = tl.dot(q, tl.trans(k)) * scale
     if masked:
         seen = _seen(i[:, None], start[:, None], end[:, None], own[:, None], j[None, :])
@@ -138,13 +131,14 @@ def _attend_keys(
     fix = tl.exp2(most - larger)
     weight = weight * fix + tl.sum(p, 1)
     if dropped:
-        p = tl.where(_kept(a[:, None], _of_keys(j, high)[None, :], below), p, 0.0)
+        p = tl.where(kept(a[:, None], of_keys(j, high)[None, :], below), p, 0.0)
     return larger, weight, total * fix[:, None] + tl.dot(p.to(v.dtype), v)
 
 
 @varied("tokens", "place", "below")
 def _forward(
     qkv: tensor,
+    read: tensor,
     out: tensor,
     lse: tensor,
     borders: tensor,
@@ -160,31 +154,31 @@ def _forward(
     wide: constexpr,
     tile: constexpr,
     keys: constexpr,
+    by_descriptor: constexpr,
 ) -> None:
     head = tl.program_id(1)
     first = tl.program_id(0) * tile
     i = first + tl.arange(0, tile)
     there = i < tokens
     row: constexpr = heads * dim
-    here = qkv + head * dim
-    q = _tile(here, i, there, 3 * row, dim, wide)
+    q = _tile(qkv + head * dim, i, there, 3 * row, dim, wide)
     start, end = tl.load(borders + i, there, 0), tl.load(borders + tokens + i, there, 0)
     own = tl.load(borders + 2 * tokens + i, there, tokens)
-    low, high = _keys_of(seed, place)
-    a = _of_queries(i, head, heads, low)
+    low, high = keys_of(seed, place)
+    a = of_queries(i, head, heads, low)
     most = tl.full([tile], -1e30, tl.float32)  # finite: less itself it must not be NaN
     weight = tl.zeros([tile], tl.float32)
     total = tl.zeros([tile, wide], tl.float32)
     lowest, whole, upto = _keys_of_queries(borders, tokens, first, tile, keys)
     for begin in range(lowest, whole, keys):
         most, weight, total = _attend_keys(
-            q, here, begin, upto, i, start, end, own, a, high, most, weight, total, scale, below,
-            False, dropped, row, dim, wide, keys,
+            q, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, most, weight, total, scale, below,
+            False, dropped, row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, keys):
         most, weight, total = _attend_keys(
-            q, here, begin, upto, i, start, end, own, a, high, most, weight, total, scale, below,
-            True, dropped, row, dim, wide, keys,
+            q, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, most, weight, total, scale, below,
+            True, dropped, row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
     if dropped:
         total = total * inverse
@@ -221,14 +215,16 @@ def _store(
 
 @varied()
 def _queries_back(
-    q: tensor, g: tensor, here: tensor, begin: tensor, upto: tensor, i: tensor, start: tensor, end: tensor, own: tensor,
+    q: tensor, g: tensor, qkv: tensor, read: tensor, head: tensor, tokens: tensor, begin: tensor, upto: tensor, i: tensor,
+    start: tensor, end: tensor, own: tensor,
     a: tensor, high: tensor, norm: tensor, mean: tensor, scale: tensor, inverse: tensor, below: tensor,
     masked: constexpr, dropped: constexpr, row: constexpr, dim: constexpr, wide: constexpr, keys: constexpr,
+    by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
     """The gradient of queries by some keys, but for the scale."""
     j = begin + tl.arange(0, keys)
-    k = _tile(here + row, j, j < upto, 3 * row, dim, wide)
-    v = _tile(here + 2 * row, j, j < upto, 3 * row, dim, wide)
+    k = _other(qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
+    v = _other(qkv, read, begin, 2 * row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
     s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
     if masked:
         seen = _seen(i[:, None], start[:, None], end[:, None], own[:, None], j[None, :])
@@ -236,14 +232,16 @@ def _queries_back(
     p = tl.exp2(s - norm[:, None])
     slope = tl.dot(g, tl.trans(v))
     if dropped:
-        slope = tl.where(_kept(a[:, None], _of_keys(j, high)[None, :], below), slope * inverse, 0.0)
+        slope = tl.where(kept(a[:, None], of_keys(j, high)[None, :], below), slope * inverse, 0.0)
     return tl.dot((p * (slope - mean[:, None])).to(k.dtype), k)
 
 
 @varied("tokens", "place", "below")
 def _back_queries(
     grad: tensor,
+    read_grad: tensor,
     qkv: tensor,
+    read: tensor,
     out: tensor,
     lse: tensor,
     dot: tensor,
@@ -262,6 +260,7 @@ def _back_queries(
     wide: constexpr,
     tile: constexpr,
     keys: constexpr,
+    by_descriptor: constexpr,
 ) -> None:
     """Of queries; writes the dot product of each output with its gradient, too."""
     head = tl.program_id(1)
@@ -269,44 +268,44 @@ def _back_queries(
     i = first + tl.arange(0, tile)
     there = i < tokens
     row: constexpr = heads * dim
-    here = qkv + head * dim
-    q = _tile(here, i, there, 3 * row, dim, wide)
+    q = _tile(qkv + head * dim, i, there, 3 * row, dim, wide)
     g = _tile(grad + head * dim, i, there, row, dim, wide)
     mean = tl.sum(g.to(tl.float32) * _tile(out + head * dim, i, there, row, dim, wide).to(tl.float32), 1)
     tl.store(dot + head * tokens + i, mean, there)
     norm = tl.load(lse + head * tokens + i, there, 0.0)
     start, end = tl.load(borders + i, there, 0), tl.load(borders + tokens + i, there, 0)
     own = tl.load(borders + 2 * tokens + i, there, tokens)
-    low, high = _keys_of(seed, place)
-    a = _of_queries(i, head, heads, low)
+    low, high = keys_of(seed, place)
+    a = of_queries(i, head, heads, low)
     back = tl.zeros([tile, wide], tl.float32)
     lowest, whole, upto = _keys_of_queries(borders, tokens, first, tile, keys)
     for begin in range(lowest, whole, keys):
         back += _queries_back(
-            q, g, here, begin, upto, i, start, end, own, a, high, norm, mean, scale, inverse, below,
-            False, dropped, row, dim, wide, keys,
+            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, inverse, below,
+            False, dropped, row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, keys):
         back += _queries_back(
-            q, g, here, begin, upto, i, start, end, own, a, high, norm, mean, scale, inverse, below,
-            True, dropped, row, dim, wide, keys,
+            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, inverse, below,
+            True, dropped, row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
     _store(parts, total, back * scale, 0, i, there, head, row, dim, wide)
 
 
 @varied()
 def _keys_back(
-    k: tensor, v: tensor, grad: tensor, here: tensor, lse: tensor, dot: tensor, borders: tensor, begin: tensor, upto: tensor,
+    k: tensor, v: tensor, grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, lse: tensor, dot: tensor,
+    borders: tensor, begin: tensor, upto: tensor,
     j: tensor, b: tensor, low: tensor, head: tensor, tokens: tensor, scale: tensor, inverse: tensor, below: tensor,
     of_k: tensor, of_v: tensor, masked: constexpr, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
-    queries: constexpr,
+    queries: constexpr, by_descriptor: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
     """Add the gradients of keys, but for the scale, and of values by some queries."""
     i = begin + tl.arange(0, queries)
     real = i < upto
     row: constexpr = heads * dim
-    q = _tile(here, i, real, 3 * row, dim, wide)
-    g = _tile(grad + head * dim, i, real, row, dim, wide)
+    q = _other(qkv, read, begin, head * dim, upto, tokens, 3 * row, dim, wide, queries, by_descriptor)
+    g = _other(grad, read_grad, begin, head * dim, upto, tokens, row, dim, wide, queries, by_descriptor)
     norms = head * tokens + i
     norm, mean = tl.load(lse + norms, real, 0.0), tl.load(dot + norms, real, 0.0)
     s = tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634)
@@ -319,9 +318,9 @@ def _keys_back(
     slope = tl.dot(v, tl.trans(g))
     left = p
     if dropped:
-        kept = _kept(_of_queries(i, head, heads, low)[None, :], b[:, None], below)
-        left = tl.where(kept, p * inverse, 0.0)
-        slope = tl.where(kept, slope * inverse, 0.0)
+        stays = kept(of_queries(i, head, heads, low)[None, :], b[:, None], below)
+        left = tl.where(stays, p * inverse, 0.0)
+        slope = tl.where(stays, slope * inverse, 0.0)
     of_v += tl.dot(left.to(g.dtype), g)
     of_k += tl.dot((p * (slope - mean[None, :])).to(q.dtype), q)
     return of_k, of_v
@@ -330,7 +329,9 @@ def _keys_back(
 @varied("tokens", "place", "below")
 def _back_keys(
     grad: tensor,
+    read_grad: tensor,
     qkv: tensor,
+    read: tensor,
     out: tensor,
     lse: tensor,
     dot: tensor,
@@ -349,6 +350,7 @@ def _back_keys(
     wide: constexpr,
     tile: constexpr,
     queries: constexpr,
+    by_descriptor: constexpr,
 ) -> None:
     """Of keys and values, after `_back_queries`. A context's key is seen by all of its row, a span's by itself and those behind
     it."""
@@ -361,8 +363,8 @@ def _back_keys(
     here = qkv + head * dim
     k = _tile(here + row, j, there, 3 * row, dim, wide)
     v = _tile(here + 2 * row, j, there, 3 * row, dim, wide)
-    low, high = _keys_of(seed, place)
-    b = _of_keys(j, high)
+    low, high = keys_of(seed, place)
+    b = of_keys(j, high)
     of_k = tl.zeros([tile, wide], tl.float32)
     of_v = tl.zeros([tile, wide], tl.float32)
     start, end, upto = tl.load(borders + first), tl.load(borders + tokens + first), tl.load(borders + 3 * tokens + last)
@@ -370,13 +372,13 @@ def _back_keys(
     whole = tl.where(last < end, lowest + (upto - lowest) // queries * queries, lowest)  # all are of one context
     for begin in range(lowest, whole, queries):
         of_k, of_v = _keys_back(
-            k, v, grad, here, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, inverse, below, of_k, of_v,
-            False, dropped, heads, dim, wide, queries,
+            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, inverse, below,
+            of_k, of_v, False, dropped, heads, dim, wide, queries, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, queries):
         of_k, of_v = _keys_back(
-            k, v, grad, here, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, inverse, below, of_k, of_v,
-            True, dropped, heads, dim, wide, queries,
+            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, inverse, below,
+            of_k, of_v, True, dropped, heads, dim, wide, queries, by_descriptor,
         )  # fmt: skip
     _store(parts, total, of_k * scale, 1, j, there, head, row, dim, wide)
     _store(parts, total, of_v, 2, j, there, head, row, dim, wide)

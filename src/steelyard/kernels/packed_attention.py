@@ -3,21 +3,18 @@
 The rows of a layout are read as one long row. Of every query it is known which keys it sees, from where to where, and a tile
 of queries reads from the first of them to the last, whatever the number of rows. Queries, keys and values are [T, heads, D],
 and D is a power of two. Without gradients they may lie inside one matrix, queries then as [T, groups, heads of a group, D].
-Exponents are to base 2. Where a device moves tiles by descriptors (Hopper's TMA), keys and values are read by them.
+Exponents are to base 2.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from steelyard.errors import RequestError
-from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl, triton
+from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl
+from steelyard.kernels.tiles import described, read_tile, tiles
 
 LOG2_E = 1.4426950408889634
 # Tiles of queries and of keys, warps, stages.
@@ -25,7 +22,6 @@ FORWARD = (64, 64, 4, 3)
 BACK_QUERIES = (64, 64, 4, 2)
 BACK_KEYS = (64, 64, 4, 2)
 DIMS = (32, 64, 128)  # of a head: what these tiles leave room for
-SINCE = 90  # compute capability 9.0: Hopper
 MOST = 2**31 - 1  # addresses are 32-bit offsets
 
 
@@ -67,37 +63,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
     return out
 
 
-@cache
-def _descriptors(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None:
-    """What makes descriptors of tiles, where the device reads by them."""
-    if not serve(device):
-        return None
-    arch = triton.runtime.driver.active.get_current_target().arch  # a number of NVIDIA's, and of nobody else's
-    if not isinstance(arch, int) or arch < SINCE:
-        return None
-    name = "triton.tools.tensor_descriptor"
-    if find_spec("triton.tools") is None or find_spec(name) is None:  # an older Triton
-        return None
-    made: Callable[[Tensor, list[int]], Any] = import_module(name).TensorDescriptor.from_tensor
-    return made
-
-
-def _tiles(rows: int, *tensors: Tensor) -> list[Any]:
-    """Tensors to be read in tiles of so many tokens of one head: by descriptors, or as they are."""
-    describe = _descriptors(tensors[0].device)
-    return [one if describe is None else describe(_matrix(one), [rows, one.shape[-1]]) for one in tensors]
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """From its first head to its last, with what lies between."""
-    tokens, groups, dim = x.shape
-    return x.as_strided((tokens, (groups - 1) * x.stride(1) + dim), (x.stride(0), 1))
-
-
-def _read_by_tiles(device: torch.device) -> bool:
-    return _descriptors(device) is not None
-
-
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, stop: Tensor, end: Tensor) -> Tensor:
@@ -108,9 +73,9 @@ class PackedAttention(torch.autograd.Function):
         out, lse = q.new_empty(tokens, heads, dim), q.new_empty(heads, tokens, dtype=torch.float32)
         tile, keys, warps, stages = FORWARD
         places = [one.stride(i) for one in (q, k, v) for i in (0, 1)]
-        sizes = (dim**-0.5 * LOG2_E, tokens, len(k), heads, ratio, dim, tile, keys, _read_by_tiles(q.device))
+        sizes = (dim**-0.5 * LOG2_E, tokens, len(k), heads, ratio, dim, tile, keys, described(q.device))
         grid = (-(-tokens // tile), heads)
-        _forward[grid](q, *_tiles(keys, k, v), *places, out, lse, begin, stop, *sizes, num_warps=warps, num_stages=stages)
+        _forward[grid](q, *tiles(keys, k, v), *places, out, lse, begin, stop, *sizes, num_warps=warps, num_stages=stages)
         context.save_for_backward(q.flatten(1, 2), k, v, out, lse, begin, end)
         return out
 
@@ -125,31 +90,12 @@ class PackedAttention(torch.autograd.Function):
         back_q, back_k, back_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         sizes = (scale, scale * LOG2_E, tokens, heads, heads // groups, dim)
         tile, keys, warps, stages = BACK_KEYS
-        given = (*_tiles(tile, q, grad), k, v, lse, dot, back_k, back_v, end, *sizes, tile, keys, _read_by_tiles(q.device))
+        given = (*tiles(tile, q, grad), k, v, lse, dot, back_k, back_v, end, *sizes, tile, keys, described(q.device))
         _back_keys[(-(-tokens // keys), groups)](*given, num_warps=warps, num_stages=stages)
         tile, keys, warps, stages = BACK_QUERIES
-        given = (q, *_tiles(keys, k, v), grad, lse, dot, back_q, begin, *sizes, tile, keys, _read_by_tiles(q.device))
+        given = (q, *tiles(keys, k, v), grad, lse, dot, back_q, begin, *sizes, tile, keys, described(q.device))
         _back_queries[(-(-tokens // tile), heads)](*given, num_warps=warps, num_stages=stages)
         return back_q, back_k, back_v, None, None, None
-
-
-@jit
-def _tile(
-    x: tensor,
-    low: tensor,
-    side: tensor,
-    stride: tensor,
-    count: tensor,
-    dim: constexpr,
-    keys: constexpr,
-    described: constexpr,
-) -> tensor:
-    """Keys or values of one head, from a token on; zeros behind the last."""
-    if described:
-        return x.load([low, side])
-    else:
-        at = low + tl.arange(0, keys)
-        return tl.load(x + at[:, None] * stride + side + tl.arange(0, dim)[None, :], (at < count)[:, None], 0.0)
 
 
 @jit
@@ -175,7 +121,7 @@ def _forward(
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
-    described: constexpr,
+    by_descriptor: constexpr,
 ) -> None:
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
@@ -196,7 +142,7 @@ def _forward(
     sums = tl.zeros([tile, dim], tl.float32)
     for low in range(lowest, last, keys):
         column = low + tl.arange(0, keys)
-        key = _tile(k, low, group * k_group, k_row, count, dim, keys, described)
+        key = read_tile(k, low, group * k_group, k_row, count, dim, keys, by_descriptor)
         score = tl.dot(query, tl.trans(key)) * scale
         if (low + keys > hidden) | (low < shown):
             seen = (column[None, :] < bound[:, None]) & (column[None, :] >= start[:, None])
@@ -205,7 +151,7 @@ def _forward(
         weight = tl.exp2(score - more[:, None])
         less = tl.exp2(most - more)
         total = total * less + tl.sum(weight, 1)
-        value = _tile(v, low, group * v_group, v_row, count, dim, keys, described)
+        value = read_tile(v, low, group * v_group, v_row, count, dim, keys, by_descriptor)
         sums = tl.dot(weight.to(value.dtype), value, sums * less[:, None])
         most = more
     tl.store(out + (row[:, None] * heads + head) * dim + d, sums / total[:, None], there[:, None])
@@ -241,7 +187,7 @@ def _back_keys(
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
-    described: constexpr,
+    by_descriptor: constexpr,
 ) -> None:
     first = tl.program_id(0) * keys
     group = tl.program_id(1)
@@ -259,12 +205,12 @@ def _back_keys(
         for low in range(first // tile * tile, last, tile):
             row = low + tl.arange(0, tile)
             known = row < tokens
-            query = _tile(q, low, head * dim, heads * dim, tokens, dim, tile, described)
+            query = read_tile(q, low, head * dim, heads * dim, tokens, dim, tile, by_descriptor)
             above = tl.load(lse + head * tokens + row, known, 0.0)
             # Masked in every tile: a branch here costs more than it saves.
             seen = (row[None, :] >= column[:, None]) & (row[None, :] < stop[:, None])
             weight = tl.where(seen, tl.exp2(tl.dot(key, tl.trans(query)) * scale2 - above[None, :]), 0.0)
-            slope = _tile(grad, low, head * dim, heads * dim, tokens, dim, tile, described)
+            slope = read_tile(grad, low, head * dim, heads * dim, tokens, dim, tile, by_descriptor)
             sums_v = tl.dot(weight.to(slope.dtype), slope, sums_v)
             part = tl.load(dot + head * tokens + row, known, 0.0)
             change = weight * (tl.dot(value, tl.trans(slope)) - part[None, :])
@@ -293,12 +239,12 @@ def _back_part(
     dim: constexpr,
     keys: constexpr,
     masked: constexpr,
-    described: constexpr,
+    by_descriptor: constexpr,
 ) -> tensor:
     """The sums of queries' gradients, and what keys from `begin` to `end` add to them."""
     for low in range(begin, end, keys):
-        key = _tile(k, low, side, stride, tokens, dim, keys, described)
-        value = _tile(v, low, side, stride, tokens, dim, keys, described)
+        key = read_tile(k, low, side, stride, tokens, dim, keys, by_descriptor)
+        value = read_tile(v, low, side, stride, tokens, dim, keys, by_descriptor)
         weight = tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - above[:, None])
         if masked:
             column = low + tl.arange(0, keys)
@@ -326,7 +272,7 @@ def _back_queries(
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
-    described: constexpr,
+    by_descriptor: constexpr,
 ) -> None:
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
@@ -364,12 +310,48 @@ def _back_queries(
         dim,
         keys,
         True,
-        described,
+        by_descriptor,
     )
     sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, shown, own, side, stride, scale2, tokens, dim, keys, False, described
+        query,
+        slope,
+        sums,
+        k,
+        v,
+        above,
+        part,
+        row,
+        start,
+        shown,
+        own,
+        side,
+        stride,
+        scale2,
+        tokens,
+        dim,
+        keys,
+        False,
+        by_descriptor,
     )
     sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, own, last, side, stride, scale2, tokens, dim, keys, True, described
+        query,
+        slope,
+        sums,
+        k,
+        v,
+        above,
+        part,
+        row,
+        start,
+        own,
+        last,
+        side,
+        stride,
+        scale2,
+        tokens,
+        dim,
+        keys,
+        True,
+        by_descriptor,
     )
     tl.store(back_q + at, sums * scale, there[:, None])
