@@ -55,7 +55,8 @@ def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kernel", ["flash", "packed"])
 def test_scoring_answers_as_it_is_emulated(kernel: str) -> None:
-    """Roundings of fp8 fall differently where bf16's do: by less than fp8 itself is away from bf16."""
+    """As far from bf16 as what is emulated, and nearer to that: a rounding to fp8 may fall on the other side where a sum in bf16
+    does, which is one in some dozen (a step of bf16 is a 32nd of one of e4m3)."""
     told = {}
     for device, of in ((CPU, "rows"), (CUDA, kernel)):
         model, (tokens, positions) = model_of(device), inputs(device)
@@ -66,7 +67,9 @@ def test_scoring_answers_as_it_is_emulated(kernel: str) -> None:
             blocks = [Fp8ScoreBlock(block, Fp8Kernels(device == CUDA)) for block in model.layers]
             told[device] = model(*given, blocks=blocks), wide
     emulated, bf16 = told[CPU]
-    assert apart(told[CUDA][0], emulated) <= 0.6 * apart(emulated, bf16)
+    found, wide = told[CUDA]
+    assert apart(found, wide) == pytest.approx(apart(emulated, bf16), rel=0.1)
+    assert apart(found, emulated) <= 0.75 * apart(emulated, bf16)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])

@@ -1,10 +1,9 @@
 """All attention of a GLM in Triton, for 16-bit types: contexts on themselves, spans on their context and on their own past.
 
-Tokens are in the order of `Joint`, every context with its spans behind it, and are read as one long row: of each token it is
-known where its row begins, where the context in it ends, where its own span begins, and where the row ends. A token sees its
-context, and its own span up to itself. A tile of queries reads the keys from the beginning of its first row to the last that it
-sees. Gradients are written where the matmul before reads them, and nothing is added up by several programs: results are the
-same in every run. Exponents are to base 2.
+Tokens are in the order of `Joint`, every context with its spans behind it: of each token it is known where its row begins,
+where the context in it ends and where its own span begins. A token sees its context, and its own span up to itself. A program
+has some tokens of one row, so that a row's queries read its own keys and no others. Gradients are written where the matmul
+before reads them, and nothing is added up by several programs: results are the same in every run. Exponents are to base 2.
 
 What is dropped is a hash of a seed, the head, the query and the key, and is hashed again backward.
 """
@@ -16,48 +15,55 @@ from torch import Tensor
 
 from steelyard.errors import RequestError
 from steelyard.kernels.glm_norm import Dropout, reduce_parts
-from steelyard.kernels.jit import blocks, constexpr, power_of_2, tensor, tl, varied
+from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, varied
 from steelyard.kernels.pair_dropout import kept, keys_of, of_keys, of_queries
 from steelyard.kernels.tiles import described, read_tile, tiles
 
 LOG2_E = 1.4426950408889634
 COUNTED = 2**31 - 1  # numbers: addresses are 32-bit offsets
 LEAST = 16  # numbers of a head that a matrix unit takes at once
-# Queries of a program, keys that it reads at once, warps, stages.
-FORWARD = (64, 64, 4, 3)
-# Tokens whose gradients a program makes; then what each of the two kernels reads at once, warps, stages.
-TILE = 64
-BACK_QUERIES = (64, 4, 2)
-BACK_KEYS = (64, 4, 3)
+TILE = 64  # tokens of a program, at most
+# What a program reads at once of the other tokens, warps, stages.
+FORWARD = (32, 4, 3)
+BACK_QUERIES = (32, 4, 3)
+BACK_KEYS = (32, 4, 2)
 
 
-def attend(qkv: Tensor, borders: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
-    """Attention [T, H, D] and the logarithm of each softmax's sum [H, T]. `borders` is int32 [4, T]."""
+def attend(qkv: Tensor, borders: Tensor, programs: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
+    """Attention [T, H, D] and the logarithm of each softmax's sum [H, T]. `borders` is int32 [3, T], `programs` int32 [2, P]:
+    the first token of each program, and where its row ends."""
     if qkv.numel() > COUNTED:
         raise RequestError(
             f"tune.attention='packed' counts to {COUNTED}, not to {qkv.numel()} numbers; choose a smaller tune.micro_batch"
         )
     tokens, _, heads, dim = qkv.shape
     out, lse = qkv.new_empty(tokens, heads, dim), qkv.new_empty(heads, tokens, dtype=torch.float32)
-    tile, keys, warps, stages = FORWARD
+    keys, warps, stages = FORWARD
     (read,), by_descriptor = _read(keys, qkv.flatten(1, 2))
-    _forward[(blocks(tokens, tile), heads)](
-        qkv, read, out, lse, borders, *_drawn(dropout), tokens, dim**-0.5 * LOG2_E, *_dropped(dropout),
-        dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), tile, keys, by_descriptor,
+    _forward[(programs.shape[1], heads)](
+        qkv, read, out, lse, borders, programs, *_drawn(dropout), tokens, dim**-0.5 * LOG2_E, *_dropped(dropout),
+        dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), TILE, keys, by_descriptor,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
 
 def attend_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, borders: Tensor, dropout: Dropout, accumulator: Tensor
+    grad: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    borders: Tensor,
+    programs: Tensor,
+    dropout: Dropout,
+    accumulator: Tensor,
 ) -> Tensor:
     """The gradient of qkv. Its column sum, a bias's gradient, is added to `accumulator`."""
     tokens, _, heads, dim = qkv.shape
     total, dot = torch.empty_like(qkv), torch.empty_like(lse)
-    grid = blocks(tokens, TILE), heads
+    grid = programs.shape[1], heads
     parts = qkv.new_empty(grid[0], 3, heads * dim, dtype=torch.float32)
-    given = (out, lse, dot, total, parts, borders, *_drawn(dropout), tokens, dim**-0.5, *_dropped(dropout))
+    given = (out, lse, dot, total, parts, borders, programs, *_drawn(dropout), tokens, dim**-0.5, *_dropped(dropout))
     sizes = dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), TILE
     for kernel, (other, warps, stages) in ((_back_queries, BACK_QUERIES), (_back_keys, BACK_KEYS)):
         (read, read_grad), by_descriptor = _read(other, qkv.flatten(1, 2), grad)
@@ -67,8 +73,9 @@ def attend_backward(
 
 
 def _read(rows: int, *matrices: Tensor) -> tuple[list[Any], bool]:
-    """What tiles of so many tokens are read from, and whether by descriptors: those have sizes that are powers of two."""
-    whole = described(matrices[0].device) and all(one.shape[-1] == power_of_2(one.shape[-1]) for one in matrices)
+    """What tiles of so many tokens are read from, and whether by descriptors: only heads of the sizes that are computed."""
+    dim = matrices[0].shape[-1]
+    whole = described(matrices[0].device) and dim == max(LEAST, power_of_2(dim))
     return (tiles(rows, *matrices) if whole else list(matrices)), whole
 
 
@@ -77,8 +84,8 @@ def _drawn(dropout: Dropout) -> tuple[Tensor, int]:
 
 
 def _dropped(dropout: Dropout) -> tuple[float, int]:
-    """What the rest is multiplied by, and the share as a number of 31 bit."""
-    return 1 / (1 - dropout.share), int(dropout.share * (1 << 31))
+    """What the rest is multiplied by, and which hashes are dropped."""
+    return 1 / (1 - dropout.share), dropout.below
 
 
 @varied()
@@ -142,6 +149,7 @@ def _forward(
     out: tensor,
     lse: tensor,
     borders: tensor,
+    programs: tensor,
     seed: tensor,
     place: tensor,
     tokens: tensor,
@@ -157,9 +165,9 @@ def _forward(
     by_descriptor: constexpr,
 ) -> None:
     head = tl.program_id(1)
-    first = tl.program_id(0) * tile
+    first, stop = _own_tokens(programs)
     i = first + tl.arange(0, tile)
-    there = i < tokens
+    there = i < stop
     row: constexpr = heads * dim
     q = _tile(qkv + head * dim, i, there, 3 * row, dim, wide)
     start, end = tl.load(borders + i, there, 0), tl.load(borders + tokens + i, there, 0)
@@ -169,7 +177,7 @@ def _forward(
     most = tl.full([tile], -1e30, tl.float32)  # finite: less itself it must not be NaN
     weight = tl.zeros([tile], tl.float32)
     total = tl.zeros([tile, wide], tl.float32)
-    lowest, whole, upto = _keys_of_queries(borders, tokens, first, tile, keys)
+    lowest, whole, upto = _keys_of_queries(borders, tokens, first, stop, tile, keys)
     for begin in range(lowest, whole, keys):
         most, weight, total = _attend_keys(
             q, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, most, weight, total, scale, below,
@@ -189,15 +197,21 @@ def _forward(
 
 
 @varied()
+def _own_tokens(programs: tensor) -> tuple[tensor, tensor]:
+    """The first token of this program, and where its row ends: the same where it has none."""
+    return tl.load(programs + tl.program_id(0)), tl.load(programs + tl.num_programs(0) + tl.program_id(0))
+
+
+@varied()
 def _keys_of_queries(
-    borders: tensor, tokens: tensor, first: tensor, tile: constexpr, keys: constexpr
+    borders: tensor, tokens: tensor, first: tensor, stop: tensor, tile: constexpr, keys: constexpr
 ) -> tuple[tensor, tensor, tensor]:
-    """The first key that a tile of queries sees, up to where all of them see all keys, and the end of those they see. In whole
-    steps of `keys`, and only if all queries are of one row."""
-    last = tl.minimum(first + tile, tokens) - 1
-    lowest, end = tl.load(borders + first), tl.load(borders + tokens + last)
-    whole = tl.where(lowest == tl.load(borders + last), lowest + (end - lowest) // keys * keys, lowest)
-    return lowest, whole, tl.maximum(end, last + 1)
+    """The first key that queries of one row see, up to where all of them see all keys, in whole steps of `keys`, and the end of
+    those they see."""
+    some = first < stop
+    lowest, end = tl.load(borders + first, some, 0), tl.load(borders + tokens + first, some, 0)
+    upto = tl.where(some, tl.maximum(end, tl.minimum(first + tile, stop)), 0)
+    return lowest, lowest + (end - lowest) // keys * keys, upto
 
 
 @varied()
@@ -248,6 +262,7 @@ def _back_queries(
     total: tensor,
     parts: tensor,
     borders: tensor,
+    programs: tensor,
     seed: tensor,
     place: tensor,
     tokens: tensor,
@@ -264,9 +279,9 @@ def _back_queries(
 ) -> None:
     """Of queries; writes the dot product of each output with its gradient, too."""
     head = tl.program_id(1)
-    first = tl.program_id(0) * tile
+    first, stop = _own_tokens(programs)
     i = first + tl.arange(0, tile)
-    there = i < tokens
+    there = i < stop
     row: constexpr = heads * dim
     q = _tile(qkv + head * dim, i, there, 3 * row, dim, wide)
     g = _tile(grad + head * dim, i, there, row, dim, wide)
@@ -278,7 +293,7 @@ def _back_queries(
     low, high = keys_of(seed, place)
     a = of_queries(i, head, heads, low)
     back = tl.zeros([tile, wide], tl.float32)
-    lowest, whole, upto = _keys_of_queries(borders, tokens, first, tile, keys)
+    lowest, whole, upto = _keys_of_queries(borders, tokens, first, stop, tile, keys)
     for begin in range(lowest, whole, keys):
         back += _queries_back(
             q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, inverse, below,
@@ -338,6 +353,7 @@ def _back_keys(
     total: tensor,
     parts: tensor,
     borders: tensor,
+    programs: tensor,
     seed: tensor,
     place: tensor,
     tokens: tensor,
@@ -355,10 +371,9 @@ def _back_keys(
     """Of keys and values, after `_back_queries`. A context's key is seen by all of its row, a span's by itself and those behind
     it."""
     head = tl.program_id(1)
-    first = tl.program_id(0) * tile
-    last = tl.minimum(first + tile, tokens) - 1
+    first, stop = _own_tokens(programs)
     j = first + tl.arange(0, tile)
-    there = j < tokens
+    there = j < stop
     row: constexpr = heads * dim
     here = qkv + head * dim
     k = _tile(here + row, j, there, 3 * row, dim, wide)
@@ -367,9 +382,12 @@ def _back_keys(
     b = of_keys(j, high)
     of_k = tl.zeros([tile, wide], tl.float32)
     of_v = tl.zeros([tile, wide], tl.float32)
-    start, end, upto = tl.load(borders + first), tl.load(borders + tokens + first), tl.load(borders + 3 * tokens + last)
+    some = first < stop
+    start, end = tl.load(borders + first, some, 0), tl.load(borders + tokens + first, some, 0)
+    upto = tl.where(some, stop, 0)
     lowest = tl.where(first < end, start, first)
-    whole = tl.where(last < end, lowest + (upto - lowest) // queries * queries, lowest)  # all are of one context
+    inside = tl.minimum(first + tile, stop) <= end  # the context, whose keys all queries see
+    whole = tl.where(inside & some, lowest + (upto - lowest) // queries * queries, lowest)
     for begin in range(lowest, whole, queries):
         of_k, of_v = _keys_back(
             k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, inverse, below,

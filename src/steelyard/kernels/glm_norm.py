@@ -1,7 +1,7 @@
 """What stands between a GLM's matmuls, each in one pass over memory, where Triton is at hand; all is computed in fp32.
 
 Gradients of biases are column sums of what these kernels write anyway: every program sums its own rows, and `_reduce_parts`
-adds those sums to the gradient. What is dropped is drawn by a counter from a seed and drawn again backward: no mask is kept.
+adds those sums to the gradient. What is dropped is a hash of a seed and the place, hashed again backward: no mask is kept.
 The seed is on the device, so that a recorded graph drops other numbers whenever it is replayed. Numbers of tokens are not
 compiled in: micro-batches have different ones.
 """
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, triton, varied
+from steelyard.kernels.jit import blocks, constexpr, power_of_2, tensor, tl, triton, varied
+from steelyard.kernels.pair_dropout import kept, keys_of, of_keys, of_queries
 
 PARTS = 792  # programs that sum columns: as many as a large device runs at once, six on each multiprocessor
-COLUMNS = 1024  # of a wide row, that one program reads
+# Of GELU's gradient: columns of a wide row and rows that a program reads at once, its warps, and how many programs.
+GELU = (1024, 1, 4, 792)
+FLAT = 2048  # numbers of a program that has no columns
 
 
 def plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -35,11 +38,16 @@ def plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Te
 
 @dataclass(frozen=True)
 class Dropout:
-    """What is dropped, drawn from a seed and the place in the model: two places drop different numbers."""
+    """What is dropped, by a seed and the place in the model: two places drop different numbers."""
 
     share: float
     seed: Tensor  # int64 [1], on the device; the same until the backward pass is over
     place: int
+
+    @property
+    def below(self) -> int:
+        """The share as a number of 31 bit: hashes below it are dropped."""
+        return int(self.share * (1 << 31))
 
 
 def dropout_add_norm(
@@ -50,7 +58,7 @@ def dropout_add_norm(
     tokens, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     stats = x.new_empty(tokens, 2, dtype=torch.float32)
-    given = (x, delta, weight, bias, out, normed, stats, dropout.seed, dropout.place, dropout.share, eps)
+    given = (x, delta, weight, bias, out, normed, stats, dropout.seed, dropout.place, dropout.share, dropout.below, eps)
     _dropout_add_norm[(tokens,)](*given, dropout.share > 0, width, power_of_2(width), num_warps=4)
     return out, normed, stats
 
@@ -75,7 +83,7 @@ def dropout_add_norm_backward(
     grad = grad.contiguous()
     given = (x, stats, weight, grad if more is None else more.contiguous(), grad, x if back is None else back)
     _dropout_add_norm_backward[(len(parts),)](
-        *given, x if change is None else change, parts, tokens, dropout.seed, dropout.place, dropout.share,
+        *given, x if change is None else change, parts, tokens, dropout.seed, dropout.place, dropout.share, dropout.below,
         dropout.share > 0, more is not None, stays, sums, width, power_of_2(width), num_warps=4,
     )  # fmt: skip
     reduce_parts(parts, [one for one in accumulators if one is not None])
@@ -91,27 +99,28 @@ def reduce_parts(parts: Tensor, accumulators: list[Tensor]) -> None:
     )
 
 
+def gelu(x: Tensor) -> Tensor:
+    """The tanh form."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _gelu[(blocks(x.numel(), FLAT),)](x, out, x.numel(), FLAT, num_warps=4)
+    return out
+
+
 def gelu_backward(x: Tensor, grad: Tensor, accumulator: Tensor) -> Tensor:
     """Of the tanh form; the column sum, a bias's gradient, is added to `accumulator`."""
     tokens, width = x.shape
-    wide = min(COLUMNS, power_of_2(width))
-    columns = triton.cdiv(width, wide)
-    parts = x.new_empty(min(tokens, max(1, PARTS // columns)), 1, width, dtype=torch.float32)
+    columns, rows, warps, programs = GELU
+    wide = min(columns, power_of_2(width))
+    columns = blocks(width, wide)
+    parts = x.new_empty(min(blocks(tokens, rows), max(1, programs // columns)), 1, width, dtype=torch.float32)
     back = torch.empty_like(x)
-    _gelu_backward[(len(parts), columns)](x, grad.contiguous(), back, parts, tokens, width, wide, num_warps=4)
+    _gelu_backward[(len(parts), columns)](x, grad.contiguous(), back, parts, tokens, width, wide, rows, num_warps=warps)
     reduce_parts(parts, [accumulator])
     return back
 
 
-@varied()
-def _kept(seed: tensor, place: tensor, token: tensor, dropout: tensor, padded: constexpr) -> tensor:
-    """Which numbers of a row are not dropped. A draw gives four."""
-    at = token * (padded // 4) + tl.arange(0, padded // 4)
-    a, b, c, d = tl.rand4x(tl.load(seed) + place, at)
-    return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [padded]) >= dropout
-
-
-@varied("place")
+@varied("place", "below")
 def _dropout_add_norm(
     x: tensor,
     delta: tensor,
@@ -123,6 +132,7 @@ def _dropout_add_norm(
     seed: tensor,
     place: tensor,
     dropout: tensor,
+    below: tensor,
     eps: tensor,
     dropped: constexpr,
     width: constexpr,
@@ -134,7 +144,8 @@ def _dropout_add_norm(
     at = token.to(tl.int64) * width + i
     change = tl.load(delta + at, there, 0.0).to(tl.float32)
     if dropped:
-        change = tl.where(_kept(seed, place, token, dropout, padded), change / (1 - dropout), 0.0)
+        low, high = keys_of(seed, place)
+        change = tl.where(kept(of_queries(token, 0, 1, low), of_keys(i, high), below), change / (1 - dropout), 0.0)
     total = (tl.load(x + at, there, 0.0).to(tl.float32) + change).to(out.dtype.element_ty)
     tl.store(out + at, total, there)
     wide = total.to(tl.float32)
@@ -147,7 +158,7 @@ def _dropout_add_norm(
     tl.store(normed + at, centred * scale * slope + tl.load(bias + i, there, 0.0).to(tl.float32), there)
 
 
-@varied("tokens", "place")
+@varied("tokens", "place", "below")
 def _dropout_add_norm_backward(
     x: tensor,
     stats: tensor,
@@ -161,6 +172,7 @@ def _dropout_add_norm_backward(
     seed: tensor,
     place: tensor,
     dropout: tensor,
+    below: tensor,
     dropped: constexpr,
     ongoing: constexpr,
     stays: constexpr,
@@ -174,6 +186,8 @@ def _dropout_add_norm_backward(
     of_weight = tl.zeros([padded], tl.float32)
     of_bias = tl.zeros([padded], tl.float32)
     before = tl.zeros([padded], tl.float32)
+    low, high = keys_of(seed, place)
+    columns = of_keys(i, high)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64) * width + i
         mean, scale = tl.load(stats + 2 * token), tl.load(stats + 2 * token + 1)
@@ -187,7 +201,8 @@ def _dropout_add_norm_backward(
         if stays:
             tl.store(back + at, g, there)
         if dropped:
-            g = tl.where(_kept(seed, place, token, dropout, padded), g / (1 - dropout), 0.0)
+            stays_on = kept(of_queries(tl.cast(token, tl.int32), 0, 1, low), columns, below)
+            g = tl.where(stays_on, g / (1 - dropout), 0.0)
             tl.store(change + at, g, there)
         before += g
     at = tl.program_id(0).to(tl.int64) * sums * width + i
@@ -216,20 +231,40 @@ def _reduce_parts(
     tl.store(kept, tl.load(kept, i < width).to(tl.float32) + total, i < width)
 
 
+@varied()
+def _share(x: tensor) -> tensor:
+    """Of x that GELU lets through, in its tanh form: a half of 1 + tanh(u) is the sigmoid of 2u."""
+    return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 √(2/π)
+
+
+@varied("count")
+def _gelu(x: tensor, out: tensor, count: tensor, size: constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    a = tl.load(x + at, at < count, 0.0).to(tl.float32)
+    tl.store(out + at, a * _share(a), at < count)
+
+
 @varied("tokens")
 def _gelu_backward(
-    x: tensor, grad: tensor, back: tensor, parts: tensor, tokens: tensor, width: constexpr, wide: constexpr
+    x: tensor,
+    grad: tensor,
+    back: tensor,
+    parts: tensor,
+    tokens: tensor,
+    width: constexpr,
+    wide: constexpr,
+    rows: constexpr,
 ) -> None:
     i = tl.program_id(1) * wide + tl.arange(0, wide)
-    there = i < width
     total = tl.zeros([wide], tl.float32)
-    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        at = tl.cast(token, tl.int64) * width + i
+    for begin in range(tl.program_id(0) * rows, tokens, tl.num_programs(0) * rows):
+        token = begin + tl.arange(0, rows)
+        there = (token < tokens)[:, None] & (i < width)[None, :]
+        at = token.to(tl.int64)[:, None] * width + i[None, :]
         a = tl.load(x + at, there, 0.0).to(tl.float32)
-        root = 1.5957691216057308  # 2 √(2/π): a half of 1 + tanh(u) is the sigmoid of 2u
-        share = tl.sigmoid(root * (a + 0.044715 * a * a * a))
-        steep = share + a * share * (1 - share) * root * (1 + 0.134145 * a * a)
-        g = tl.load(grad + at, there, 0.0).to(tl.float32) * steep
-        total += g
+        g = tl.load(grad + at, there, 0.0).to(tl.float32)
+        share = _share(a)
+        g = g * (share + a * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * a * a))
+        total += tl.sum(g, 0)
         tl.store(back + at, g, there)
-    tl.store(parts + tl.program_id(0) * width + i, total, there)
+    tl.store(parts + tl.program_id(0) * width + i, total, i < width)

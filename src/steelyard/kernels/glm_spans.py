@@ -37,7 +37,8 @@ class Joint:
     starts: Tensor  # int32: where each span begins
     lengths: Tensor  # int32: of the spans; 0 where there are no more
     longest: int  # of the spans
-    borders: Tensor  # int32 [4, T]: where a token's row begins, its context ends, its span begins (T: in no span), its row ends
+    borders: Tensor  # int32 [3, T]: where a token's row begins, its context ends, its span begins (T: in no span)
+    programs: Tensor  # int32 [2, P]: the first of some tokens of a row, and where the row ends; the same where there are none
 
 
 def context_keys_values(qkv: Tensor, rows: Joint) -> Tensor:

@@ -1,5 +1,5 @@
-"""Which pairs of a query and a key are dropped: a hash of a seed, the head, the query and the key. It is the same whichever
-kernel asks, in whatever tiles."""
+"""Which numbers are dropped: a hash of a seed and of two places, a query (of a head) and a key, or a token and a column. It is
+the same whichever kernel asks, in whatever tiles."""
 
 from steelyard.kernels.jit import constexpr, tensor, tl, varied
 

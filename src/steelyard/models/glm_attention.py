@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from steelyard.kernels import glm_attention
 from steelyard.kernels.glm_spans import Joint, RowBorders
 from steelyard.models.tensors import cumulative, send, send_tensor
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class ClozeLayout:
         if not joint:
             return [self.picked, self.padded.gather, self.padded.back, self.padded.mask]
         at = self.joint
-        return [self.contexts.cu, at.order, at.rows.cu, at.contexts, at.place, at.spans, at.starts, at.lengths, at.borders]
+        by_rows = [self.contexts.cu, at.order, at.rows.cu, at.contexts, at.place, at.spans, at.starts, at.lengths]
+        return [*by_rows, at.borders, at.programs]
 
 
 def layout(
@@ -106,7 +110,7 @@ def layout(
     return ClozeLayout(lengths, outer, middle, inner, sum(contexts), device, room)
 
 
-def _filled(values: "np.ndarray[Any, np.dtype[np.int64]]", size: int, value: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def _filled(values: Numbers, size: int, value: int) -> Numbers:
     return np.pad(values, (0, size - len(values)), constant_values=value)
 
 
@@ -158,9 +162,9 @@ def _joint(
     starts = inner.cumsum() - inner + behind[owner]
     own = np.full(len(back), len(back))
     own[of_spans] = np.repeat(starts, inner)
-    borders = [np.repeat(one, sizes) for one in (first, first + outer, first + sizes)]
+    borders = [np.repeat(one, sizes) for one in (first, first + outer)]
 
-    def narrow(values: "np.ndarray[Any, np.dtype[np.int64]]") -> Tensor:
+    def narrow(values: Numbers) -> Tensor:
         return send_tensor(torch.from_numpy(values.astype(np.int32)), device)
 
     return Joint(
@@ -172,8 +176,19 @@ def _joint(
         starts=narrow(starts),
         lengths=narrow(inner),
         longest=room.longest[2] if room else max(spans),
-        borders=narrow(np.stack((*borders[:2], own, borders[2]))),
+        borders=narrow(np.stack((*borders, own))),
+        programs=narrow(_programs(first, sizes, glm_attention.TILE, room is not None)),
     )
+
+
+def _programs(first: Numbers, sizes: Numbers, tile: int, fill: bool) -> Numbers:
+    """Rows of these sizes in parts of so many tokens: the first token of each part and the end of its row. Parts of no tokens
+    fill it up to as many as so many rows of so many tokens have at most."""
+    count = -(-sizes // tile)
+    number = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)  # of a part in its row
+    made = np.stack((np.repeat(first, count) + number * tile, np.repeat(first + sizes, count)))
+    more = sizes.sum() // tile + len(sizes) - made.shape[1] if fill else 0
+    return np.pad(made, ((0, 0), (0, more)), constant_values=sizes.sum())
 
 
 def _by_padding(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: "Merge") -> Tensor:

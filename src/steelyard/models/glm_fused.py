@@ -113,9 +113,9 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor) -> Tensor:
-        borders = rows.joint.borders
-        out, lse = glm_attention.attend(qkv, borders, dropout)
-        context.save_for_backward(qkv, out, lse, borders)
+        borders, programs = rows.joint.borders, rows.joint.programs
+        out, lse = glm_attention.attend(qkv, borders, programs, dropout)
+        context.save_for_backward(qkv, out, lse, borders, programs)
         context.asked = dropout, accumulator
         return out
 
@@ -132,7 +132,7 @@ class Gelu(torch.autograd.Function):
     def forward(context: Any, x: Tensor, accumulator: Tensor) -> Tensor:
         context.save_for_backward(x)
         context.accumulator = accumulator
-        return F.gelu(x, approximate="tanh")
+        return glm_norm.gelu(x)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
