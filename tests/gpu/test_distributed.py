@@ -18,7 +18,9 @@ def losses(shell: Shell, *settings: str) -> list[float]:
     before = set(shell.out.glob("*.json"))
     asked = [part for one in settings for part in ("--set", one)]
     done = finish(shell.start(*RUN, *asked, "--out", shell.out, PYTHONPATH=path), 200)
-    [made] = set(shell.out.glob("*.json")) - before
+    new = set(shell.out.glob("*.json")) - before
+    assert len(new) == 1, done
+    [made] = new
     record = json.loads(made.read_text())
     assert {one["code"] for one in record["reasons"]} <= {"interval"}, done.err
     assert record["engine"]["details"].get("distributed", False) == bool(settings)

@@ -84,7 +84,7 @@ def _drawn(dropout: Dropout) -> tuple[Tensor, int]:
 
 
 def _dropped(dropout: Dropout) -> tuple[float, int]:
-    """What the rest is multiplied by, and which hashes are dropped."""
+    """What stays is multiplied by, and which hashes are dropped."""
     return 1 / (1 - dropout.share), dropout.below
 
 
@@ -144,26 +144,10 @@ def _attend_keys(
 
 @varied("tokens", "place", "below")
 def _forward(
-    qkv: tensor,
-    read: tensor,
-    out: tensor,
-    lse: tensor,
-    borders: tensor,
-    programs: tensor,
-    seed: tensor,
-    place: tensor,
-    tokens: tensor,
-    scale: tensor,
-    inverse: tensor,
-    below: tensor,
-    dropped: constexpr,
-    heads: constexpr,
-    dim: constexpr,
-    wide: constexpr,
-    tile: constexpr,
-    keys: constexpr,
-    by_descriptor: constexpr,
-) -> None:
+    qkv: tensor, read: tensor, out: tensor, lse: tensor, borders: tensor, programs: tensor, seed: tensor, place: tensor,
+    tokens: tensor, scale: tensor, inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr,
+    wide: constexpr, tile: constexpr, keys: constexpr, by_descriptor: constexpr,
+) -> None:  # fmt: skip
     head = tl.program_id(1)
     first, stop = _own_tokens(programs)
     i = first + tl.arange(0, tile)
@@ -231,11 +215,11 @@ def _store(
 def _queries_back(
     q: tensor, g: tensor, qkv: tensor, read: tensor, head: tensor, tokens: tensor, begin: tensor, upto: tensor, i: tensor,
     start: tensor, end: tensor, own: tensor,
-    a: tensor, high: tensor, norm: tensor, mean: tensor, scale: tensor, inverse: tensor, below: tensor,
+    a: tensor, high: tensor, norm: tensor, mean: tensor, scale: tensor, below: tensor,
     masked: constexpr, dropped: constexpr, row: constexpr, dim: constexpr, wide: constexpr, keys: constexpr,
     by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
-    """The gradient of queries by some keys, but for the scale."""
+    """The gradient of queries by some keys, but for the scale, and for what stays being more where some is dropped."""
     j = begin + tl.arange(0, keys)
     k = _other(qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
     v = _other(qkv, read, begin, 2 * row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
@@ -246,38 +230,18 @@ def _queries_back(
     p = tl.exp2(s - norm[:, None])
     slope = tl.dot(g, tl.trans(v))
     if dropped:
-        slope = tl.where(kept(a[:, None], of_keys(j, high)[None, :], below), slope * inverse, 0.0)
+        slope = tl.where(kept(a[:, None], of_keys(j, high)[None, :], below), slope, 0.0)
     return tl.dot((p * (slope - mean[:, None])).to(k.dtype), k)
 
 
 @varied("tokens", "place", "below")
 def _back_queries(
-    grad: tensor,
-    read_grad: tensor,
-    qkv: tensor,
-    read: tensor,
-    out: tensor,
-    lse: tensor,
-    dot: tensor,
-    total: tensor,
-    parts: tensor,
-    borders: tensor,
-    programs: tensor,
-    seed: tensor,
-    place: tensor,
-    tokens: tensor,
-    scale: tensor,
-    inverse: tensor,
-    below: tensor,
-    dropped: constexpr,
-    heads: constexpr,
-    dim: constexpr,
-    wide: constexpr,
-    tile: constexpr,
-    keys: constexpr,
-    by_descriptor: constexpr,
-) -> None:
-    """Of queries; writes the dot product of each output with its gradient, too."""
+    grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, out: tensor, lse: tensor, dot: tensor, total: tensor,
+    parts: tensor, borders: tensor, programs: tensor, seed: tensor, place: tensor, tokens: tensor, scale: tensor,
+    inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
+    tile: constexpr, keys: constexpr, by_descriptor: constexpr,
+) -> None:  # fmt: skip
+    """Of queries; writes the dot product of each output with its gradient, too. What stays is made more at the end alone."""
     head = tl.program_id(1)
     first, stop = _own_tokens(programs)
     i = first + tl.arange(0, tile)
@@ -285,7 +249,7 @@ def _back_queries(
     row: constexpr = heads * dim
     q = _tile(qkv + head * dim, i, there, 3 * row, dim, wide)
     g = _tile(grad + head * dim, i, there, row, dim, wide)
-    mean = tl.sum(g.to(tl.float32) * _tile(out + head * dim, i, there, row, dim, wide).to(tl.float32), 1)
+    mean = tl.sum(g.to(tl.float32) * _tile(out + head * dim, i, there, row, dim, wide).to(tl.float32), 1) / inverse
     tl.store(dot + head * tokens + i, mean, there)
     norm = tl.load(lse + head * tokens + i, there, 0.0)
     start, end = tl.load(borders + i, there, 0), tl.load(borders + tokens + i, there, 0)
@@ -296,26 +260,26 @@ def _back_queries(
     lowest, whole, upto = _keys_of_queries(borders, tokens, first, stop, tile, keys)
     for begin in range(lowest, whole, keys):
         back += _queries_back(
-            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, inverse, below,
+            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, below,
             False, dropped, row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, keys):
         back += _queries_back(
-            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, inverse, below,
+            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, below,
             True, dropped, row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
-    _store(parts, total, back * scale, 0, i, there, head, row, dim, wide)
+    _store(parts, total, back * (scale * inverse), 0, i, there, head, row, dim, wide)
 
 
 @varied()
 def _keys_back(
     k: tensor, v: tensor, grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, lse: tensor, dot: tensor,
     borders: tensor, begin: tensor, upto: tensor,
-    j: tensor, b: tensor, low: tensor, head: tensor, tokens: tensor, scale: tensor, inverse: tensor, below: tensor,
+    j: tensor, b: tensor, low: tensor, head: tensor, tokens: tensor, scale: tensor, below: tensor,
     of_k: tensor, of_v: tensor, masked: constexpr, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
     queries: constexpr, by_descriptor: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
-    """Add the gradients of keys, but for the scale, and of values by some queries."""
+    """Add the gradients of keys, but for the scale, and of values by some queries; both but for what stays being more."""
     i = begin + tl.arange(0, queries)
     real = i < upto
     row: constexpr = heads * dim
@@ -334,8 +298,8 @@ def _keys_back(
     left = p
     if dropped:
         stays = kept(of_queries(i, head, heads, low)[None, :], b[:, None], below)
-        left = tl.where(stays, p * inverse, 0.0)
-        slope = tl.where(stays, slope * inverse, 0.0)
+        left = tl.where(stays, p, 0.0)
+        slope = tl.where(stays, slope, 0.0)
     of_v += tl.dot(left.to(g.dtype), g)
     of_k += tl.dot((p * (slope - mean[None, :])).to(q.dtype), q)
     return of_k, of_v
@@ -343,31 +307,11 @@ def _keys_back(
 
 @varied("tokens", "place", "below")
 def _back_keys(
-    grad: tensor,
-    read_grad: tensor,
-    qkv: tensor,
-    read: tensor,
-    out: tensor,
-    lse: tensor,
-    dot: tensor,
-    total: tensor,
-    parts: tensor,
-    borders: tensor,
-    programs: tensor,
-    seed: tensor,
-    place: tensor,
-    tokens: tensor,
-    scale: tensor,
-    inverse: tensor,
-    below: tensor,
-    dropped: constexpr,
-    heads: constexpr,
-    dim: constexpr,
-    wide: constexpr,
-    tile: constexpr,
-    queries: constexpr,
-    by_descriptor: constexpr,
-) -> None:
+    grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, out: tensor, lse: tensor, dot: tensor, total: tensor,
+    parts: tensor, borders: tensor, programs: tensor, seed: tensor, place: tensor, tokens: tensor, scale: tensor,
+    inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
+    tile: constexpr, queries: constexpr, by_descriptor: constexpr,
+) -> None:  # fmt: skip
     """Of keys and values, after `_back_queries`. A context's key is seen by all of its row, a span's by itself and those behind
     it."""
     head = tl.program_id(1)
@@ -390,13 +334,13 @@ def _back_keys(
     whole = tl.where(inside & some, lowest + (upto - lowest) // queries * queries, lowest)
     for begin in range(lowest, whole, queries):
         of_k, of_v = _keys_back(
-            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, inverse, below,
+            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, below,
             of_k, of_v, False, dropped, heads, dim, wide, queries, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, queries):
         of_k, of_v = _keys_back(
-            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, inverse, below,
+            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, below,
             of_k, of_v, True, dropped, heads, dim, wide, queries, by_descriptor,
         )  # fmt: skip
-    _store(parts, total, of_k * scale, 1, j, there, head, row, dim, wide)
-    _store(parts, total, of_v, 2, j, there, head, row, dim, wide)
+    _store(parts, total, of_k * (scale * inverse), 1, j, there, head, row, dim, wide)
+    _store(parts, total, of_v * inverse, 2, j, there, head, row, dim, wide)
