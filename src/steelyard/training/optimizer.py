@@ -3,6 +3,8 @@
 Kept as it is computed in (`bf16-pure`, `fp32`, `tf32`): one copy of everything. Computed in 16 bit and kept in fp32: the
 model's own parameters are the 16-bit copy, and fp32 master weights, gradients and states stand beside it; a micro-batch's
 16-bit gradients are added to the fp32 ones as soon as they are there, and dropped.
+
+Where Triton runs and gradients stay where they are, an update is one kernel (kernels/adam.py); elsewhere it is torch's own.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
+from steelyard.kernels import adam, jit
 from steelyard.models.tensors import dtype_names, local
 from steelyard.training.checkpoints import Numbers
 
@@ -47,6 +50,7 @@ class Adam:
         self.has_master = master is not None
         self.places: dict[int, Tensor] | None = None
         self.clear: Callable[[], None] | None = None
+        self.updates: list[tuple[dict[str, Any], adam.Update]] | None = None
         self.master: list[Tensor] = self.parameters if master is None else [nn.Parameter(one) for one in master]
         for parameter, one in zip(parameters, self.master, strict=True):
             if self.has_master and parameter.requires_grad:
@@ -76,12 +80,40 @@ class Adam:
         grads = [p.grad for p in self.master if p.grad is not None]
         found = self.scaler._found_inf_per_device(self.inner).values() if self.scaler.is_enabled() else ()
         norm = self.norm(grads, list(found))
+        if self.places is not None and not self.scaler.is_enabled() and jit.serve(self.master[0].device):
+            self._by_kernel(norm)
+            return norm
         clip_grads_with_norm_(self.master, self.clip, norm, foreach=True)
         self.scaler.step(self.inner)
         self.scaler.update()
         self.copy_to_model()
         self.zero_grad()
         return norm
+
+    def _by_kernel(self, norm: Tensor) -> None:
+        if self.updates is None:
+            pairs = zip(self.master, self.parameters, strict=True)
+            copies = {id(master): local(one) for master, one in pairs if local(one).data_ptr() != local(master).data_ptr()}
+            self.updates = [
+                (group, adam.Update(self._updated(one, copies.get(id(one))) for one in group["params"] if one.grad is not None))
+                for group in self.inner.param_groups
+            ]
+            self.updated = int(self.numbers().updates)
+        self.updated += 1
+        for group, update in self.updates:
+            asked = group["weight_decay"], group["betas"], group["eps"], self.clip, self.updated
+            update(norm, adam.Numbers(group["lr"], *asked), zero=self.clear is None)
+        torch._foreach_add_([states["step"] for states in self.inner.state.values()], 1)
+        torch.autograd.graph.increment_version(self.parameters)
+        if self.clear is not None:
+            self.clear()
+
+    def _updated(self, master: Tensor, copy: Tensor | None) -> adam.Updated:
+        states, grad = self._states(master), master.grad
+        if grad is None:
+            raise ValueError("a parameter without a gradient")
+        first, second = (local(states[key]) for key in MOMENTS)
+        return adam.Updated(local(master.detach()), local(grad), first, second, copy)
 
     def gradient(self, parameter: Tensor) -> Tensor:
         """Where the gradient of one of the model's parameters is summed up, for who adds to it without autograd."""
@@ -128,12 +160,16 @@ class Adam:
         """All that is kept, by the names of the model's parameters; to be saved, or to be filled."""
         out: dict[str, Tensor] = {}
         for name, master in zip(names, self.master, strict=True):
-            states = self.inner.state[master]
-            if not states:  # as the first step would make them
-                moments = {key: torch.zeros_like(master.detach()) for key in MOMENTS}
-                states.update(step=torch.zeros((), device=master.device), **moments)
+            states = self._states(master)
             out |= {f"weights.{name}": master.detach()} | {f"{key}.{name}": states[key] for key in MOMENTS}
         return out
+
+    def _states(self, master: Tensor) -> dict[str, Tensor]:
+        states: dict[str, Tensor] = self.inner.state[master]
+        if not states:  # as the first step would make them
+            moments = {key: torch.zeros_like(master.detach()) for key in MOMENTS}
+            states.update(step=torch.zeros((), device=master.device), **moments)
+        return states
 
     def numbers(self) -> Numbers:
         """What is kept beside tensors, and the same on every rank."""
@@ -147,6 +183,7 @@ class Adam:
         """Go on from tensors that `state` named, and that were filled since."""
         for states in self.inner.state.values():
             states["step"].fill_(numbers.updates)
+        self.updates = None  # the count of updates is another, and tensors may be
         if self.scaler.is_enabled():
             if numbers.scale is None or numbers.growth is None:
                 raise RequestError("the checkpoint does not say how losses were scaled, and this precision scales them")
