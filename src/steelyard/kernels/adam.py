@@ -26,7 +26,7 @@ class Updated:
     gradient: Tensor
     first: Tensor
     second: Tensor
-    copy: Tensor | None  # None where the weights are computed with as they are kept
+    copy: Tensor | None  # of another type; None where the weights are computed with as they are kept
 
     @property
     def every(self) -> list[Tensor]:
@@ -74,15 +74,23 @@ class Update:
         }
 
     def __call__(self, norm: Tensor, numbers: Numbers, zero: bool) -> None:
-        """Clip by the norm of all gradients, update, and with `zero` set the gradients to zero."""
+        """Clip by the norm of all gradients (fp32), update, and with `zero` set the gradients to zero."""
         first, second = numbers.betas
         left = 1 - first**numbers.updates, (1 - second**numbers.updates) ** 0.5
         for (kept, copied, aligned), table in self.tables.items():
             _update[(len(table),)](
                 table, norm, numbers.clip, numbers.lr, 1 - numbers.lr * numbers.decay, first, second, numbers.eps, *left,
-                _type(kept), _type(copied), any(one.copy is not None for one in self.kept[kept, copied, aligned]), zero,
-                ALIGNED if aligned else 1, SIZE, num_warps=WARPS,
+                _type(kept), _type(copied), kept != copied, zero, ALIGNED if aligned else 1, SIZE, num_warps=WARPS,
             )  # fmt: skip
+
+    def compile(self, numbers: Numbers, zero: bool) -> None:
+        """What a call needs, by a call that changes other tensors."""
+        for (kept, copied, aligned), every in self.kept.items():
+            weight = torch.zeros(ALIGNED if aligned else 1, dtype=kept, device=every[0].weight.device)
+            copy = weight.to(copied) if kept != copied else None
+            gradient, first, second = torch.zeros(3, *weight.shape, dtype=kept, device=weight.device)
+            other = Update([Updated(weight, gradient, first, second, copy)])
+            other(torch.zeros((), device=weight.device), numbers, zero)
 
 
 def _type(dtype: torch.dtype) -> object:

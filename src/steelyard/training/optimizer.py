@@ -51,6 +51,7 @@ class Adam:
         self.places: dict[int, Tensor] | None = None
         self.clear: Callable[[], None] | None = None
         self.updates: list[tuple[dict[str, Any], adam.Update]] | None = None
+        self.updated = 0  # how many, where a kernel makes them
         self.master: list[Tensor] = self.parameters if master is None else [nn.Parameter(one) for one in master]
         for parameter, one in zip(parameters, self.master, strict=True):
             if self.has_master and parameter.requires_grad:
@@ -80,8 +81,8 @@ class Adam:
         grads = [p.grad for p in self.master if p.grad is not None]
         found = self.scaler._found_inf_per_device(self.inner).values() if self.scaler.is_enabled() else ()
         norm = self.norm(grads, list(found))
-        if self.places is not None and not self.scaler.is_enabled() and jit.serve(self.master[0].device):
-            self._by_kernel(norm)
+        if self.by_kernel:
+            self._by_kernel(norm.float())
             return norm
         clip_grads_with_norm_(self.master, self.clip, norm, foreach=True)
         self.scaler.step(self.inner)
@@ -90,7 +91,17 @@ class Adam:
         self.zero_grad()
         return norm
 
-    def _by_kernel(self, norm: Tensor) -> None:
+    @property
+    def by_kernel(self) -> bool:
+        return self.places is not None and not self.scaler.is_enabled() and jit.serve(self.master[0].device)
+
+    def warm(self) -> None:
+        """Compile an update, and make what it needs, once all gradients have a place. Weights and gradients stay."""
+        if self.by_kernel and self.updates is None:
+            for group, update in self._updates():
+                update.compile(self._numbers(group), zero=self.clear is None)
+
+    def _updates(self) -> list[tuple[dict[str, Any], adam.Update]]:
         if self.updates is None:
             pairs = zip(self.master, self.parameters, strict=True)
             copies = {id(master): local(one) for master, one in pairs if local(one).data_ptr() != local(master).data_ptr()}
@@ -99,10 +110,15 @@ class Adam:
                 for group in self.inner.param_groups
             ]
             self.updated = int(self.numbers().updates)
+        return self.updates
+
+    def _numbers(self, group: dict[str, Any]) -> adam.Numbers:
+        return adam.Numbers(group["lr"], group["weight_decay"], group["betas"], group["eps"], self.clip, self.updated + 1)
+
+    def _by_kernel(self, norm: Tensor) -> None:
+        for group, update in self._updates():
+            update(norm, self._numbers(group), zero=self.clear is None)
         self.updated += 1
-        for group, update in self.updates:
-            asked = group["weight_decay"], group["betas"], group["eps"], self.clip, self.updated
-            update(norm, adam.Numbers(group["lr"], *asked), zero=self.clear is None)
         torch._foreach_add_([states["step"] for states in self.inner.state.values()], 1)
         torch.autograd.graph.increment_version(self.parameters)
         if self.clear is not None:

@@ -80,6 +80,7 @@ class Trainer(Kept):
             else:
                 self.backward([one], torch.ones((), device=self.device))
             self.optimizer.zero_grad()
+        self.optimizer.warm()
 
     @property
     def separate(self) -> bool:
