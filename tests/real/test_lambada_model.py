@@ -13,7 +13,7 @@ from fixtures.real_runs import model_settings, run, sets
 
 pytestmark = pytest.mark.full
 
-PASSAGES = 80
+PASSAGES = 24
 
 
 def first_passages(data_dir: Path) -> list[str]:
@@ -53,7 +53,7 @@ def arguments(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 def test_the_loop_tells_passages_apart(expected: list[tuple[float, float, int, int]]) -> None:
     assert len({round(loss, 4) for loss, *_ in expected}) > 0.95 * PASSAGES
-    assert 20 < sum(hit for _, _, hit, _ in expected) < 180
+    assert 4 < sum(hit for _, _, hit, _ in expected) < 20
 
 
 @pytest.mark.parametrize("engine", ["torch", "transformers"])

@@ -289,7 +289,7 @@ print(highest - before)
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
-@pytest.mark.parametrize("to, tp", [("megatron", 4), ("hf", 1)])
+@pytest.mark.parametrize("to, tp", [pytest.param("megatron", 4, marks=pytest.mark.long), ("hf", 1)])
 def test_host_memory(to: str, tp: int, tmp_path: Path) -> None:
     largest = write_large(tmp_path / "from", 2) * (2 if to == "hf" else 1)  # Hugging Face has the embedding in one tensor
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "from"), str(tmp_path / "to"), to, str(tp)]
