@@ -148,7 +148,16 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "Llama-2-7b-hf").mkdir()
     here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
-    elsewhere = ("records", "RECORD", "mine.toml", "conform mine", "conform transformers", "run smoke", "--engine all", "steelyard check")
+    elsewhere = (
+        "records",
+        "RECORD",
+        "mine.toml",
+        "conform mine",
+        "conform transformers",
+        "run smoke",
+        "--engine all",
+        "steelyard check",
+    )
     if any(word in line for word in elsewhere):
         here = [
             *here[:4],

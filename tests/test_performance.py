@@ -107,3 +107,28 @@ def test_fp8_answers_of_a_real_model() -> None:
 def differing(one: str, other: str) -> int:
     assert len(one) == len(other)
     return sum(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_default_sizes() -> None:
+    """One number a record, in their order; one for all where all are equal."""
+    rows = rows_of("case", TEXT.partition("## Kernels without a compiler")[2])
+    assert len(rows) == 11
+    columns = ("tokens_per_device_s", ",.0f", 1, ""), ("mfu", ".1f", 100, " %"), ("mfu_achievable", ".1f", 100, " %")
+    columns += (("energy_per_token", ".4f", 1, ""), ("mem", ".1f", 1, " GiB"))
+    for row in rows:
+        told = [record.read(BY_ID[one]) for one in re.findall(r"`(\w{8})`", row[-1])]
+        for cell, (name, form, times, unit) in zip(row[-7:-2], columns, strict=True):
+            found = [f"{times * value:{form}}" for value in of(name, told)]
+            assert cell == "; ".join(found if len(set(found)) > 1 else found[:1]) + unit, row
+        assert ("invalid" in row[-1]) == any(one.status == "invalid" for one in told), row
+
+
+def test_glm_with_its_own_attention() -> None:
+    rows = rows_of("division", TEXT.partition("Rates of GLM are samples/s")[2])
+    assert len(rows) == 5
+    for row in rows:
+        [one] = [record.read(BY_ID[name]) for name in re.findall(r"`(\w{8})`", row[-1])]
+        found = [of(name, [one])[0] for name in ("samples_per_s", "p_whole", "mfu", "mfu_achievable", "mem")]
+        shown = [f"{found[0]:.1f}", f"{found[1]:.1f}", *(f"{100 * share:.1f} %" for share in found[2:4]), f"{found[4]:.1f} GiB"]
+        assert row[2:7] == shown, row
+        assert one.status == "valid"
