@@ -95,8 +95,11 @@ def test_files_can_be_read_in_a_sitting(path):
 BESIDE = {"errors", "files", "schema", "plugins", "words"}
 WORK = {"case", "data", "engines", "kernels", "models", "plan", "training", "weights"}
 ROOMS: dict[str, set[str]] = {
-    "cli": {"accelerators", "case", "data", "engines", "metrics", "models", "plan", "record", "report", "run", "weights"},
-    "run": {"accelerators", "case", "data", "engines", "metrics", "plan", "record", "tasks", "training"},
+    "cli": {
+        *("accelerators", "case", "data", "engines", "metrics", "models", "plan", "record", "report", "run", "sources"),
+        "weights",
+    },
+    "run": {"accelerators", "case", "data", "engines", "metrics", "plan", "record", "sources", "tasks", "training"},
     "report": {"case", "metrics", "plan", "record", "tasks"},
     "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
     "record": {"case", "plan", "tasks"},
@@ -114,6 +117,7 @@ ROOMS: dict[str, set[str]] = {
     "weights": {"models"},
     "models": {"data", "kernels"},
     "kernels": set(),
+    "sources": {"data"},
     "data": set(),
     "accelerators": set(),
 }

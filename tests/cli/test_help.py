@@ -14,7 +14,7 @@ from steelyard.case import resolve
 from steelyard.cli import VERBS, app, terminal
 from steelyard.cli.commands import Command
 
-GROUPS = {"weights": ("inspect", "convert"), "data": ("pack", "inspect")}
+GROUPS = {"weights": ("get", "list", "inspect", "convert"), "data": ("get", "list", "pack", "inspect")}
 EVERY = (
     (),
     *((verb,) for verb in VERBS),

@@ -55,7 +55,12 @@ def run(
         ),
     ],
     data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The case's data, a folder or a file (size full).", rich_help_panel=MAIN)
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="The case's data (size full): a folder, a file, or auto for what steelyard data get brought.",
+            rich_help_panel=MAIN,
+        ),
     ] = None,
     weights: Annotated[
         str,
@@ -209,7 +214,7 @@ def run(
     \b
     Examples:
       steelyard run smoke
-      steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/
+      steelyard run llama2-7b-mmlu --data auto --weights Llama-2-7b-hf/
       steelyard run llama2-7b-mmlu --data mmlu/ --tokenizer tokenizer.model
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8
       steelyard run llama2-7b-mmlu --data mmlu/ --engine all --repeat 3
@@ -221,6 +226,7 @@ def run(
     from steelyard.case import sweep
     from steelyard.case.request import Request
     from steelyard.cli.engines import check_all, chosen
+    from steelyard.cli.get import data_of
     from steelyard.cli.wanted import at
     from steelyard.record.signature import try_key
     from steelyard.run import site as sites
@@ -252,7 +258,7 @@ def run(
             steps=steps,
             resume=resume,
             weights=None if weights == "random" else Path(weights),
-            data=data,
+            data=data_of(data, resolved.case),
             tokenizer=tokenizer,
             site=where,
             out=out,
