@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen
-from steelyard.sources.http import BrokenError, RangeError, RefusedError, Web, is_loopback
+from steelyard.sources.http import BrokenError, RangeError, RefusedError, Reply, Web, is_loopback
 
 TRIES = 4  # in a row that bring nothing, of one address
 PROGRESS_BYTES = 64 << 10  # what counts as something
@@ -154,7 +154,7 @@ def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
     if note is not None and start and start == note.size_bytes:
         return
     with tools.web.get(url, start, note.validator if note is not None and usable else None) as reply:
-        _check_length(wanted, reply.total)
+        _check_length(wanted, reply)
         left = None if reply.total is None else reply.total - reply.start
         check_space(target.parent, left)
         if reply.start:
@@ -170,15 +170,18 @@ def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
                 for chunk in reply.chunks(files.CHUNK_BYTES):
                     size += len(chunk)
                     if size > wanted.most_bytes:
-                        raise RefusedError(f"sends more than {wanted.most_bytes} bytes, the limit for this file")
+                        raise MismatchError(f"more than {wanted.most_bytes} bytes, the limit for this file")
                     out.write(chunk)
                     tools.meter.add(len(chunk))
             finally:
                 files.synced(out)
 
 
-def _check_length(wanted: Expected, total: int | None) -> None:
+def _check_length(wanted: Expected, reply: Reply) -> None:
     """Before the transfer of gigabytes that cannot be right."""
+    total = reply.total
+    if not reply.ends and (wanted.size_bytes, wanted.sha256, wanted.git_blob) == (None, None, None):
+        raise RefusedError("does not say how long the file is, and nothing else would tell that it was cut")
     if total is None:
         return
     if wanted.size_bytes is not None and total != wanted.size_bytes:

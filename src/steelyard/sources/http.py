@@ -57,16 +57,18 @@ class RangeError(Exception):
 class Reply:
     """The bytes of a file from `start` on."""
 
-    body: IO[bytes]
+    body: http.client.HTTPResponse
     start: int
     total: int | None  # bytes of the whole file; None: the server does not say
+    ends: bool  # whether a cut can be told from the end of the file
     validator: str | None  # what names this version of the file: a strong ETag, else the time of its last change
 
     def chunks(self, size: int) -> Iterator[bytes]:
         """The body piece by piece; BrokenError where it ends early or stalls."""
         left = None if self.total is None else self.total - self.start
         try:
-            while chunk := self.body.read(size if left is None else min(size, left)):
+            # What has come so far, not all that was asked for: a stall must not lose it.
+            while chunk := self.body.read1(size if left is None else min(size, left)):
                 left = None if left is None else left - len(chunk)
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
@@ -145,11 +147,12 @@ def _reply(response: Any, start: int, validator: str | None) -> Reply:
             raise RangeError
         if now is not None and now != validator:
             raise RangeError  # another version, whatever If-Range said
-        return Reply(response, start, int(found[3]), validator)
+        return Reply(response, start, int(found[3]), True, validator)
     if response.status != http.client.OK:
         raise RefusedError(f"answers with status {response.status}")
     length = headers.get("Content-Length", "")
-    return Reply(response, 0, int(length) if length.isdecimal() else None, now)
+    total = int(length) if length.isdecimal() else None
+    return Reply(response, 0, total, total is not None or bool(response.chunked), now)
 
 
 def _validator(headers: Message) -> str | None:
