@@ -43,9 +43,15 @@ class Model:
 
 
 def get(
-    store: Store, source: Source, revision: str | None, wish: Wish, tools: Tools, today: Callable[[], str]
+    store: Store,
+    source: Source,
+    revision: str | None,
+    wish: Wish,
+    tools: Tools,
+    today: Callable[[], str],
+    endpoint: str | None = None,
 ) -> tuple[Here, bool]:
-    """A model that is here, and whether it was before."""
+    """A model that is here, and whether it was before. The hub is the one that $HF_ENDPOINT names, unless told otherwise."""
     with store.locked(source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")):
         here = store.find(source.name)
         if here is not None and not (wish.again or wish.repin) and revision in (None, here.manifest.revision):
@@ -57,8 +63,8 @@ def get(
         if find_spec("huggingface_hub") is None:
             raise RequestError(INSTALL)
         pin = None if wish.repin else store.pins().get(source.hub)
-        model = _asked(source, lambda: _listed(source.hub, revision or (pin.revision if pin else None)))
-        arrived = _asked(source, lambda: _downloaded(source.hub, model, tree, tools))
+        model = _asked(source, lambda: _listed(source.hub, revision or (pin.revision if pin else None), endpoint))
+        arrived = _asked(source, lambda: _downloaded(source.hub, model, tree, tools, endpoint))
         shutil.rmtree(tree / ".cache", ignore_errors=True)
         if revision is None:
             store.pin({source.hub: Pin(url=source.page, revision=model.revision, time=today())})
@@ -76,10 +82,10 @@ def chosen(names: Iterable[str]) -> list[str]:
     return [name for name in top if name in {*texts, *weights} - unread]
 
 
-def _listed(hub: str, revision: str | None) -> Model:
+def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
     from huggingface_hub import HfApi
 
-    info = HfApi(library_name="steelyard").model_info(hub, revision=revision, files_metadata=True)
+    info = HfApi(endpoint, library_name="steelyard").model_info(hub, revision=revision, files_metadata=True)
     names = chosen(one.rfilename for one in info.siblings or [])
     if "config.json" not in names:
         raise RequestError(f"{hub}: no config.json at its top; it is not a model that transformers reads")
@@ -94,7 +100,7 @@ def _listed(hub: str, revision: str | None) -> Model:
     return Model(str(info.sha), str(licence or NOT_STATED), files)
 
 
-def _downloaded(hub: str, model: Model, tree: Path, tools: Tools) -> list[Arrived]:
+def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str | None) -> list[Arrived]:
     """Every file of a model. One that is here and right is not asked for again."""
     from huggingface_hub import hf_hub_download, hf_hub_url
 
@@ -105,9 +111,9 @@ def _downloaded(hub: str, model: Model, tree: Path, tools: Tools) -> list[Arrive
     out = []
     for one in model.files:
         if one in missing:
-            hf_hub_download(hub, one.name, revision=model.revision, local_dir=tree, tqdm_class=bar)
+            hf_hub_download(hub, one.name, revision=model.revision, local_dir=tree, tqdm_class=bar, endpoint=endpoint)
         size_bytes, sha256 = check(tree / one.name, _expected(one))
-        url = hf_hub_url(hub, one.name, revision=model.revision)
+        url = hf_hub_url(hub, one.name, revision=model.revision, endpoint=endpoint)
         out.append(Arrived(tree / one.name, url, size_bytes, sha256))
     return out
 

@@ -208,7 +208,7 @@ def row(kind: Kind, name: str) -> Source:
         return found
     if kind == "weights" and name.count("/") == 1 and all(name.split("/")):
         return Source(name=name, title=name, licence="", page=f"{_HUB}/{name}", hub=name)
-    more = ", or the id of a model such as HuggingFaceTB/SmolLM2-135M" if kind == "weights" else ""
+    more = " (or the id of a model, such as HuggingFaceTB/SmolLM2-135M)" if kind == "weights" else ""
     raise RequestError(f"no {kind} {name!r} to get; {known(name, [one.name for one in TABLE[kind]])}{more}")
 
 
