@@ -112,6 +112,20 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused(server, get, told, sto
     assert get()[1] is False
 
 
+def test_a_cut_is_mended_and_nothing_of_another_revision_stays(server, get, told, store):
+    publish(server, "org/tiny", FILES)
+    tree = store.working("org/tiny") / "tree"
+    tree.mkdir(parents=True)
+    (tree / "model-00001-of-00002.safetensors").write_bytes(b"of another revision")
+    (tree / "config.json").write_bytes(b"of another revision")
+    server.pages[f"/org/tiny/resolve/{REVISION}/model.safetensors"].cuts = [100_000]
+    here, _ = get()
+    assert [piece.path for piece in here.manifest.files] == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert (here.path / "config.json").read_bytes() == FILES["config.json"]
+    assert (here.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert [one.path.rpartition("/")[2] for one in server.seen].count("model.safetensors") == 2  # the library asks again
+
+
 def test_a_gated_model_says_what_to_accept_and_where(server, get, told, store):
     publish(server, "meta-llama/Llama-2-7b-hf", FILES)
     gated = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}

@@ -172,6 +172,7 @@ def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
                     if size > wanted.most_bytes:
                         raise MismatchError(f"more than {wanted.most_bytes} bytes, the limit for this file")
                     out.write(chunk)
+                    out.flush()  # what is counted survives a kill
                     tools.meter.add(len(chunk))
             finally:
                 files.synced(out)

@@ -57,6 +57,8 @@ def get(
         if here is not None and not (wish.again or wish.repin) and revision in (None, here.manifest.revision):
             return here, True
         tree = store.working(source.name) / TREE
+        if wish.offline is not None:
+            shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir(parents=True, exist_ok=True)
         if wish.offline is not None:
             return _copied(store, source, wish.offline, tree, today()), False
@@ -104,6 +106,10 @@ def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str 
     """Every file of a model. One that is here and right is not asked for again."""
     from huggingface_hub import hf_hub_download, hf_hub_url
 
+    names = {one.name for one in model.files}
+    for path in tree.iterdir():
+        if path.is_file() and path.name not in names:
+            path.unlink()  # of another revision, which an earlier command began with
     missing = [one for one in model.files if _whole(tree, one) is None]
     check_space(tree, sum(one.size_bytes or 0 for one in missing))
     tools.meter.begin(sum(one.size_bytes or 0 for one in missing))
