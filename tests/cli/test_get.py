@@ -148,6 +148,26 @@ def test_an_interrupt_keeps_the_part_and_the_same_command_goes_on(shell: Shell, 
     assert [one.range for one in server.seen] == ["bytes=500-", None]
 
 
+@pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
+def test_a_disk_that_runs_full_is_one_line(
+    shell: Shell, server: Server, small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not say how large the file is, so that nobody could know before."""
+    monkeypatch.setattr("steelyard.sources.download.SPARE_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
+    server.pages[f"/m/openwebtext/{STEM}_ids.npy"] = Page(bytes(3 << 20), length=False, chunked=True)
+    done = shell.ask("data", "get", "openwebtext", "--mirror", f"{server.url}/m", "--quiet")
+    folder = small_disk / "steelyard" / "data"
+    line = f"error: {folder}: No space left on device; mend that, then run the same command again\n"
+    assert (done.code, done.out, done.err) == (1, "", line)
+    assert not (folder / "openwebtext").exists()
+    kept = (folder / ".openwebtext.part" / f"{STEM}_ids.npy.part").stat().st_size
+    server.pages[f"/m/openwebtext/{STEM}_ids.npy"] = Page(bytes(3 << 20))
+    done = shell.ask("data", "get", "openwebtext", "--mirror", f"{server.url}/m", "--quiet")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {(3 << 20) - kept} bytes are needed in {folder}/")
+
+
 @pytest.mark.full
 def test_a_run_takes_what_was_got(shell: Shell, server: Server, cache: Path) -> None:
     """A model of two layers at size full, its documents from the folder that get made."""

@@ -18,8 +18,8 @@ class Told:
     slept: list[float] = field(default_factory=list)
     watched: list[tuple[int, int]] = field(default_factory=list)
 
-    def tools(self, timeout_s: float = 10.0, ahead_bytes: int = 0) -> Tools:
-        meter = Meter(lambda done, total: self.watched.append((done, total)), ahead_bytes)
+    def tools(self, timeout_s: float = 10.0) -> Tools:
+        meter = Meter(lambda done, total: self.watched.append((done, total)))
         return Tools(Web(timeout_s), self.slept.append, self.lines.append, meter)
 
 

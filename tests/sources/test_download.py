@@ -13,7 +13,7 @@ import pytest
 from fixtures.web import Page, Server, serving
 from steelyard.sources import download as downloads
 from steelyard.sources.download import Arrived, DownloadError, Expected, NoSpaceError, download
-from steelyard.sources.http import RefusedError, Web, _Redirects
+from steelyard.sources.http import RefusedError, _Redirects
 
 CONTENT = random.Random(7).randbytes(300_000)
 OTHER = random.Random(8).randbytes(300_000)
@@ -362,11 +362,8 @@ def test_a_full_disk_is_said_before_the_transfer(server, told, tmp_path, monkeyp
 
 def test_the_meter_counts_files_that_are_ahead(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT)
-    tools = told.tools(ahead_bytes=len(CONTENT) + 50)
+    tools = told.tools()
+    tools.meter.expect(len(CONTENT) + 50)
     tools.meter.passed(len(CONTENT))
     download(expected(), (f"{server.url}/f",), tmp_path, tools)
     assert told.watched[-1] == (len(CONTENT), len(CONTENT) + 50)
-
-
-def test_a_timeout_is_of_silence_not_of_the_whole():
-    assert Web()._timeout_s == 30.0

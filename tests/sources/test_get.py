@@ -98,6 +98,23 @@ def test_nothing_appears_before_all_of_it_is_right(server, told, store):
     assert visible(store) == ["some"]
 
 
+def test_progress_counts_what_is_left_of_all_files(server, told, store):
+    """An earlier command brought one file and half of another: neither is in the rate or in the total of this one."""
+    server.pages |= {"/a": Page(A), "/b": Page(B, cuts=[20_000, 0, 0, 0])}
+    files = (
+        File("a.bin", ("/a",), len(A), sha(A)),
+        File("b.bin", ("/b",), len(B), sha(B)),
+        File("c.bin", ("/a",), len(A), sha(A)),
+    )
+    with pytest.raises(DownloadError):
+        one(server, told, store, source(server, *files))
+    assert {total for _, total in told.watched} == {len(B) + 2 * len(A)}
+    told.watched.clear()
+    one(server, told, store, source(server, *files))
+    assert {total for _, total in told.watched} == {len(B) - 20_000 + len(A)}
+    assert told.watched[-1][0] == len(B) - 20_000 + len(A)
+
+
 def test_a_file_that_was_damaged_on_its_way_is_got_again(server, told, store):
     server.pages |= {"/a": Page(A), "/b": Page(B, statuses=[404])}
     wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",)))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
 
 app = typer.Typer(
-    help="Get the data of cases; make token files for training from text, and inspect them.\n\n"
+    help="Get data sets; make token files from text, and inspect them.\n\n"
     "Example: steelyard data get mmlu, then steelyard run llama2-7b-mmlu --data auto",
     no_args_is_help=True,
 )

@@ -185,6 +185,9 @@ def _get(kind: "Kind", name: str, revision: str | None, wish: "Wish", timeout: f
     except DownloadError as error:
         say(f"error: {one_line(error)}")
         return 1
+    except OSError as error:  # of the disk: addresses have errors of their own
+        say(f"error: {one_line(store.folder)}: {one_line(error.strerror or error)}; mend that, then run the same command again")
+        return 1
     except KeyboardInterrupt:
         say("interrupted; run the same command again to go on")
         return 1
@@ -204,12 +207,13 @@ def _watched(source: "Source", timeout: float, output: Output, work: "Callable[[
     from steelyard.sources.download import Meter, Tools
     from steelyard.sources.http import Web
 
-    tell: Callable[[str], None] = (lambda text: None) if output.silent else lambda text: say(one_line(text))
-    known = [file.size_bytes or 0 for file in source.files]
+    def tell(text: str) -> None:
+        if not output.silent or (text.startswith("warning:") and not output.json):
+            say(one_line(text))
+
     tell(f"{source.name}: {source.title}; licence: {source.licence or 'see its page'}; {source.page}")
     with Display(Console(stderr=True, quiet=output.silent), source.name) as display:
-        meter = Meter(watching(display.show), sum(known))
-        return work(Tools(Web(timeout), sleep, tell, meter))
+        return work(Tools(Web(timeout), sleep, tell, Meter(watching(display.show))))
 
 
 def _store(kind: "Kind") -> "Store":

@@ -10,11 +10,13 @@ import typer
 
 from steelyard.cli import complete, terminal
 from steelyard.cli.options import (
+    MAIN,
     OUTPUT,
     PART,
     PLACE,
     QUESTION,
     AcceleratorOption,
+    DataOption,
     DivisionOption,
     HangAfter,
     Json,
@@ -41,7 +43,6 @@ QUEUE_S = 10  # the wait in a queue is said so often
 
 
 # Groups of options, beside those that several verbs share; what most runs need comes first.
-MAIN = "Most used"
 SEVERAL = "Several runs"
 TRAINING = "Training"
 DETAIL = "Detail"
@@ -54,14 +55,7 @@ def run(
             metavar="CASE", help="Cases, your own .toml files, or smoke: every case, tiny.", autocompletion=complete.cases
         ),
     ],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="The case's data (size full): a folder, a file, or auto for what steelyard data get brought.",
-            rich_help_panel=MAIN,
-        ),
-    ] = None,
+    data: DataOption = None,
     weights: Annotated[
         str,
         typer.Option(

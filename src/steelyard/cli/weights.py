@@ -23,8 +23,7 @@ FORMATS = {"hf": "huggingface", "megatron": "megatron"}
 MOST_FILES = 8
 
 app = typer.Typer(
-    help="Get models, inspect checkpoints, and convert them (Hugging Face, Megatron).\n\n"
-    "Example: steelyard weights get smollm2-135m",
+    help="Get models; inspect and convert checkpoints.\n\nExample: steelyard weights get smollm2-135m",
     no_args_is_help=True,
 )
 app.command("get", cls=Command)(get.get_weights)

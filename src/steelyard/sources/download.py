@@ -72,9 +72,13 @@ class Part(Frozen):
 class Meter:
     """Bytes that this command transfers, over all its files: what an earlier one left is no part of its rate."""
 
-    def __init__(self, watch: Watch, ahead_bytes: int = 0) -> None:
-        self._watch, self._done, self._ahead = watch, 0, ahead_bytes
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._done, self._ahead = watch, 0, 0
         self._end: int | None = None
+
+    def expect(self, size_bytes: int) -> None:
+        """So many bytes are ahead, as far as is known."""
+        self._ahead = size_bytes
 
     def begin(self, size_bytes: int | None) -> None:
         """A transfer of so many bytes begins."""
@@ -84,9 +88,9 @@ class Meter:
         self._done += count
         self._watch(self._done, 0 if self._end is None else self._end + self._ahead)
 
-    def passed(self, size_bytes: int | None) -> None:
+    def passed(self, size_bytes: int) -> None:
         """A file of those ahead has its turn."""
-        self._ahead -= size_bytes or 0
+        self._ahead -= size_bytes
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ def get(store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[
         pins = {} if wish.repin else store.pins()
         expected = [expect(source, file, pins.get(key(source, file))) for file in source.files]
         if wish.offline is None:
-            check_space(working, sum(_left(working, one) for one in expected))
+            ahead = sum(_left(working, one) for one in expected)
+            check_space(working, ahead)
+            tools.meter.expect(ahead)
         arrived = [_one(source, file, one, wish, working, tools) for file, one in zip(source.files, expected, strict=True)]
         tree = _tree(working, source.files, arrived)
         downloads = tuple(
@@ -89,10 +91,10 @@ def _left(working: Path, wanted: Expected) -> int:
 
 def _one(source: Source, file: File, wanted: Expected, wish: Wish, working: Path, tools: Tools) -> Arrived:
     """One file in the working folder. One that came whole in an earlier try is taken, if it is the right one."""
-    tools.meter.passed(_left(working, wanted))
     target = working / file.name
     if wish.offline is not None:
         return _copied(source, file, wanted, wish.offline, target)
+    tools.meter.passed(_left(working, wanted))
     urls = (*(f"{mirror.rstrip('/')}/{source.name}/{file.name}" for mirror in wish.mirrors), *file.urls)
     if target.exists():
         try:
