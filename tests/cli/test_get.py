@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from fixtures.commands import Shell, finish, wait_for
+from fixtures.hub import FILES as MODEL
+from fixtures.hub import REVISION, publish
 from fixtures.web import Page, Server, serving
 from steelyard.case import resolve
 from steelyard.cli.get import data_of
@@ -182,6 +184,24 @@ def test_a_run_takes_what_was_got(shell: Shell, server: Server, cache: Path) -> 
     (record,) = shell.records()
     assert record["data"]["source"] == STEM, done.err
     assert record["status"] != "failed"  # a busy machine makes it invalid
+
+
+def test_a_model_of_the_hub(shell: Shell, server: Server, cache: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    publish(server, "org/tiny", MODEL)
+    place = {
+        "XDG_CACHE_HOME": str(cache.parents[1]),
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(shell.tmp / "hf"),
+        "HF_TOKEN": "",
+    }
+    done = shell("weights", "get", "org/tiny", "--json", **place)
+    assert done.code == 0, done.err
+    told = done.json()
+    assert (told["path"], told["revision"], told["licence"]) == (str(cache.parent / "weights" / "org--tiny"), REVISION, "mit")
+    assert [one["path"] for one in told["files"]] == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    rows = shell.ask("weights", "list", "--json").json()["sources"]
+    assert [row["path"] for row in rows if row["here"]] == [told["path"]]
 
 
 def test_the_list_of_weights_says_what_is_gated(shell: Shell, cache: Path) -> None:

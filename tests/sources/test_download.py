@@ -5,6 +5,7 @@ import json
 import random
 import socket
 import subprocess
+import threading
 from pathlib import Path
 from urllib.request import Request
 
@@ -139,6 +140,33 @@ def test_a_range_that_was_not_asked_for_is_not_taken(server, told, tmp_path, shi
     server.pages["/f"] = Page(CONTENT, cuts=[CUT], range_shift=shift)
     assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
     assert server.ranges() == [None, f"bytes={CUT}-", None]
+    (tmp_path / "f.bin").unlink()
+    server.seen.clear()
+    server.pages["/f"].cuts = [CUT, len(CONTENT)] * 9  # always again
+    assert "HOST: its ranges are not those of one file (tried 4 times)" in refused(server, told, tmp_path)
+    assert len(server.seen) == 8
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "-1", "1e3", "²"])
+def test_a_length_that_is_no_number_is_none(server, told, tmp_path, length):
+    server.pages["/f"] = Page(CONTENT, length=False, headers={"Content-Length": length})
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+    assert told.watched[-1] == (len(CONTENT), 0)
+
+
+def test_what_does_not_speak_http_is_given_up(server, told, tmp_path):
+    def talk() -> None:
+        for _ in range(4):
+            with listening.accept()[0] as peer:
+                peer.recv(4096)
+                peer.sendall(b"SSH-2.0-OpenSSH_9.2\r\n" * 9)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=talk)
+        thread.start()
+        line = refused(server, told, tmp_path, paths=(f"http://127.0.0.1:{listening.getsockname()[1]}/f",))
+        thread.join()
+    assert ": SSH-2.0-OpenSSH_9.2 (tried 4 times); try later" in line
 
 
 def test_a_range_beyond_the_end_starts_over(server, told, tmp_path):

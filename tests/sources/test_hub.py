@@ -1,54 +1,17 @@
 """Models of the hub, through huggingface_hub itself: its own library against a server that speaks as the hub does."""
 
 import hashlib
-import json
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from fixtures.hub import FILES, REVISION, WEIGHTS, publish
 from fixtures.web import Page, Server
 from steelyard.errors import RequestError
 from steelyard.sources import hub, table
 from steelyard.sources.download import DownloadError
 from steelyard.sources.get import Wish
 from steelyard.sources.store import Store
-
-REVISION = "0123456789abcdef0123456789abcdef01234567"
-WEIGHTS = random.Random(3).randbytes(200_000)
-FILES = {
-    "config.json": b'{"model_type": "llama"}',
-    "model.safetensors": WEIGHTS,
-    "tokenizer.json": b"{}",
-    "modeling_odd.py": b"raise SystemExit",
-    "pytorch_model.bin": b"pickle",
-    "README.md": b"# tiny",
-    "onnx/model.onnx": b"onnx",
-}
-LARGE = ("model.safetensors",)
-
-
-def blob(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def sibling(name: str, content: bytes) -> dict[str, Any]:
-    out: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": blob(content)}
-    if name in LARGE:
-        out["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    return out
-
-
-def publish(server: Server, model: str, files: dict[str, bytes], revision: str = REVISION) -> None:
-    told = {"id": model, "sha": revision, "cardData": {"license": "mit"}, "tags": [], "downloads": 0, "gated": False}
-    told |= {"siblings": [sibling(name, content) for name, content in files.items()], "private": False}
-    answer = Page(json.dumps(told).encode(), kind="application/json")
-    server.pages |= {f"/api/models/{model}": answer, f"/api/models/{model}/revision/{revision}": answer}
-    for name, content in files.items():
-        etag = hashlib.sha256(content).hexdigest() if name in LARGE else blob(content)
-        page = Page(content, etag=f'"{etag}"', headers={"X-Repo-Commit": revision})
-        server.pages[f"/{model}/resolve/{revision}/{name}"] = page
 
 
 @pytest.fixture

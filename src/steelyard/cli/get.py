@@ -252,7 +252,7 @@ def _list(kind: "Kind", as_json: bool) -> None:
         return
     shown = [(one["name"], _size(one), _state(one), one["licence"]) for one in rows]
     widths = [max(len(row[i]) for row in shown) for i in range(3)]
-    lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]])[:128].rstrip() for row in shown]
+    lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]).rstrip() for row in shown]
     answer("\n".join([*lines, f"folder: {one_line(store.folder)}", f"get one: steelyard {kind} get NAME"]))
 
 

@@ -132,23 +132,23 @@ def _transfer(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
     """Bring the part to its full length. Tries that bring nothing have a limit, others have none."""
     if url.startswith("http:") and wanted.sha256 is None and not is_loopback(url):
         raise RefusedError("plain http, and no SHA-256 is known that would tell whose bytes they are; use https")
-    failed = 0
+    failed = odd = 0
     while True:
         before = size_of(_part(target))
         try:
             return _attempt(wanted, url, target, tools)
-        except RangeError:
+        except RangeError as error:
             discard(target)
-            failed += 1
-            error: Exception = BrokenError("its ranges are not those of one file")
-        except BrokenError as broken:
+            odd += 1
+            if odd >= TRIES:
+                raise BrokenError(f"its ranges are not those of one file (tried {odd} times)") from error
+        except BrokenError as error:
             failed = 1 if size_of(_part(target)) - before >= PROGRESS_BYTES else failed + 1
-            error = broken
-        if failed >= TRIES:
-            raise BrokenError(f"{error} (tried {failed} times)")
-        wait_s = max(getattr(error, "wait_s", 0.0), PAUSE_S * 2 ** (failed - 1))
-        tools.say(f"{wanted.name}: {error}; again in {wait_s:g} s")
-        tools.sleep(wait_s)
+            if failed >= TRIES:
+                raise BrokenError(f"{error} (tried {failed} times)") from error
+            wait_s = max(error.wait_s, PAUSE_S * 2 ** (failed - 1))
+            tools.say(f"{wanted.name}: {error}; again in {wait_s:g} s")
+            tools.sleep(wait_s)
 
 
 def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:

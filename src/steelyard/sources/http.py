@@ -34,7 +34,8 @@ MOST_REDIRECTS = 8
 TIMEOUT_S = 30.0  # without a byte
 LATER = (408, 425, 429, 500, 502, 503, 504)  # statuses that may be another a little later
 MOST_WAIT_S = 60.0  # of what a server asks for with Retry-After
-RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+LENGTH = re.compile(r"[0-9]{1,18}")
 
 
 class RefusedError(Exception):
@@ -150,8 +151,8 @@ def _reply(response: Any, start: int, validator: str | None) -> Reply:
         return Reply(response, start, int(found[3]), True, validator)
     if response.status != http.client.OK:
         raise RefusedError(f"answers with status {response.status}")
-    length = headers.get("Content-Length", "")
-    total = int(length) if length.isdecimal() else None
+    length = LENGTH.fullmatch(headers.get("Content-Length", ""))
+    total = None if length is None else int(length[0])
     return Reply(response, 0, total, total is not None or bool(response.chunked), now)
 
 
@@ -169,7 +170,7 @@ def _refusal(error: HTTPError) -> Exception:
     text = f"status {error.code} ({' '.join(str(error.reason).split())[:200]})"
     if error.code in LATER:
         asked = str(error.headers.get("Retry-After", "")) if error.headers is not None else ""
-        return BrokenError(text, min(MOST_WAIT_S, float(asked)) if asked.isdecimal() else 0.0)
+        return BrokenError(text, min(MOST_WAIT_S, float(asked)) if LENGTH.fullmatch(asked) else 0.0)
     return RefusedError(text)
 
 

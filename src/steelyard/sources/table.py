@@ -69,7 +69,7 @@ DATA = (
     Source(
         name="lambada",
         title="LAMBADA, the test set as OpenAI formatted it",
-        licence="CC BY 4.0 (the data set of Paperno et al. 2016)",
+        licence="CC BY 4.0",
         page="https://github.com/cybertronai/bflm",
         task="lambada",
         files=(
@@ -90,7 +90,7 @@ DATA = (
     Source(
         name="openwebtext",
         title="OpenWebText, 100k documents as tokens of Llama's vocabulary",
-        licence="CC0 (the packaging; the texts remain their authors')",
+        licence="CC0 (packaging; texts: their authors)",
         page="https://github.com/PaddlePaddle/PaddleNLP",
         task="openwebtext",
         files=(
@@ -101,7 +101,7 @@ DATA = (
     Source(
         name="alpaca",
         title="alpaca's instructions as conversations: FlagAI's file, which the published runs read",
-        licence="CC BY-NC 4.0 (the data of Stanford Alpaca; research only)",
+        licence="CC BY-NC 4.0 (research only)",
         page="https://github.com/FlagAI-Open/FlagAI",
         task="alpaca",
         files=(
@@ -132,7 +132,7 @@ DATA = (
     Source(
         name="record",
         title="ReCoRD of SuperGLUE, and the word pieces of BERT that GLM reads it with",
-        licence="Apache-2.0 (word pieces); ReCoRD: see its page",
+        licence="see its page; word pieces Apache-2.0",
         page="https://sheng-z.github.io/ReCoRD-explorer/",
         task="superglue_record",
         files=(
@@ -179,7 +179,7 @@ WEIGHTS = (
     Source(
         name="glm-large",
         title="GLM-large (335 M), the blank-filling model",
-        licence="MIT (the repository THUDM/GLM)",
+        licence="MIT",
         page="https://github.com/THUDM/GLM",
         files=(
             File(
