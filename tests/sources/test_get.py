@@ -71,8 +71,8 @@ def test_a_source_appears_whole_with_its_manifest(server, told, store):
         "time": TODAY,
         "revision": None,
         "downloads": [
-            {"name": "a.bin", "url": f"{server.url}/a", "size_bytes": len(A), "sha256": sha(A), "pinned": False},
-            {"name": "b.bin", "url": f"{server.url}/b", "size_bytes": len(B), "sha256": sha(B), "pinned": False},
+            {"name": "a.bin", "url": f"{server.url}/a", "size_bytes": len(A), "sha256": sha(A), "checked_by": "table"},
+            {"name": "b.bin", "url": f"{server.url}/b", "size_bytes": len(B), "sha256": sha(B), "checked_by": "table"},
         ],
         "files": [{"path": "a.bin", "size_bytes": len(A)}, {"path": "b.bin", "size_bytes": len(B)}],
     }
@@ -148,9 +148,12 @@ def test_a_file_without_a_hash_is_pinned_at_first_use(server, told, store):
     page = server.pages["/a"] = Page(A)
     wanted = source(server, File("a.bin", ("/a",)))
     here, _ = one(server, told, store, wanted)
-    assert [(made.sha256, made.pinned) for made in here.manifest.downloads] == [(sha(A), True)]
+    assert [(made.sha256, made.checked_by) for made in here.manifest.downloads] == [(sha(A), "first use")]
     pin = {"url": f"{server.url}/a", "size_bytes": len(A), "sha256": sha(A), "time": TODAY}
     assert json.loads(store.pins_path.read_text()) == {"version": 1, "pins": {"some/a.bin": pin}}
+    later, _ = get(store, wanted, Wish(again=True), told.tools(), lambda: "2027-01-01")
+    assert [made.checked_by for made in later.manifest.downloads] == ["pins"]
+    assert json.loads(store.pins_path.read_text())["pins"] == {"some/a.bin": pin}  # of the first use, still
     page.content, page.etag = A[::-1], '"two"'
     line = f"sha256 {sha(A[::-1])}; the lock file .pinned 2026-11-16; if it has changed on purpose: --repin. says {sha(A)}"
     with pytest.raises(DownloadError, match=line):

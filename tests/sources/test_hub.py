@@ -43,6 +43,7 @@ def test_a_model_is_taken_without_its_code_and_its_second_weights(server, get, t
     assert [piece.path for piece in here.manifest.files] == taken
     assert {name: (here.path / name).read_bytes() for name in taken} == {name: FILES[name] for name in taken}
     assert (here.manifest.revision, here.manifest.licence) == (REVISION, "mit")
+    assert {made.checked_by for made in here.manifest.downloads} == {"hub"}
     assert {made.name: made.sha256 for made in here.manifest.downloads} == {
         name: hashlib.sha256(FILES[name]).hexdigest() for name in taken
     }
@@ -129,7 +130,7 @@ def test_without_the_library_it_says_what_to_install(get, monkeypatch):
 
 
 @pytest.mark.parametrize("below", [".", "org--tiny", "tiny"])
-def test_a_folder_brings_a_model(server, get, tmp_path, below):
+def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
     folder = tmp_path / "usb" / below
     folder.mkdir(parents=True)
     with pytest.raises(RequestError, match=r"no config\.json in it, nor in org--tiny/ or tiny/ below it"):
@@ -139,7 +140,8 @@ def test_a_folder_brings_a_model(server, get, tmp_path, below):
     here, _ = get(wish=Wish(offline=tmp_path / "usb"))
     assert [piece.path for piece in here.manifest.files] == ["config.json", "model.safetensors"]
     assert (server.seen, here.manifest.revision) == ([], None)
-    assert all(made.pinned for made in here.manifest.downloads)
+    assert {made.checked_by for made in here.manifest.downloads} == {"nothing"}
+    assert store.pins() == {}
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,18 @@ if TYPE_CHECKING:
     from steelyard.case.case import Case
     from steelyard.sources.download import Tools
     from steelyard.sources.get import Wish
-    from steelyard.sources.store import Here, Store
+    from steelyard.sources.store import CheckedBy, Here, Store
     from steelyard.sources.table import Kind, Source
 
 AUTO = "auto"  # in the place of a path: what was got
+
+_CHECKED: "dict[CheckedBy, str]" = {
+    "table": "checked by its known hash",
+    "pins": "checked by its pin",
+    "hub": "checked by the hub's list",
+    "first use": "pinned at first use",
+    "nothing": "not checked",
+}
 
 From = Annotated[
     Path | None,
@@ -230,10 +238,8 @@ def _got(kind: "Kind", source: "Source", here: "Here", before: bool, store: "Sto
     made = here.manifest
     lines = [f"{name}  {text}" for name, text in aligned([(one.path, one.size_bytes) for one in made.files])]
     if not before:
-        pinned = [one for one in made.downloads if one.pinned]
-        lines += [f"pinned at first use: {one.name} sha256 {one.sha256}" for one in pinned]
-        lines += [f"pins are in {store.pins_path}"] if pinned and not source.hub else []
-        lines += [f"checked by SHA-256: {one.name}" for one in made.downloads if not one.pinned][:8]
+        lines += [f"{_CHECKED[one.checked_by]}: {one.name} sha256 {one.sha256}" for one in made.downloads]
+        lines += [f"pins are in {store.pins_path}"] if any(one.checked_by == "first use" for one in made.downloads) else []
     state = "already here" if before else "done"
     lines.append(f"{source.name}: {state}, {len(made.files)} file(s), {size(made.size_bytes)}, in {one_line(here.path)}")
     lines.append("use it with --data auto" if kind == "data" else f"use it with --weights {one_line(here.path)}")

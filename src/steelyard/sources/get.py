@@ -21,7 +21,7 @@ from steelyard.sources.download import (
     from_url,
     size_of,
 )
-from steelyard.sources.store import Downloaded, Here, Manifest, Pin, Store, manifest_of
+from steelyard.sources.store import CheckedBy, Downloaded, Here, Manifest, Pin, Store, manifest_of
 from steelyard.sources.table import File, Source
 from steelyard.sources.unpack import unpack
 
@@ -54,20 +54,22 @@ def get(store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[
             tools.meter.expect(ahead)
         arrived = [_one(source, file, one, wish, working, tools) for file, one in zip(source.files, expected, strict=True)]
         tree = _tree(working, source.files, arrived)
-        downloads = tuple(
-            Downloaded(name=file.name, url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, pinned=file.sha256 is None)
-            for file, one in zip(source.files, arrived, strict=True)
-        )
+        downloads = tuple(_told(source, file, one, pins) for file, one in zip(source.files, arrived, strict=True))
         time = today()
+        new = [one for one in downloads if one.checked_by == "first use"]
         store.pin(
             {
                 f"{source.name}/{one.name}": Pin(url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, time=time)
-                for one in downloads
-                if one.pinned
+                for one in new
             }
         )
         manifest = Manifest(name=source.name, licence=source.licence, time=time, downloads=downloads, files=manifest_of(tree))
         return store.appear(tree, manifest), False
+
+
+def _told(source: Source, file: File, one: Arrived, pins: dict[str, Pin]) -> Downloaded:
+    by: CheckedBy = "table" if file.sha256 is not None else "pins" if key(source, file) in pins else "first use"
+    return Downloaded(name=file.name, url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, checked_by=by)
 
 
 def key(source: Source, file: File) -> str:

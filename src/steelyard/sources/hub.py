@@ -13,7 +13,7 @@ from typing import Any
 from steelyard.errors import RequestError
 from steelyard.sources.download import Arrived, DownloadError, Expected, Meter, MismatchError, Tools, check, check_space
 from steelyard.sources.get import TREE, Wish
-from steelyard.sources.store import Downloaded, Here, Manifest, Pin, Store, manifest_of
+from steelyard.sources.store import CheckedBy, Downloaded, Here, Manifest, Pin, Store, manifest_of
 from steelyard.sources.table import Source
 
 TEXTS = (".json", ".txt", ".model", ".md", ".jinja", ".tiktoken")
@@ -196,7 +196,7 @@ def _copied(store: Store, source: Source, folder: Path, tree: Path, time: str) -
         shutil.copyfile(place / name, tree / name)
         size_bytes, sha256 = check(tree / name, Expected(name, None, None, None, MOST_BYTES, ""))
         arrived.append(Arrived(tree / name, (place / name).absolute().as_uri(), size_bytes, sha256))
-    return _appear(store, source, None, source.licence or NOT_STATED, tree, arrived, time, checked=False)
+    return _appear(store, source, None, source.licence or NOT_STATED, tree, arrived, time, "nothing")
 
 
 def _appear(
@@ -207,10 +207,10 @@ def _appear(
     tree: Path,
     arrived: list[Arrived],
     time: str,
-    checked: bool = True,
+    by: CheckedBy = "hub",
 ) -> Here:
     downloads = tuple(
-        Downloaded(name=one.path.name, url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, pinned=not checked)
+        Downloaded(name=one.path.name, url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, checked_by=by)
         for one in arrived
     )
     manifest = Manifest(

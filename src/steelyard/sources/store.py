@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
@@ -32,14 +32,19 @@ class Piece(Frozen):
     size_bytes: int
 
 
+# What a file was checked by: the table of sources, the lock file, or what the hub lists; or by nothing, at its first use, which
+# pins it, or where somebody brought it and nobody is asked.
+CheckedBy = Literal["table", "pins", "hub", "first use", "nothing"]
+
+
 class Downloaded(Frozen):
-    """A file as it was published. `pinned`: no hash was known before, and this one is what later downloads must have."""
+    """A file as it was published."""
 
     name: str
     url: str
     size_bytes: int
     sha256: str
-    pinned: bool
+    checked_by: CheckedBy
 
 
 class Manifest(Frozen):
