@@ -97,7 +97,7 @@ def reproduce(
         launcher=launcher,
         site=sites.find(site),
         weights=weights,
-        data=data_of(data, again.case(found)),
+        data=None if data is None else data_of(data, again.case(found)),
         tokenizer=tokenizer,
         engine_settings=of_engine,
         out=out,
