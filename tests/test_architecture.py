@@ -22,6 +22,7 @@ PARENT = (
     *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
     *("metrics.compare", "metrics.history", "run.reproduce"),
     *("run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
+    *("sources.get", "sources.hub", "cli.get"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )

@@ -68,6 +68,13 @@ def test_a_zip_is_unpacked_from_the_folder_of_its_top(tmp_path):
     assert {one.name: one.read_bytes() for one in (tmp_path / "out").iterdir()} == {"top.txt": b"1", "val.txt": b"2"}
 
 
+def test_a_tar_that_ends_in_a_zip_is_a_tar(tmp_path):
+    inner = zipped(tmp_path / "inner.zip", ("top.txt", b"of the zip")).read_bytes()
+    (tmp_path / "inner.zip").unlink()
+    unpack(tar(tmp_path / "x", ("top.txt", b"1"), ("inner.zip", inner)), tmp_path / "out", "top.txt", MOST)
+    assert (tmp_path / "out" / "top.txt").read_bytes() == b"1"
+
+
 def test_files_are_no_programs_whatever_the_archive_says(tmp_path):
     info = tarfile.TarInfo("top.txt")
     info.mode = 0o6777

@@ -16,6 +16,7 @@ from steelyard.data import archive
 from steelyard.errors import RequestError
 from steelyard.sources.download import MismatchError, NoSpaceError, check_space
 
+ZIP = b"PK"
 MOST_FILES = 10_000
 MOST_NAME = 1024
 MOST_DEPTH = 32
@@ -82,7 +83,9 @@ def _inside(name: str) -> PurePosixPath:
 @contextmanager
 def _opened(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
     try:
-        if zipfile.is_zipfile(source):
+        with source.open("rb") as file:
+            zipped = file.read(len(ZIP)) == ZIP  # not is_zipfile: a tar that ends in a zip is a tar
+        if zipped:
             with zipfile.ZipFile(source) as opened:
                 yield _zipped(opened)
         else:
