@@ -22,6 +22,7 @@ PARENT = (
     *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
     *("metrics.compare", "metrics.history", "run.reproduce"),
     *("run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
+    *("sources.get", "sources.hub", "cli.get"),
     *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )
@@ -95,8 +96,11 @@ def test_files_can_be_read_in_a_sitting(path):
 BESIDE = {"errors", "files", "schema", "plugins", "words"}
 WORK = {"case", "data", "engines", "kernels", "models", "plan", "training", "weights"}
 ROOMS: dict[str, set[str]] = {
-    "cli": {"accelerators", "case", "data", "engines", "metrics", "models", "plan", "record", "report", "run", "weights"},
-    "run": {"accelerators", "case", "data", "engines", "metrics", "plan", "record", "tasks", "training"},
+    "cli": {
+        *("accelerators", "case", "data", "engines", "metrics", "models", "plan", "record", "report", "run", "sources"),
+        "weights",
+    },
+    "run": {"accelerators", "case", "data", "engines", "metrics", "plan", "record", "sources", "tasks", "training"},
     "report": {"case", "metrics", "plan", "record", "tasks"},
     "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
     "record": {"case", "plan", "tasks"},
@@ -114,6 +118,7 @@ ROOMS: dict[str, set[str]] = {
     "weights": {"models"},
     "models": {"data", "kernels"},
     "kernels": set(),
+    "sources": {"data"},
     "data": set(),
     "accelerators": set(),
 }

@@ -14,7 +14,7 @@ from steelyard.case import resolve
 from steelyard.cli import VERBS, app, terminal
 from steelyard.cli.commands import Command
 
-GROUPS = {"weights": ("inspect", "convert"), "data": ("pack", "inspect")}
+GROUPS = {"weights": ("get", "list", "inspect", "convert"), "data": ("get", "list", "pack", "inspect")}
 EVERY = (
     (),
     *((verb,) for verb in VERBS),
@@ -201,10 +201,14 @@ def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:
     assert lines[-1] == "run them: steelyard run smoke"
 
 
-@pytest.mark.parametrize("verb", [("list",), ("show", "smoke"), ("check", "--accelerator", "cpu")], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb",
+    [("list",), ("show", "smoke"), ("check", "--accelerator", "cpu"), ("data", "list"), ("weights", "list")],
+    ids=" ".join,
+)
 def test_answers_fit_80_columns(shell: Shell, verb: tuple[str, ...]) -> None:
     done = shell(*verb)
-    assert max(map(len, done.out.splitlines())) <= 80
+    assert max(len(line) for line in done.out.splitlines() if not line.startswith("folder: ")) <= 80
 
 
 def test_report_is_a_screen_and_full_is_the_page(shell: Shell, smoke: dict[str, Path]) -> None:

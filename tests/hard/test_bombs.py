@@ -13,9 +13,10 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.records import published
+from steelyard.data import archive
 from steelyard.errors import RequestError
 from steelyard.record import record, sealed
-from steelyard.tasks.mmlu import archive, data
+from steelyard.tasks.mmlu import data
 from steelyard.weights import huggingface, torch_files
 
 MIB = 1 << 20
@@ -51,7 +52,7 @@ def test_a_members_attributes_are_not_read_whole(kind: bytes, tmp_path: Path) ->
 
 
 def test_a_tar_has_a_limit_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "MAX_BYTES", 4 * MIB)
+    monkeypatch.setattr(data, "MAX_TAR_BYTES", 4 * MIB)
     path = tar_gz(tmp_path / "bomb.tar.gz", *((f"other/{n}", tarfile.REGTYPE, b"", MIB) for n in range(6)))
     assert refusal(data.read, path) == f"{path}: larger than {4 * MIB} bytes unpacked; MMLU's tar has 166 MB"
     path.write_bytes(bytes(4 * MIB + 1))
@@ -112,7 +113,7 @@ def test_a_safetensors_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bounded_reads_of_a_plain_file() -> None:
-    file = archive.Bounded(io.BytesIO(b"abc"), Path("x"))
+    file = archive.Bounded(io.BytesIO(b"abc"), Path("x"), 4, "")
     assert (file.read(2), file.tell(), file.seek(0), file.read(1)) == (b"ab", 2, 0, b"a")
 
 

@@ -16,6 +16,18 @@ def shipped_cases(incomplete: str) -> list[str]:
     return _begin(resolve.names(), incomplete)
 
 
+def data(incomplete: str) -> list[str]:
+    from steelyard.sources import table
+
+    return _begin([one.name for one in table.DATA], incomplete)
+
+
+def weights(incomplete: str) -> list[str]:
+    from steelyard.sources import table
+
+    return _begin([one.name for one in table.WEIGHTS], incomplete)
+
+
 def engines(incomplete: str) -> list[str]:
     from steelyard import engines
 

@@ -1,4 +1,4 @@
-"""The verbs for token files: data pack and data inspect."""
+"""The verbs for data: data pack and data inspect for token files; data get and data list are in cli/get.py."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steelyard.cli import get
 from steelyard.cli.commands import Command
 from steelyard.cli.files import aligned, watching
 from steelyard.cli.options import Json
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
 
 app = typer.Typer(
-    help="Make token files for training from text, and inspect them.\n\n"
-    "Example: steelyard data pack texts.jsonl --tokenizer tokenizer.model --out corpus",
+    help="Get data sets; make token files from text, and inspect them.\n\n"
+    "Example: steelyard data get mmlu, then steelyard run llama2-7b-mmlu --data auto",
     no_args_is_help=True,
 )
+app.command("get", cls=Command)(get.get_data)
+app.command("list", cls=Command)(get.list_data)
 
 
 @app.command(cls=Command)

@@ -8,6 +8,7 @@ import typer
 from steelyard.cli import complete
 
 # Groups of options in the help of a verb that has many.
+MAIN = "Most used"
 QUESTION = "What is measured"
 PART = "How much of it"
 PLACE = "Devices and hosts"
@@ -23,6 +24,14 @@ SizeOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE", help="full (default) or smoke: tiny, seconds on a CPU, no download.", autocompletion=complete.sizes
+    ),
+]
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="The case's data (size full): a folder, a file, or auto for what steelyard data get brought.",
+        rich_help_panel=MAIN,
     ),
 ]
 PrecisionOption = Annotated[

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 def reproduce(
     source: Annotated[Path, typer.Argument(metavar="RECORD", help="The record of the run, or a folder of repeats of it.")],
-    data: Annotated[Path | None, typer.Option(metavar="PATH", help="The record's data, unless they are made.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The record's data, unless they are made; auto: as got.")
+    ] = None,
     weights: Annotated[Path | None, typer.Option(metavar="DIR", help="The record's weights, unless they are random.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="The record's tokenizer. Default: beside weights or data.")
@@ -77,6 +79,7 @@ def reproduce(
     output = Output(as_json, quiet, wide)
     begin("preparing", output)
     from steelyard.case.request import engine_settings
+    from steelyard.cli.get import data_of
     from steelyard.cli.report import read
     from steelyard.cli.run import at_least_one
     from steelyard.metrics import compare
@@ -94,7 +97,7 @@ def reproduce(
         launcher=launcher,
         site=sites.find(site),
         weights=weights,
-        data=data,
+        data=None if data is None else data_of(data, again.case(found)),
         tokenizer=tokenizer,
         engine_settings=of_engine,
         out=out,

@@ -10,11 +10,13 @@ import typer
 
 from steelyard.cli import complete, terminal
 from steelyard.cli.options import (
+    MAIN,
     OUTPUT,
     PART,
     PLACE,
     QUESTION,
     AcceleratorOption,
+    DataOption,
     DivisionOption,
     HangAfter,
     Json,
@@ -41,7 +43,6 @@ QUEUE_S = 10  # the wait in a queue is said so often
 
 
 # Groups of options, beside those that several verbs share; what most runs need comes first.
-MAIN = "Most used"
 SEVERAL = "Several runs"
 TRAINING = "Training"
 DETAIL = "Detail"
@@ -54,9 +55,7 @@ def run(
             metavar="CASE", help="Cases, your own .toml files, or smoke: every case, tiny.", autocompletion=complete.cases
         ),
     ],
-    data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The case's data, a folder or a file (size full).", rich_help_panel=MAIN)
-    ] = None,
+    data: DataOption = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -209,7 +208,7 @@ def run(
     \b
     Examples:
       steelyard run smoke
-      steelyard run llama2-7b-mmlu --data mmlu/ --weights Llama-2-7b-hf/
+      steelyard run llama2-7b-mmlu --data auto --weights Llama-2-7b-hf/
       steelyard run llama2-7b-mmlu --data mmlu/ --tokenizer tokenizer.model
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8
       steelyard run llama2-7b-mmlu --data mmlu/ --engine all --repeat 3
@@ -221,6 +220,7 @@ def run(
     from steelyard.case import sweep
     from steelyard.case.request import Request
     from steelyard.cli.engines import check_all, chosen
+    from steelyard.cli.get import data_of
     from steelyard.cli.wanted import at
     from steelyard.record.signature import try_key
     from steelyard.run import site as sites
@@ -252,7 +252,7 @@ def run(
             steps=steps,
             resume=resume,
             weights=None if weights == "random" else Path(weights),
-            data=data,
+            data=data_of(data, resolved.case),
             tokenizer=tokenizer,
             site=where,
             out=out,

@@ -1,4 +1,4 @@
-"""The verbs for checkpoints: weights inspect and weights convert."""
+"""The verbs for checkpoints: weights inspect and weights convert; weights get and weights list are in cli/get.py."""
 
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli import complete
+from steelyard.cli import complete, get
 from steelyard.cli.commands import Command
 from steelyard.cli.files import aligned, size, watching
 from steelyard.cli.options import Json
@@ -23,9 +23,11 @@ FORMATS = {"hf": "huggingface", "megatron": "megatron"}
 MOST_FILES = 8
 
 app = typer.Typer(
-    help="Inspect checkpoints, and convert them (Hugging Face, Megatron).\n\nExample: steelyard weights inspect Llama-2-7b-hf/",
+    help="Get models; inspect and convert checkpoints.\n\nExample: steelyard weights get smollm2-135m",
     no_args_is_help=True,
 )
+app.command("get", cls=Command)(get.get_weights)
+app.command("list", cls=Command)(get.list_weights)
 
 
 @app.command(cls=Command)

@@ -47,5 +47,5 @@ def _make(folder: Path) -> None:
     for what, holds in wrong.items():
         if holds:
             raise RequestError(
-                f"the cache {str(folder)!r} {what}: other users could change the code in it; remove it, or {NEXT}"
+                f"the cache {str(folder)!r} {what}: other users could change what is in it; remove it, or {NEXT}"
             )

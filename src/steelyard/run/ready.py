@@ -18,6 +18,7 @@ from steelyard.run import launch, processes, resume, site
 from steelyard.run.launch import Launcher
 from steelyard.run.resume import Resume
 from steelyard.run.site import Site
+from steelyard.sources import table
 from steelyard.tasks.task import PASSES
 
 PROFILED = ("torch",)  # frameworks whose profiler is read
@@ -190,7 +191,9 @@ def _check_files(request: Request, launcher: Launcher) -> None:
         if path is not None and not launcher.remote and not path.exists() and not path.with_name(f"{path.name}{IDS}").exists():
             raise RequestError(f"{option} {str(path)!r} does not exist; check the path")
     if case.size == "full" and request.data is None:
-        raise RequestError(f"{case.name} at size full needs its data: give their folder with --data, or try --size smoke")
+        source = table.of_task(case.question.row.name)
+        get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""
+        raise RequestError(f"{case.name} at size full needs its data: give their folder with --data{get}, or try --size smoke")
 
 
 def _check_numbers(request: Request) -> None:

@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from steelyard.data import archive
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
-from steelyard.tasks.mmlu import archive
 from steelyard.tasks.mmlu.fields import MadeQuestions, MmluData
 
 LETTERS = "ABCD"
+MAX_TAR_BYTES = 1 << 30  # packed, and unpacked
+USUAL = "; MMLU's tar has 166 MB"
 MAX_FILE_BYTES = 64 << 20
 MAX_ALL_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
@@ -124,7 +126,7 @@ def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
     try:
-        with archive.opened(source) as (tar, whole):
+        with archive.opened(source, MAX_TAR_BYTES, USUAL) as (tar, whole):
             for count, member in enumerate(tar, 1):
                 if count > MAX_MEMBERS:
                     raise RequestError(f"{source}: more than {MAX_MEMBERS} members; MMLU has 173")

@@ -15,7 +15,6 @@ from typing import IO, Any
 
 from steelyard.errors import RequestError
 
-MAX_BYTES = 1 << 30  # packed, and unpacked; MMLU's tar has 166 MB
 MAX_READ_BYTES = 65 << 20  # in one piece: a member of 64 MiB, and its padding
 OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 
@@ -23,9 +22,11 @@ OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zX
 class Bounded:
     """What a tar is read from, unpacked."""
 
-    def __init__(self, file: IO[bytes], source: Path) -> None:
+    def __init__(self, file: IO[bytes], source: Path, most_bytes: int, usual: str) -> None:
         self.file = file
         self.source = source
+        self.most_bytes = most_bytes
+        self.usual = usual
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_READ_BYTES:
@@ -41,19 +42,20 @@ class Bounded:
         return self.file.tell()
 
     def _within(self, place: int) -> None:
-        if place > MAX_BYTES:
-            raise RequestError(f"{self.source}: larger than {MAX_BYTES} bytes unpacked; MMLU's tar has 166 MB")
+        if place > self.most_bytes:
+            raise RequestError(f"{self.source}: larger than {self.most_bytes} bytes unpacked{self.usual}")
 
 
 @contextmanager
-def opened(source: Path) -> Iterator[tuple[tarfile.TarFile, Bounded]]:
-    """A tar, packed or not, and what it is read from."""
-    if source.stat().st_size > MAX_BYTES:
-        raise RequestError(f"{source}: larger than {MAX_BYTES} bytes; MMLU's tar has 166 MB")
+def opened(source: Path, most_bytes: int, usual: str = "") -> Iterator[tuple[tarfile.TarFile, Bounded]]:
+    """A tar, compressed or not, and what it is read from. Neither may be larger than the limit; `usual` says how large one of
+    its kind is."""
+    if source.stat().st_size > most_bytes:
+        raise RequestError(f"{source}: larger than {most_bytes} bytes{usual}")
     with source.open("rb") as file:
         begin = file.read(max(map(len, OPENERS)))
     unpack = next((opener for magic, opener in OPENERS.items() if begin.startswith(magic)), open)
     with unpack(source, "rb") as file:
-        bounded = Bounded(file, source)
+        bounded = Bounded(file, source, most_bytes, usual)
         with tarfile.open(fileobj=bounded, mode="r:") as tar:  # type: ignore[call-overload]
             yield tar, bounded

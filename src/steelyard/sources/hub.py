@@ -1,0 +1,219 @@
+"""A model of the Hugging Face hub, through huggingface_hub: its files at one revision, each checked by what the hub says of it.
+
+Code of a model (`*.py`) is never taken. Weights are taken once: safetensors, or `.bin` where there are none.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from steelyard.errors import RequestError
+from steelyard.sources.download import Arrived, DownloadError, Expected, Meter, MismatchError, Tools, check, check_space
+from steelyard.sources.get import TREE, Wish
+from steelyard.sources.store import CheckedBy, Downloaded, Here, Manifest, Pin, Store, manifest_of
+from steelyard.sources.table import Source
+
+TEXTS = (".json", ".txt", ".model", ".md", ".jinja", ".tiktoken")
+LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+MOST_BYTES = 1 << 40  # of a file
+NOT_STATED = "not stated"
+INSTALL = "huggingface_hub is not installed, which models of the hub need; run pip install 'steelyard[hub]'"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A file as the hub lists it."""
+
+    name: str
+    size_bytes: int | None
+    sha256: str | None  # of a large one
+    git_blob: str | None  # of a small one
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model at one revision."""
+
+    revision: str
+    licence: str
+    files: tuple[Listed, ...]
+
+
+def get(
+    store: Store,
+    source: Source,
+    revision: str | None,
+    wish: Wish,
+    tools: Tools,
+    today: Callable[[], str],
+    endpoint: str | None = None,
+) -> tuple[Here, bool]:
+    """A model that is here, and whether it was before. The hub is the one that $HF_ENDPOINT names, unless told otherwise."""
+    with store.locked(source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")):
+        here = store.find(source.name)
+        if here is not None and not (wish.again or wish.repin) and revision in (None, here.manifest.revision):
+            return here, True
+        tree = store.working(source.name) / TREE
+        if wish.offline is not None:
+            shutil.rmtree(tree, ignore_errors=True)
+        tree.mkdir(parents=True, exist_ok=True)
+        if wish.offline is not None:
+            return _copied(store, source, wish.offline, tree, today()), False
+        if find_spec("huggingface_hub") is None:
+            raise RequestError(INSTALL)
+        pin = None if wish.repin else store.pins().get(source.hub)
+        model = _asked(source, lambda: _listed(source.hub, revision or (pin.revision if pin else None), endpoint))
+        arrived = _asked(source, lambda: _downloaded(source.hub, model, tree, tools, endpoint))
+        shutil.rmtree(tree / ".cache", ignore_errors=True)
+        if revision is None:
+            store.pin({source.hub: Pin(url=source.page, revision=model.revision, time=today())})
+        return _appear(store, source, model.revision, source.licence or model.licence, tree, arrived, today()), False
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """The files of a model that are taken: those at its top that hold texts, its licence, and its weights, in one form."""
+    top = sorted(name for name in names if "/" not in name)
+    texts = [name for name in top if name.endswith(TEXTS) or name.upper().startswith(LICENCES)]
+    tensors = [name for name in top if name.endswith(".safetensors")]
+    plain = [name for name in tensors if not name.startswith("consolidated")]  # the same weights in another layout
+    weights = plain or tensors or [name for name in top if name.endswith(".bin") and name.startswith("pytorch_model")]
+    unread = {f"{name}.index.json" for name in ("pytorch_model.bin",)} if tensors else set()
+    return [name for name in top if name in {*texts, *weights} - unread]
+
+
+def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
+    from huggingface_hub import HfApi
+
+    info = HfApi(endpoint, library_name="steelyard").model_info(hub, revision=revision, files_metadata=True)
+    names = chosen(one.rfilename for one in info.siblings or [])
+    if "config.json" not in names:
+        raise RequestError(f"{hub}: no config.json at its top; it is not a model that transformers reads")
+    files = tuple(
+        Listed(one.rfilename, one.size, one.lfs.sha256, None)
+        if one.lfs is not None
+        else Listed(one.rfilename, one.size, None, one.blob_id)
+        for one in info.siblings or []
+        if one.rfilename in names
+    )
+    licence = info.card_data.get("license") if info.card_data is not None else None
+    return Model(str(info.sha), str(licence or NOT_STATED), files)
+
+
+def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str | None) -> list[Arrived]:
+    """Every file of a model. One that is here and right is not asked for again."""
+    from huggingface_hub import hf_hub_download, hf_hub_url
+
+    names = {one.name for one in model.files}
+    for path in tree.iterdir():
+        if path.is_file() and path.name not in names:
+            path.unlink()  # of another revision, which an earlier command began with
+    missing = [one for one in model.files if _whole(tree, one) is None]
+    check_space(tree, sum(one.size_bytes or 0 for one in missing))
+    tools.meter.begin(sum(one.size_bytes or 0 for one in missing))
+    bar = _bar(tools.meter)
+    out = []
+    for one in model.files:
+        if one in missing:
+            hf_hub_download(hub, one.name, revision=model.revision, local_dir=tree, tqdm_class=bar, endpoint=endpoint)
+        size_bytes, sha256 = check(tree / one.name, _expected(one))
+        url = hf_hub_url(hub, one.name, revision=model.revision, endpoint=endpoint)
+        out.append(Arrived(tree / one.name, url, size_bytes, sha256))
+    return out
+
+
+def _whole(tree: Path, one: Listed) -> str | None:
+    try:
+        return check(tree / one.name, _expected(one))[1]
+    except FileNotFoundError:
+        return None
+    except MismatchError:
+        (tree / one.name).unlink()
+        return None
+
+
+def _expected(one: Listed) -> Expected:
+    return Expected(one.name, one.size_bytes, one.sha256, one.git_blob, MOST_BYTES, "the hub")
+
+
+def _bar(meter: Meter) -> type[Any]:
+    """What the hub's library counts bytes with."""
+    from huggingface_hub import utils
+
+    tqdm: Any = getattr(utils, "tqdm")  # noqa: B009  exported, though not in the way that a type checker knows
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **{**settings, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            meter.add(int(n or 0))
+            return None
+
+    return Bar
+
+
+def _asked(source: Source, ask: Callable[[], Any]) -> Any:
+    """What the hub's library answers; its errors as one line."""
+    from huggingface_hub import errors
+
+    # The base of all that its HTTP library raises, whichever that is in this version.
+    network: type[Exception] = next(base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    try:
+        return ask()
+    except errors.GatedRepoError as error:
+        raise RequestError(
+            f"{source.hub} is gated: accept its terms on {source.page} with your account, log in here with "
+            "hf auth login (or set HF_TOKEN), and run the same command again"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise RequestError(f"{source.hub} has no such revision; see {source.page}/commits/main") from error
+    except errors.RepositoryNotFoundError as error:
+        raise RequestError(
+            f"no model {source.hub!r} on the hub, or it is private: check the name, or log in with hf auth login"
+        ) from error
+    except errors.HFValidationError as error:
+        raise RequestError(f"{source.hub!r} is no id of a model: {error}") from error
+    except MismatchError as error:
+        raise DownloadError(f"{source.hub}: {error}; run the same command again") from error
+    except (network, OSError) as error:
+        first = " ".join(str(error).split())[:300] or type(error).__name__
+        raise DownloadError(f"{source.hub}: {first}; run the same command again to go on") from error
+
+
+def _copied(store: Store, source: Source, folder: Path, tree: Path, time: str) -> Here:
+    """A model from a folder that somebody brought. Nobody says what its files must be."""
+    places = (folder / source.hub.replace("/", "--"), folder / PurePosixPath(source.hub).name, folder / source.name, folder)
+    place = next((one for one in places if (one / "config.json").is_file()), None)
+    if place is None:
+        raise RequestError(f"--from {folder}: no config.json in it, nor in {places[0].name}/ or {places[1].name}/ below it")
+    names = chosen(path.name for path in place.iterdir() if path.is_file())
+    check_space(tree, sum((place / name).stat().st_size for name in names))
+    arrived = []
+    for name in names:
+        shutil.copyfile(place / name, tree / name)
+        size_bytes, sha256 = check(tree / name, Expected(name, None, None, None, MOST_BYTES, ""))
+        arrived.append(Arrived(tree / name, (place / name).absolute().as_uri(), size_bytes, sha256))
+    return _appear(store, source, None, source.licence or NOT_STATED, tree, arrived, time, "nothing")
+
+
+def _appear(
+    store: Store,
+    source: Source,
+    revision: str | None,
+    licence: str,
+    tree: Path,
+    arrived: list[Arrived],
+    time: str,
+    by: CheckedBy = "hub",
+) -> Here:
+    downloads = tuple(
+        Downloaded(name=one.path.name, url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, checked_by=by)
+        for one in arrived
+    )
+    manifest = Manifest(
+        name=source.name, licence=licence, time=time, revision=revision, downloads=downloads, files=manifest_of(tree)
+    )
+    return store.appear(tree, manifest)

@@ -1,0 +1,217 @@
+"""The sources: what they are called here, who publishes them where, how large they are and under which licence.
+
+A file is checked by its SHA-256 where that is known from somebody who had the very file; where it is not, the first download
+is pinned in a lock file, and all later ones are checked by that.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from steelyard.errors import RequestError, known
+
+Kind = Literal["data", "weights"]
+MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class File:
+    """A file, or an archive to unpack."""
+
+    name: str
+    urls: tuple[str, ...]  # tried in this order; all have the same bytes
+    size_bytes: int | None = None
+    sha256: str | None = None
+    git_blob: str | None = None  # its object id in the repository that publishes it
+    top: str = ""  # of an archive: a file at the top of the folder in it that is wanted
+    most_bytes: int = MOST_BYTES  # of the file, and of what is unpacked from it
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one name gets: files by address, or a model of the Hugging Face hub."""
+
+    name: str
+    title: str
+    licence: str
+    page: str  # who publishes it, and its terms
+    files: tuple[File, ...] = ()
+    hub: str = ""  # the id of a model
+    gated: bool = False  # its terms must be accepted on its page first
+    task: str = ""  # the task whose data it is
+    note: str = ""
+
+
+_HUB = "https://huggingface.co"
+_GITHUB = "https://raw.githubusercontent.com"
+_LLAMA_DATA = "https://bj.bcebos.com/paddlenlp/models/transformers/llama/data"
+
+DATA = (
+    Source(
+        name="mmlu",
+        title="MMLU: 57 subjects, dev, val, test and auxiliary_train",
+        licence="MIT",
+        page="https://github.com/hendrycks/test",
+        task="mmlu",
+        files=(
+            File(
+                "data.tar",
+                (
+                    # The hub's Git LFS digest of it is the SHA-256 below, which is also known of Berkeley's own copy.
+                    f"{_HUB}/datasets/cais/mmlu/resolve/c30699e8356da336a370243923dbaf21066bb9fe/data.tar",
+                    "https://people.eecs.berkeley.edu/~hendrycks/data.tar",
+                    f"{_HUB}/datasets/Stevross/mmlu/resolve/main/data.tar",
+                ),
+                size_bytes=166_184_960,
+                sha256="bec563ba4bac1d6aaf04141cd7d1605d7a5ca833e38f994051e818489592989b",
+            ),
+        ),
+    ),
+    Source(
+        name="lambada",
+        title="LAMBADA, the test set as OpenAI formatted it",
+        licence="CC BY 4.0",
+        page="https://github.com/cybertronai/bflm",
+        task="lambada",
+        files=(
+            File(
+                "lambada_test.jsonl",
+                (
+                    f"{_GITHUB}/cybertronai/bflm/620fff70127e0a7c741ee229ed2e33e25dd5185a/lambada_test.jsonl",
+                    # lm-evaluation-harness checks this copy by the same SHA-256.
+                    "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl",
+                    f"{_HUB}/datasets/EleutherAI/lambada_openai/resolve/900124bf3b8235c6daf21033af9948b3f07346c4/"
+                    "data/lambada_test.jsonl",
+                ),
+                size_bytes=1_819_752,
+                sha256="4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
+            ),
+        ),
+    ),
+    Source(
+        name="openwebtext",
+        title="OpenWebText, 100k documents as tokens of Llama's vocabulary",
+        licence="CC0 (packaging; texts: their authors)",
+        page="https://github.com/PaddlePaddle/PaddleNLP",
+        task="openwebtext",
+        files=(
+            File("llama_openwebtext_100k_ids.npy", (f"{_LLAMA_DATA}/llama_openwebtext_100k_ids.npy",)),
+            File("llama_openwebtext_100k_idx.npz", (f"{_LLAMA_DATA}/llama_openwebtext_100k_idx.npz",)),
+        ),
+    ),
+    Source(
+        name="alpaca",
+        title="alpaca's instructions as conversations: FlagAI's file, which the published runs read",
+        licence="CC BY-NC 4.0 (research only)",
+        page="https://github.com/FlagAI-Open/FlagAI",
+        task="alpaca",
+        files=(
+            File(
+                "alpaca_data_train.jsonl",
+                (
+                    f"{_GITHUB}/FlagAI-Open/FlagAI/40a72ad518aa5c4ee639e7cee77b77d4472b4bb8/"
+                    "examples/Aquila/Aquila-chat/data/alpaca_data_train.jsonl",
+                ),
+                git_blob="7984c494a9fabcca0d1a4c399ef573cc92c83842",  # what the tree of that commit names
+            ),
+        ),
+    ),
+    Source(
+        name="alpaca-stanford",
+        title="alpaca's instructions as Stanford published them: 52,002 rows",
+        licence="CC BY-NC 4.0 (research only)",
+        page="https://github.com/tatsu-lab/stanford_alpaca",
+        files=(
+            File(
+                "alpaca_data.json",
+                (f"{_GITHUB}/tatsu-lab/stanford_alpaca/761dc5bfbdeeffa89b8bff5d038781a4055f796a/alpaca_data.json",),
+                # Several programs that download this commit's file check it by this.
+                sha256="2eddafc6b977608d778aaab8dfc7e50e547b3af9826dfb9e909d9fc362e4a419",
+            ),
+        ),
+    ),
+    Source(
+        name="record",
+        title="ReCoRD of SuperGLUE, and the word pieces of BERT that GLM reads it with",
+        licence="see its page; word pieces Apache-2.0",
+        page="https://sheng-z.github.io/ReCoRD-explorer/",
+        task="superglue_record",
+        files=(
+            File(
+                "ReCoRD.zip",
+                ("https://dl.fbaipublicfiles.com/glue/superglue/data/v2/ReCoRD.zip",),
+                # AllenAI's rainbow checks this address by it.
+                sha256="30c7b651ab21b8bf8fab986495cd1084333010e040548f861b839eec0044ac18",
+                top="train.jsonl",
+            ),
+            File(
+                "vocab.txt",  # the uncased vocabularies of BERT base and large are one file
+                (f"{_HUB}/google-bert/bert-base-uncased/resolve/86b5e0934494bd15c9632b12f734a8a67f723594/vocab.txt",),
+                size_bytes=231_508,
+                sha256="07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+            ),
+        ),
+    ),
+)
+
+WEIGHTS = (
+    Source(
+        name="llama2-7b",
+        title="Llama-2-7B, the base model",
+        licence="Llama 2 Community License",
+        page=f"{_HUB}/meta-llama/Llama-2-7b-hf",
+        hub="meta-llama/Llama-2-7b-hf",
+        gated=True,
+    ),
+    Source(
+        name="aquila2-7b",
+        title="Aquila2-7B",
+        licence="BAAI Aquila Model License",
+        page=f"{_HUB}/BAAI/Aquila2-7B",
+        hub="BAAI/Aquila2-7B",
+    ),
+    Source(
+        name="aquila2-34b",
+        title="Aquila2-34B",
+        licence="BAAI Aquila 34B Model License",
+        page=f"{_HUB}/BAAI/Aquila2-34B",
+        hub="BAAI/Aquila2-34B",
+    ),
+    Source(
+        name="glm-large",
+        title="GLM-large (335 M), the blank-filling model",
+        licence="MIT",
+        page="https://github.com/THUDM/GLM",
+        files=(
+            File(
+                "glm-large-blank.tar.bz2",
+                ("https://cloud.tsinghua.edu.cn/d/13f5b03da9594e5490c4/files/?p=%2Fglm-large-blank.tar.bz2&dl=1",),
+                top="latest_checkpointed_iteration.txt",
+            ),
+        ),
+    ),
+    Source(
+        name="smollm2-135m",
+        title="SmolLM2-135M, small enough for any CPU",
+        licence="Apache-2.0",
+        page=f"{_HUB}/HuggingFaceTB/SmolLM2-135M",
+        hub="HuggingFaceTB/SmolLM2-135M",
+    ),
+)
+
+TABLE: dict[Kind, tuple[Source, ...]] = {"data": DATA, "weights": WEIGHTS}
+
+
+def row(kind: Kind, name: str) -> Source:
+    """A source by its name; of weights also any model of the hub, by its id."""
+    found = next((one for one in TABLE[kind] if name in (one.name, one.hub)), None)
+    if found is not None:
+        return found
+    if kind == "weights" and name.count("/") == 1 and all(name.split("/")):
+        return Source(name=name, title=name, licence="", page=f"{_HUB}/{name}", hub=name)
+    more = " (or the id of a model, such as HuggingFaceTB/SmolLM2-135M)" if kind == "weights" else ""
+    raise RequestError(f"no {kind} {name!r} to get; {known(name, [one.name for one in TABLE[kind]])}{more}")
+
+
+def of_task(task: str) -> Source | None:
+    """The source of a task's data."""
+    return next((one for one in DATA if one.task == task), None)

@@ -1,0 +1,397 @@
+"""Downloads from a server that cuts, stalls, changes its mind and lies: what arrives is the right file or none."""
+
+import hashlib
+import json
+import random
+import socket
+import subprocess
+import threading
+from pathlib import Path
+from urllib.request import Request
+
+import pytest
+
+from fixtures.web import Page, Server, serving
+from steelyard.sources import download as downloads
+from steelyard.sources.download import Arrived, DownloadError, Expected, NoSpaceError, download
+from steelyard.sources.http import RefusedError, _Redirects
+
+CONTENT = random.Random(7).randbytes(300_000)
+OTHER = random.Random(8).randbytes(300_000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+CUT = 100_000  # more than counts as progress
+
+
+def expected(
+    size: int | None = len(CONTENT), sha256: str | None = SHA256, most: int = 1 << 20, blob: str | None = None
+) -> Expected:
+    return Expected("f.bin", size, sha256, blob, most, "the table")
+
+
+def fetch(
+    server: Server, told, folder: Path, wanted: Expected | None = None, paths=("/f",), timeout_s: float = 10.0
+) -> Arrived:
+    urls = tuple(path if "://" in path else f"{server.url}{path}" for path in paths)
+    return download(wanted or expected(), urls, folder, told.tools(timeout_s))
+
+
+def refused(server: Server, told, folder: Path, *arguments, **options) -> str:
+    with pytest.raises(DownloadError) as caught:
+        fetch(server, told, folder, *arguments, **options)
+    assert not (folder / "f.bin").exists()
+    return str(caught.value).replace(f"127.0.0.1:{server.port}", "HOST")
+
+
+def test_a_file_arrives_whole_and_checked(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT)
+    got = fetch(server, told, tmp_path)
+    assert got == Arrived(tmp_path / "f.bin", f"{server.url}/f", len(CONTENT), SHA256)
+    assert got.path.read_bytes() == CONTENT
+    assert not (tmp_path / "f.bin.part").exists()
+    assert told.watched[-1] == (len(CONTENT), len(CONTENT))
+    assert told.lines == told.slept == []
+    assert server.seen[0].headers["accept-encoding"] == "identity"
+
+
+def test_cuts_are_continued_in_the_same_command(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, cuts=[CUT, CUT])
+    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert server.ranges() == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"]
+    assert [one.if_range for one in server.seen] == [None, '"one"', '"one"']
+    assert told.slept == [1.0, 1.0]  # every try brought something
+    assert told.lines[0] == f"f.bin: the connection closed {len(CONTENT) - CUT} bytes before the end; again in 1 s"
+    assert told.lines[1] == f"f.bin: continues after {CUT} bytes"
+    assert told.watched[-1] == (len(CONTENT), len(CONTENT))
+
+
+def test_a_part_is_continued_by_a_later_command(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, cuts=[CUT, 0, 0, 0])
+    line = refused(server, told, tmp_path)
+    assert line == (
+        f"f.bin could not be had: HOST: the connection closed {len(CONTENT) - CUT} bytes before the end (tried 4 times); "
+        f"{CUT} bytes are kept, run the same command again to go on"
+    )
+    assert told.slept == [1.0, 2.0, 4.0]
+    assert (tmp_path / "f.bin.part").read_bytes() == CONTENT[:CUT]
+    note = json.loads((tmp_path / "f.bin.part.json").read_text())
+    assert note == {"url": f"{server.url}/f", "validator": '"one"', "size_bytes": len(CONTENT)}
+    server.seen.clear()
+    told.watched.clear()
+    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert server.ranges() == [f"bytes={CUT}-"]
+    assert told.watched[-1] == (len(CONTENT) - CUT,) * 2  # the rate is of what this command transfers
+
+
+def test_a_part_that_is_complete_is_only_checked(server, told, tmp_path):
+    (tmp_path / "f.bin.part").write_bytes(CONTENT)
+    note = {"url": f"{server.url}/f", "validator": '"one"', "size_bytes": len(CONTENT)}
+    (tmp_path / "f.bin.part.json").write_text(json.dumps(note))
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+    assert server.seen == []
+
+
+@pytest.mark.parametrize("note", ["{", '{"url": 1}', "[]"], ids=["no JSON", "no part", "a list"])
+def test_a_part_of_which_nothing_is_known_is_not_continued(server, told, tmp_path, note):
+    (tmp_path / "f.bin.part").write_bytes(OTHER[:CUT])
+    (tmp_path / "f.bin.part.json").write_text(note)
+    server.pages["/f"] = Page(CONTENT)
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+    assert server.ranges() == [None]
+
+
+def test_without_ranges_it_starts_over(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, ranges=False, cuts=[CUT])
+    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert server.ranges() == [None, f"bytes={CUT}-"]
+    assert told.watched[-1] == (CUT + len(CONTENT), CUT + len(CONTENT))
+
+
+def test_a_weak_tag_is_no_validator_but_a_time_is(server, told, tmp_path):
+    when = "Tue, 15 Nov 2022 12:45:26 GMT"
+    server.pages["/f"] = Page(CONTENT, etag=None, changed=when, headers={"ETag": 'W/"x"'}, cuts=[CUT])
+    fetch(server, told, tmp_path)
+    assert [one.if_range for one in server.seen] == [None, when]
+
+
+def test_without_a_validator_nothing_is_continued(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, etag=None, cuts=[CUT])
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+    assert server.ranges() == [None, None]
+
+
+def test_a_file_that_changed_between_two_parts_is_not_mixed(server, told, tmp_path):
+    page = server.pages["/f"] = Page(OTHER, cuts=[CUT, 0, 0, 0])
+    refused(server, told, tmp_path, expected(sha256=None))
+    page.content, page.etag = CONTENT, '"two"'
+    assert fetch(server, told, tmp_path, expected(sha256=None)).sha256 == SHA256
+
+
+def test_a_server_that_ignores_if_range_is_found_out_by_its_tag(server, told, tmp_path):
+    page = server.pages["/f"] = Page(OTHER, cuts=[CUT, 0, 0, 0], heed_if_range=False)
+    refused(server, told, tmp_path, expected(sha256=None))
+    page.content, page.etag = CONTENT, '"two"'
+    server.seen.clear()
+    assert fetch(server, told, tmp_path, expected(sha256=None)).sha256 == SHA256
+    assert server.ranges() == [f"bytes={CUT}-", None]
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_range_that_was_not_asked_for_is_not_taken(server, told, tmp_path, shift):
+    server.pages["/f"] = Page(CONTENT, cuts=[CUT], range_shift=shift)
+    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert server.ranges() == [None, f"bytes={CUT}-", None]
+    (tmp_path / "f.bin").unlink()
+    server.seen.clear()
+    server.pages["/f"].cuts = [CUT, len(CONTENT)] * 9  # always again
+    assert "HOST: its ranges are not those of one file (tried 4 times)" in refused(server, told, tmp_path)
+    assert len(server.seen) == 8
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "-1", "1e3", "²"])
+def test_a_length_that_is_no_number_is_none(server, told, tmp_path, length):
+    server.pages["/f"] = Page(CONTENT, length=False, headers={"Content-Length": length})
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+    assert told.watched[-1] == (len(CONTENT), 0)
+
+
+def test_what_does_not_speak_http_is_given_up(server, told, tmp_path):
+    def talk() -> None:
+        for _ in range(4):
+            with listening.accept()[0] as peer:
+                peer.recv(4096)
+                peer.sendall(b"SSH-2.0-OpenSSH_9.2\r\n" * 9)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=talk)
+        thread.start()
+        line = refused(server, told, tmp_path, paths=(f"http://127.0.0.1:{listening.getsockname()[1]}/f",))
+        thread.join()
+    assert ": SSH-2.0-OpenSSH_9.2 (tried 4 times); try later" in line
+
+
+def test_a_range_beyond_the_end_starts_over(server, told, tmp_path):
+    (tmp_path / "f.bin.part").write_bytes(bytes(len(CONTENT) + 1))
+    note = {"url": f"{server.url}/f", "validator": '"one"', "size_bytes": None}
+    (tmp_path / "f.bin.part.json").write_text(json.dumps(note))
+    server.pages["/f"] = Page(CONTENT)
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+
+
+def test_a_stall_times_out_and_goes_on(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, stalls=[CUT])
+    assert fetch(server, told, tmp_path, timeout_s=0.3).path.read_bytes() == CONTENT
+    assert told.lines[0] == "f.bin: no answer in time; again in 1 s"
+    assert server.ranges() == [None, f"bytes={CUT}-"]
+
+
+def test_a_server_that_never_answers_is_given_up(server, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "TRIES", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        urls = (f"http://127.0.0.1:{silent.getsockname()[1]}/f",)
+        line = refused(server, told, tmp_path, paths=urls, timeout_s=0.2)
+    assert line.endswith(": no answer in time (tried 2 times); try later, or bring it with --from DIR")
+
+
+def test_a_wrong_size_is_refused_before_the_transfer(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT[:-1])
+    line = refused(server, told, tmp_path)
+    assert line.startswith(f"f.bin could not be had: HOST: has {len(CONTENT) - 1} bytes; the table says {len(CONTENT)}; ")
+    assert told.watched == []
+    server.pages["/f"] = Page(CONTENT)
+    assert "has 300000 bytes; at most 299999 are taken" in refused(server, told, tmp_path, expected(None, most=299_999))
+
+
+def test_without_a_length_the_size_is_checked_at_the_end(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT[:-1], length=False)
+    assert f"{len(CONTENT) - 1} bytes; the table says {len(CONTENT)}" in refused(server, told, tmp_path)
+    assert not list(tmp_path.iterdir())
+    server.pages["/f"] = Page(CONTENT, length=False)
+    assert "more than 200000 bytes, the limit for this file" in refused(server, told, tmp_path, expected(None, most=200_000))
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+    assert told.watched[-1][1] == 0  # the total is not known
+    (tmp_path / "f.bin").unlink()
+    line = "does not say how long the file is, and nothing else would tell that it was cut"
+    assert line in refused(server, told, tmp_path, expected(None, None))
+
+
+def test_chunks_tell_their_end(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, length=False, chunked=True, etag=None)
+    assert fetch(server, told, tmp_path, expected(None, None)).path.read_bytes() == CONTENT
+    (tmp_path / "f.bin").unlink()
+    server.pages["/f"] = Page(CONTENT, length=False, chunked=True, etag=None, cuts=[CUT])
+    assert fetch(server, told, tmp_path, expected(None, None)).path.read_bytes() == CONTENT
+    assert len(told.slept) == 1
+
+
+def test_a_length_that_lies_is_a_cut(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, said_length=len(CONTENT) + 5, etag=None)
+    line = refused(server, told, tmp_path, expected(None))
+    assert "the connection closed 5 bytes before the end" in line
+
+
+def test_a_wrong_hash_is_not_kept(server, told, tmp_path):
+    server.pages["/f"] = Page(OTHER)
+    line = refused(server, told, tmp_path)
+    assert line.startswith(
+        f"f.bin could not be had: HOST: sha256 {hashlib.sha256(OTHER).hexdigest()}; the table says {SHA256}; "
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_git_blob_is_checked_as_git_names_it(server, told, tmp_path):
+    blob = hashlib.sha1(b"blob %d\0" % len(CONTENT) + CONTENT).hexdigest()
+    server.pages["/f"] = Page(CONTENT)
+    assert fetch(server, told, tmp_path, expected(sha256=None, blob=blob)).sha256 == SHA256
+    (tmp_path / "f.bin").unlink()
+    server.pages["/f"] = Page(OTHER)
+    assert f"the table says {blob}" in refused(server, told, tmp_path, expected(sha256=None, blob=blob))
+
+
+def test_git_itself_names_it_so(tmp_path):
+    (tmp_path / "x").write_bytes(CONTENT)
+    done = subprocess.run(["git", "hash-object", tmp_path / "x"], capture_output=True, text=True, check=True)
+    wanted = Expected("x", None, None, done.stdout.strip(), 1 << 20, "git")
+    assert downloads.check(tmp_path / "x", wanted) == (len(CONTENT), SHA256)
+
+
+def test_mirrors_are_tried_in_order(server, told, tmp_path):
+    server.pages |= {"/wrong": Page(OTHER), "/short": Page(CONTENT[:5]), "/f": Page(CONTENT), "/last": Page(CONTENT)}
+    got = fetch(server, told, tmp_path, paths=("/missing", "/wrong", "/short", "/f", "/last"))
+    assert got.url == f"{server.url}/f"
+    assert [one.path for one in server.seen] == ["/missing", "/wrong", "/short", "/f"]
+    assert [line.split(": ", 2)[2].split(";")[0] for line in told.lines] == [
+        "status 404 (Not Found)",
+        f"sha256 {hashlib.sha256(OTHER).hexdigest()}",
+        "has 5 bytes",
+    ]
+
+
+def test_a_later_command_goes_on_with_the_mirror_that_it_has_a_part_of(server, told, tmp_path):
+    server.pages["/second"] = Page(CONTENT, cuts=[CUT, 0, 0, 0])
+    refused(server, told, tmp_path, paths=("/first", "/second"))
+    server.pages["/first"] = Page(CONTENT)
+    server.seen.clear()
+    assert fetch(server, told, tmp_path, paths=("/first", "/second")).url.endswith("/second")
+    assert [(one.path, one.range) for one in server.seen] == [("/second", f"bytes={CUT}-")]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again_when_it_says(server, told, tmp_path, status):
+    server.pages["/f"] = Page(CONTENT, statuses=[status], headers={"Retry-After": "7"})
+    assert fetch(server, told, tmp_path).sha256 == SHA256
+    assert told.slept == [7.0]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_a_refusal_is_not_repeated(server, told, tmp_path, status):
+    server.pages["/f"] = Page(CONTENT, statuses=[status] * 2)
+    assert f"status {status}" in refused(server, told, tmp_path)
+    assert len(server.seen) == 1
+
+
+def test_a_web_page_is_not_the_file(server, told, tmp_path):
+    server.pages["/f"] = Page(b"<html>log in", kind="text/html; charset=utf-8")
+    assert "answers with a web page, not with the file" in refused(server, told, tmp_path, expected(None, None))
+
+
+def test_an_encoding_that_was_not_asked_for_is_refused(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT, headers={"Content-Encoding": "gzip"})
+    assert "sends the file in another encoding" in refused(server, told, tmp_path)
+
+
+def test_redirects_are_followed_with_their_range(server, told, tmp_path):
+    server.pages |= {"/f": Page(location="/g"), "/g": Page(location="/h"), "/h": Page(CONTENT, cuts=[CUT])}
+    assert fetch(server, told, tmp_path).url == f"{server.url}/f"
+    assert [one.range for one in server.seen if one.path == "/h"] == [None, f"bytes={CUT}-"]
+
+
+def test_redirects_have_an_end(server, told, tmp_path):
+    server.pages |= {f"/{n}": Page(location=f"/{n + 1}") for n in range(20)}
+    assert "status 302" in refused(server, told, tmp_path, paths=("/0",))
+    assert len(server.seen) == 9
+    server.pages["/loop"] = Page(location="/loop")
+    assert "status 302" in refused(server, told, tmp_path, paths=("/loop",))
+
+
+@pytest.mark.parametrize("place", ["file:///etc/passwd", "ftp://127.0.0.1/f", "data:text/plain,x"])
+def test_no_redirect_leads_out_of_http(server, told, tmp_path, place):
+    server.pages["/f"] = Page(location=place)
+    line = refused(server, told, tmp_path, expected(None, None))
+    assert "status 302" in line or "is not https" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://127.0.0.1/f", "data:,x", "/etc/passwd"])
+def test_no_other_scheme_is_opened(told, tmp_path, url):
+    with pytest.raises(DownloadError, match="is neither https nor http"):
+        download(expected(None, None), (url,), tmp_path, told.tools())
+
+
+def test_https_is_never_left():
+    ask = Request("https://a.example/f")
+    for place in ("http://a.example/f", "file:///f"):
+        with pytest.raises(RefusedError, match="which is not https"):
+            _Redirects().redirect_request(ask, None, 302, "", {}, place)  # type: ignore[arg-type]
+    assert _Redirects().redirect_request(ask, None, 302, "", {}, "https://b.example/f") is not None  # type: ignore[arg-type]
+
+
+def test_plain_http_needs_a_hash_or_loopback(told, tmp_path):
+    line = "plain http, and no SHA-256 is known that would tell whose bytes they are; use https"
+    with pytest.raises(DownloadError, match=line):
+        download(expected(None, None), ("http://files.invalid/f",), tmp_path, told.tools())
+    assert told.slept == []
+
+
+def test_proxies_are_those_of_the_environment(server, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", server.url)
+    server.pages["http://files.invalid/f"] = Page(CONTENT)
+    assert download(expected(), ("http://files.invalid/f",), tmp_path, told.tools()).sha256 == SHA256
+    assert server.seen[0].headers["host"] == "files.invalid"
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    path = tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=here"]
+    try:
+        subprocess.run(
+            [*command, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", path, "-out", f"{path}.crt"],
+            check=True,
+            capture_output=True,
+        )
+    except FileNotFoundError:
+        pytest.skip("no openssl to make a certificate with")
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return path
+
+
+def test_certificates_are_those_that_the_system_trusts(certificate, told, tmp_path, monkeypatch):
+    folder = tmp_path / "got"
+    folder.mkdir()
+    with serving(str(certificate)) as server, serving() as weaker:
+        server.pages |= {"/f": Page(CONTENT), "/weaker": Page(location=f"{weaker.url}/f")}
+        weaker.pages["/f"] = Page(CONTENT)
+        assert "its certificate is not trusted here: self-signed certificate" in refused(server, told, folder)
+        assert (server.seen, told.slept) == ([], [])
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+        line = refused(server, told, folder, paths=("/weaker",))
+        assert f"redirects to {weaker.url}/f, which is not https" in line
+        assert weaker.seen == []
+        assert fetch(server, told, folder).sha256 == SHA256
+
+
+def test_a_full_disk_is_said_before_the_transfer(server, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "SPARE_BYTES", 1 << 60)
+    server.pages["/f"] = Page(CONTENT)
+    with pytest.raises(NoSpaceError, match=f"^{len(CONTENT)} bytes are needed in {tmp_path}, and 0 are free"):
+        fetch(server, told, tmp_path)
+    assert told.watched == []
+
+
+def test_the_meter_counts_files_that_are_ahead(server, told, tmp_path):
+    server.pages["/f"] = Page(CONTENT)
+    tools = told.tools()
+    tools.meter.expect(len(CONTENT) + 50)
+    tools.meter.passed(len(CONTENT))
+    download(expected(), (f"{server.url}/f",), tmp_path, tools)
+    assert told.watched[-1] == (len(CONTENT), len(CONTENT) + 50)

@@ -1,0 +1,164 @@
+"""Models of the hub, through huggingface_hub itself: its own library against a server that speaks as the hub does."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from fixtures.hub import FILES, REVISION, WEIGHTS, publish
+from fixtures.web import Page, Server
+from steelyard.errors import RequestError
+from steelyard.sources import hub, table
+from steelyard.sources.download import DownloadError
+from steelyard.sources.get import Wish
+from steelyard.sources.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "weights").mkdir()
+    return Store(tmp_path / "weights")
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_TOKEN", "")
+
+
+@pytest.fixture
+def get(server: Server, told, store: Store):
+    def ask(name: str = "org/tiny", revision: str | None = None, wish: Wish | None = None, at: str = ""):
+        row = table.row("weights", name)
+        return hub.get(store, row, revision, wish or Wish(), told.tools(), lambda: "2026-11-16", at or server.url)
+
+    return ask
+
+
+def test_a_model_is_taken_without_its_code_and_its_second_weights(server, get, told, store):
+    publish(server, "org/tiny", FILES)
+    here, before = get()
+    assert (here.path, before) == (store.folder / "org--tiny", False)
+    taken = ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert [piece.path for piece in here.manifest.files] == taken
+    assert {name: (here.path / name).read_bytes() for name in taken} == {name: FILES[name] for name in taken}
+    assert (here.manifest.revision, here.manifest.licence) == (REVISION, "mit")
+    assert {made.checked_by for made in here.manifest.downloads} == {"hub"}
+    assert {made.name: made.sha256 for made in here.manifest.downloads} == {
+        name: hashlib.sha256(FILES[name]).hexdigest() for name in taken
+    }
+    assert told.watched[-1] == (sum(len(FILES[name]) for name in taken),) * 2
+    assert store.pins()["org/tiny"].revision == REVISION
+    server.seen.clear()
+    assert get() == (here, True)
+    assert server.seen == []
+
+
+def test_the_revision_of_the_first_use_stays(server, get, told, store):
+    publish(server, "org/tiny", FILES)
+    get()
+    publish(server, "org/tiny", {**FILES, "config.json": b'{"model_type": "other"}'}, "f" * 40)
+    here, _ = get(wish=Wish(again=True))
+    assert (here.manifest.revision, (here.path / "config.json").read_bytes()) == (REVISION, FILES["config.json"])
+    here, _ = get(wish=Wish(repin=True))
+    assert (here.manifest.revision, store.pins()["org/tiny"].revision) == ("f" * 40,) * 2
+    here, before = get(revision=REVISION)
+    assert (here.manifest.revision, before) == (REVISION, False)
+
+
+def test_a_file_that_is_not_what_the_hub_lists_is_refused(server, get, told, store):
+    publish(server, "org/tiny", FILES)
+    server.pages[f"/org/tiny/resolve/{REVISION}/model.safetensors"].content = WEIGHTS[::-1]
+    with pytest.raises(DownloadError, match=r"sha256 .*; the hub says"):
+        get()
+    assert store.find("org/tiny") is None
+    publish(server, "org/tiny", FILES)
+    assert get()[1] is False
+
+
+def test_a_cut_is_mended_and_nothing_of_another_revision_stays(server, get, told, store):
+    publish(server, "org/tiny", FILES)
+    tree = store.working("org/tiny") / "tree"
+    tree.mkdir(parents=True)
+    (tree / "model-00001-of-00002.safetensors").write_bytes(b"of another revision")
+    (tree / "config.json").write_bytes(b"of another revision")
+    server.pages[f"/org/tiny/resolve/{REVISION}/model.safetensors"].cuts = [100_000]
+    here, _ = get()
+    assert [piece.path for piece in here.manifest.files] == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert (here.path / "config.json").read_bytes() == FILES["config.json"]
+    assert (here.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert [one.path.rpartition("/")[2] for one in server.seen].count("model.safetensors") == 2  # the library asks again
+
+
+def test_a_gated_model_says_what_to_accept_and_where(server, get, told, store):
+    publish(server, "meta-llama/Llama-2-7b-hf", FILES)
+    gated = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}
+    for name in FILES:
+        server.pages[f"/meta-llama/Llama-2-7b-hf/resolve/{REVISION}/{name}"] = Page(statuses=[403] * 9, headers=gated)
+    with pytest.raises(RequestError) as caught:
+        get("llama2-7b")
+    assert str(caught.value) == (
+        "meta-llama/Llama-2-7b-hf is gated: accept its terms on https://huggingface.co/meta-llama/Llama-2-7b-hf with your "
+        "account, log in here with hf auth login (or set HF_TOKEN), and run the same command again"
+    )
+
+
+def test_what_the_hub_does_not_have_is_said(server, get, told, store):
+    missing = {"X-Error-Code": "RepoNotFound"}
+    server.pages["/api/models/org/none"] = Page(statuses=[404], headers=missing)
+    with pytest.raises(RequestError, match="no model 'org/none' on the hub, or it is private: check the name"):
+        get("org/none")
+    server.pages["/api/models/org/none/revision/v9"] = Page(statuses=[404], headers={"X-Error-Code": "RevisionNotFound"})
+    with pytest.raises(RequestError, match=r"org/none has no such revision; see https://huggingface.co/org/none/commits/main"):
+        get("org/none", "v9")
+    with pytest.raises(RequestError, match=r"'org/a\.\.b' is no id of a model: "):
+        get("org/a..b")
+    publish(server, "org/data", {"data.csv": b""})
+    with pytest.raises(RequestError, match=r"org/data: no config\.json at its top"):
+        get("org/data")
+
+
+def test_a_hub_that_is_not_there_is_one_line(get):
+    with pytest.raises(DownloadError, match=r"^org/tiny: .*; run the same command again to go on$"):
+        get(at="http://127.0.0.1:9")
+
+
+def test_without_the_library_it_says_what_to_install(get, monkeypatch):
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"run pip install 'steelyard\[hub\]'"):
+        get()
+
+
+@pytest.mark.parametrize("below", [".", "org--tiny", "tiny"])
+def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
+    folder = tmp_path / "usb" / below
+    folder.mkdir(parents=True)
+    with pytest.raises(RequestError, match=r"no config\.json in it, nor in org--tiny/ or tiny/ below it"):
+        get(wish=Wish(offline=tmp_path / "usb"))
+    for name in ("config.json", "model.safetensors", "modeling_odd.py"):
+        (folder / name).write_bytes(FILES[name])
+    here, _ = get(wish=Wish(offline=tmp_path / "usb"))
+    assert [piece.path for piece in here.manifest.files] == ["config.json", "model.safetensors"]
+    assert (server.seen, here.manifest.revision) == ([], None)
+    assert {made.checked_by for made in here.manifest.downloads} == {"nothing"}
+    assert store.pins() == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (["config.json", "pytorch_model.bin", "optimizer.bin"], ["config.json", "pytorch_model.bin"]),
+        (
+            ["consolidated.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+            ["model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+        ),
+        (["consolidated.safetensors"], ["consolidated.safetensors"]),
+        (["model.safetensors", "pytorch_model.bin.index.json", "pytorch_model-1-of-1.bin"], ["model.safetensors"]),
+        (
+            ["LICENSE", "USE_POLICY.md", "tokenizer.model", "run.py", "a/config.json"],
+            ["LICENSE", "USE_POLICY.md", "tokenizer.model"],
+        ),
+    ],
+)
+def test_the_files_that_are_taken(names, taken):
+    assert hub.chosen(names) == taken
