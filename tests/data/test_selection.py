@@ -9,7 +9,7 @@ from steelyard.data import selection
 from steelyard.data.sample import chosen
 from steelyard.errors import RequestError
 
-GROUPS = {"anatomy": range(0, 4), "astronomy": range(4, 7), "college_physics": range(7, 12)}
+GROUPS = {"anatomy": range(4), "astronomy": range(4, 7), "college_physics": range(7, 12)}
 FORM = "a line is an id, such as 12, or a range, such as 12-20; for a set with groups also NAME/12"
 
 

@@ -110,7 +110,8 @@ class Worker(RankProcess):
         """The data, and the time that they took."""
         begin_s = now()
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
-        asked = self.case.question.asked(sources, self.spec.scope.sample, self.case.tune.pack, self.case.published)
+        scope, case = self.spec.scope, self.case
+        asked = case.question.asked(sources, scope.sample, case.tune.pack, case.published, scope.subjects, scope.rows)
         return self.task.prepare(asked), now() - begin_s
 
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
