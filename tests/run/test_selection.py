@@ -159,7 +159,7 @@ def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
     assert found.data.model_dump()["rows_in_scope"] == 10
     wrong = shell(*MMLU, *SMOKE, "--subjects", "made_tide_0")
     assert (wrong.code, len(shell.records())) == (2, 1)
-    assert wrong.err == "error: --subjects 'made_tide_0': no such subject; nearest: made_tides_0, made_orchards_1\n"
+    assert wrong.err == "error: --subjects 'made_tide_0': no such subject; nearest: made_tides_0, made_quarries_3\n"
 
 
 @pytest.mark.full
