@@ -142,6 +142,7 @@ def only(shell: Shell) -> tuple[Path, Record]:
 def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
     done = shell(*MMLU, *SMOKE, "--subjects", "made_tides_0,made_orchards_1", "--sample", "10", "--quiet")
     assert done.code == 0, done.err
+    assert "p_val_whole" in done.out  # the rates of the one pass there is
     path, found = only(shell)
     table = json.loads(path.read_text())
     assert table["scope"] == {
