@@ -113,6 +113,22 @@ def test_of_equal_logits_the_first_wins_as_argmax_has_it():
     assert answered(TensorParallelGroup(), hidden, output)["hit"] == [0, 0, 0, 0]
 
 
+def test_likeliest_tokens_of_very_long_words_are_not_kept(monkeypatch):
+    monkeypatch.setattr(readers, "MOST_WORD", max(LAST) - 1)
+    hidden, output = logits_of()
+    found = answered(TensorParallelGroup(), hidden, output)
+    assert list(found) == ["items", "nll", "last_nll", "hit"]
+    monkeypatch.setattr(readers, "MOST_WORD", max(LAST))
+    kept = answered(TensorParallelGroup(), hidden, output)
+    assert {name: column for name, column in kept.items() if name != "argmax"} == found
+    assert kept["argmax"] == likeliest(hidden, output)
+
+
+def test_a_rank_without_passages_has_no_answers():
+    reader = LossReader(TEXTS, VOCAB, TensorParallelGroup().share, TensorParallelGroup().gather, CPU)
+    assert reader.table([], torch.zeros(0)) == {"items": [], "nll": [], "last_nll": [], "hit": [], "argmax": []}
+
+
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_a_divided_vocabulary_gives_the_same(count):
     hidden, output = logits_of(1)

@@ -101,15 +101,7 @@ class Question(Frozen):
         """The task's row."""
         return tasks.row(self.task)
 
-    def asked(
-        self,
-        sources: Sources,
-        sample: int | None,
-        pack: bool,
-        published: dict[str, int],
-        subjects: tuple[str, ...] | None = None,
-        rows: tuple[str, ...] | None = None,
-    ) -> Asked:
+    def asked(self, sources: Sources, sample: int | None, pack: bool, published: dict[str, int]) -> Asked:
         """The question as its task is told it."""
         return Asked(
             data=self.data,
@@ -123,6 +115,4 @@ class Question(Frozen):
             sources=sources,
             pack=pack,
             published=published,
-            subjects=subjects,
-            rows=rows,
         )

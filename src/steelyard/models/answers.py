@@ -24,6 +24,7 @@ Send = Callable[[Ids], Tensor]
 Gather = Callable[[Tensor], Tensor]  # what every share of a model has, stacked in their order
 
 CHUNK = 4096  # tokens whose logits are there at one time
+MOST_WORD = 64  # tokens of a last word: of longer ones, which no language has, the likeliest tokens are not kept
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class LossReader:
         self.texts = texts
         self.vocab = vocab
         self.share, self.gather = share, gather
-        self.longest = max(texts.last, default=1)  # of the last words, in tokens
+        longest = max(texts.last, default=1)  # of the last words, in tokens
+        self.kept = longest if longest <= MOST_WORD else 0  # columns of likeliest tokens
         self.fast: Callable[..., Tensor] | None = None
 
     def logits(self, items: list[int]) -> int:
@@ -102,7 +104,7 @@ class LossReader:
         # Where the tokens of the last words stand among the targets; a word that is shorter ends with its first again.
         last = np.array([self.texts.last[i] for i in items], dtype=np.int64)[:, None]
         begins = (np.cumsum(sizes) - 1)[:, None] - last
-        places = np.arange(self.longest, dtype=np.int64)[None, :]
+        places = np.arange(self.kept, dtype=np.int64)[None, :]
         return Picked(send(pick), (send(targets), send(word), send(sizes), send(begins + np.where(places < last, places, 0))))
 
     def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
@@ -129,11 +131,12 @@ class LossReader:
         return self.fast
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
-        nll, last, hit, *best = answers.reshape(-1, 3 + self.longest).unbind(1)
-        words = torch.stack(best, dim=1).long().tolist()
-        argmax = [word[: self.texts.last[i]] for i, word in zip(items, words, strict=True)]
-        columns = {"nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist(), "argmax": argmax}
-        return {"items": items, **columns}
+        table = answers.reshape(-1, 3 + self.kept)
+        nll, last, hit = table[:, :3].unbind(1)
+        out = {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist()}
+        if self.kept:
+            out["argmax"] = [best[: self.texts.last[i]] for i, best in zip(items, table[:, 3:].long().tolist(), strict=True)]
+        return out
 
 
 def _nothing(targets: Tensor) -> Tensor:

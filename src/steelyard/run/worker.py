@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,8 @@ class Worker(RankProcess):
         begin_s = now()
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
         scope, case = self.spec.scope, self.case
-        asked = case.question.asked(sources, scope.sample, case.tune.pack, case.published, scope.subjects, scope.rows)
-        return self.task.prepare(asked), now() - begin_s
+        asked = case.question.asked(sources, scope.sample, case.tune.pack, case.published)
+        return self.task.prepare(replace(asked, subjects=scope.subjects, rows=scope.rows)), now() - begin_s
 
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
         self.outputs = prepared.outputs
