@@ -1,7 +1,7 @@
 """What crosses a file or a process: frozen, typed tables, and one spelling of each for hashes."""
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
@@ -10,6 +10,17 @@ class Frozen(BaseModel):
     """A table with known keys. Neither NaN nor infinity: JSON, and so a hash, has none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class GrownTable(Frozen):
+    """A table that has got fields since it was first written. Those are None where nothing is known, and then not written:
+    what was written before keeps its bytes."""
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None or name not in self.LATER}
 
 
 class OpenTable(Frozen):

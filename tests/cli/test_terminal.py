@@ -1,4 +1,4 @@
-"""Progress of a run: its line, a line a minute without a terminal, and what a terminal sees."""
+"""Progress of a run: its line, a line every half a minute without a terminal, and what a terminal sees."""
 
 import io
 import json
@@ -64,26 +64,35 @@ class Clock:
         return self.now_s
 
 
-def test_without_a_terminal_progress_is_a_line_a_minute(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_progress_is_a_line_every_half_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     time = Clock()
-    monkeypatch.setattr("steelyard.cli.progress.now", time)
-    with Display(Console(file=io.StringIO()), "[1/2] a case", alone=False) as display:
-        for minute in range(3):
-            for second in (0, 30, 59):
-                time.now_s = 60.0 * minute + second
-                display.show(PhaseProgress("infer", 10 * minute + 1, 100, time.now_s))
+    with Display(Console(file=io.StringIO()), "[1/2] a case", alone=False, clock=time) as display:
+        for half in range(4):
+            for second in (0, 15, 29.9):
+                time.now_s = 30.0 * half + second
+                display.show(PhaseProgress("infer", 10 * half + 1, 100, time.now_s))
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "[1/2] a case",
-        "  infer  11/100  0.18/s  1:00, 8:05 left",
-        "  infer  21/100  0.17/s  2:00, 7:31 left",
+        "  infer  11/100  0.37/s  0:30, 4:02 left",
+        "  infer  21/100  0.35/s  1:00, 3:45 left",
+        "  infer  31/100  0.34/s  1:30, 3:20 left",
     ]
-    with Display(Console(file=io.StringIO(), quiet=True), "a case") as display:
+    with Display(Console(file=io.StringIO(), quiet=True), "a case", clock=time) as display:
         time.now_s = 1000.0
         display.show(PhaseProgress("infer", 1, 100, 1.0))
     assert capsys.readouterr().err == ""
+
+
+def test_a_phase_without_counts_says_how_long_it_has_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    time = Clock()
+    with Display(Console(file=io.StringIO()), "a case", clock=time) as display:
+        for second in range(130):
+            time.now_s = float(second)
+            phase, began_s = ("starting", 0) if second < 5 else ("weights", 5) if second < 62 else ("compile infer", 62)
+            display.show(PhaseProgress(phase, 0, 0, time.now_s - began_s))
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["  weights  0:25", "  weights  0:55", "  compile infer  0:28", "  compile infer  0:58"]
 
 
 def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, str, str]:
@@ -114,7 +123,7 @@ def test_progress_on_a_terminal(tmp_path: Path, faulty_package: Path) -> None:
     assert code == 0, seen
     assert seen.startswith("steelyard 0.1.0: preparing …\r\n" + f"{CASE} closed fp32 faulty\r\n")
     assert re.search(r"starting  0:0\d", seen)
-    assert re.search(r"(data|prepare val)  0:0\d", seen)
+    assert re.search(r"(data|engine|prepare val|calibrate)  0:0\d", seen)
     assert re.search(r"val  ━{6}╌{18}  1/4  \d\.\d\d/s  0:0\d, 0:0\d left", seen)
     assert re.search(r"infer  ━{18}╌{6}  3/4  \d\.\d\d/s  0:0\d, 0:0\d left", seen)
     assert f"\x1b[32mvalid\x1b[0m: {shell.out}" in seen.replace("\r\n", "")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.engines import WINDOW, scored, trained
+from fixtures.engines import WINDOW, scored, trained, with_tokens
 from steelyard.metrics import engines, stats
 from steelyard.metrics.engines import Answers, Apart, Engines
 from steelyard.metrics.runs import Estimate
@@ -54,6 +54,18 @@ def test_of_several_runs_the_farthest_counts_and_the_bases_own_show_what_chance_
     assert [row.source for row in found.rows] == ["runs", "runs"]
     assert found.rows[1].ratio is not None
     assert found.rows[1].ratio.value == 42 / 102
+
+
+def test_likeliest_tokens_are_compared_where_both_have_them() -> None:
+    one, other = with_tokens("torch", "ABCDABCD", [90, 91]), with_tokens("other", "ABCDBBCD", [90, 92])
+    found = group(one, other, scored("old", "ABCDABCD"))
+    assert [row.answers and row.answers.chosen for row in found.rows] == [
+        None,
+        Differences(8, 1, tokens=2),  # a letter, and a token that is none
+        Differences(8, 0),
+    ]
+    both = engines.farthest([engines.answers(one, record, "acc") for record in (one, other)])
+    assert both.chosen == Differences(8, 1, tokens=2)
 
 
 def test_a_run_that_is_not_valid_has_answers_and_no_rate() -> None:

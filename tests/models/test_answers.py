@@ -54,6 +54,16 @@ def literal(hidden: torch.Tensor, output: torch.Tensor) -> list[tuple[float, flo
     return out
 
 
+def likeliest(hidden: torch.Tensor, output: torch.Tensor) -> list[list[int]]:
+    """The likeliest token at each token of the last words."""
+    out, at = [], 0
+    for row, last in zip(ROWS, LAST, strict=True):
+        best = (hidden[at : at + len(row)].double() @ output.double().T).argmax(-1).tolist()
+        out.append(best[len(row) - 2 - last : len(row) - 2])
+        at += len(row)
+    return out
+
+
 def ends() -> np.ndarray:
     return np.cumsum([len(row) for row in ROWS]) - 1
 
@@ -76,6 +86,7 @@ def test_losses_equal_the_long_way(chunk, monkeypatch):
         assert found["nll"][i] == pytest.approx(nll, abs=1e-5)
         assert found["last_nll"][i] == pytest.approx(last, abs=1e-5)
         assert found["hit"][i] == hit
+    assert found["argmax"] == likeliest(hidden, output)
     assert found["items"] == [0, 1, 2, 3]
 
 
@@ -102,6 +113,22 @@ def test_of_equal_logits_the_first_wins_as_argmax_has_it():
     assert answered(TensorParallelGroup(), hidden, output)["hit"] == [0, 0, 0, 0]
 
 
+def test_likeliest_tokens_of_very_long_words_are_not_kept(monkeypatch):
+    monkeypatch.setattr(readers, "MOST_WORD", max(LAST) - 1)
+    hidden, output = logits_of()
+    found = answered(TensorParallelGroup(), hidden, output)
+    assert list(found) == ["items", "nll", "last_nll", "hit"]
+    monkeypatch.setattr(readers, "MOST_WORD", max(LAST))
+    kept = answered(TensorParallelGroup(), hidden, output)
+    assert {name: column for name, column in kept.items() if name != "argmax"} == found
+    assert kept["argmax"] == likeliest(hidden, output)
+
+
+def test_a_rank_without_passages_has_no_answers():
+    reader = LossReader(TEXTS, VOCAB, TensorParallelGroup().share, TensorParallelGroup().gather, CPU)
+    assert reader.table([], torch.zeros(0)) == {"items": [], "nll": [], "last_nll": [], "hit": [], "argmax": []}
+
+
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_a_divided_vocabulary_gives_the_same(count):
     hidden, output = logits_of(1)
@@ -117,7 +144,7 @@ def test_a_divided_vocabulary_gives_the_same(count):
         parts += group.sent
     for i in range(count):
         found = answered(Recorded(Shard(i, count), parts), hidden, padded[i * rows : (i + 1) * rows])
-        assert found["hit"] == whole["hit"]
+        assert (found["hit"], found["argmax"]) == (whole["hit"], whole["argmax"])
         assert found["nll"] == pytest.approx(whole["nll"], abs=1e-5)
         assert found["last_nll"] == pytest.approx(whole["last_nll"], abs=1e-5)
 
@@ -127,6 +154,7 @@ def test_a_logit_that_is_not_finite_spoils_its_own_passage_alone():
     hidden[7] = torch.nan  # a token of the second passage
     found = answered(TensorParallelGroup(), hidden, output)
     assert [value == value for value in found["nll"]] == [True, False, True, True]
+    assert all(0 <= token < VOCAB for word in found["argmax"] for token in word)
 
 
 def test_choices_see_the_whole_vocabulary_and_no_padding():

@@ -14,6 +14,7 @@ from fixtures.real_runs import model_settings, run, sets
 pytestmark = pytest.mark.full
 
 PASSAGES = 24
+Expected = tuple[float, float, int, list[int], int]
 
 
 def first_passages(data_dir: Path) -> list[str]:
@@ -22,8 +23,9 @@ def first_passages(data_dir: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2: Path, data_dir: Path) -> list[tuple[float, float, int, int]]:
-    """Of every passage: mean loss, loss of the last word, whether greedy decoding finds it, tokens; one passage at a time."""
+def expected(smollm2: Path, data_dir: Path) -> list[Expected]:
+    """Of every passage: mean loss, loss of the last word, whether greedy decoding finds it, its likeliest tokens, how many
+    tokens; one passage at a time."""
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     out = []
@@ -36,8 +38,8 @@ def expected(smollm2: Path, data_dir: Path) -> list[tuple[float, float, int, int
         logits = found.logits[0].double().log_softmax(-1)
         word = range(len(context), len(ids) - 1)
         loss = -sum(float(logits[i - 1, ids[i]]) for i in word)
-        greedy = all(int(logits[i - 1].argmax()) == ids[i] for i in word)
-        out.append((float(found.loss), loss, int(greedy), len(ids)))
+        best = [int(logits[i - 1].argmax()) for i in word]
+        out.append((float(found.loss), loss, int(best == [ids[i] for i in word]), best, len(ids)))
     return out
 
 
@@ -51,26 +53,25 @@ def arguments(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFa
     return [*places, *sets(settings)]
 
 
-def test_the_loop_tells_passages_apart(expected: list[tuple[float, float, int, int]]) -> None:
+def test_the_loop_tells_passages_apart(expected: list[Expected]) -> None:
     assert len({round(loss, 4) for loss, *_ in expected}) > 0.95 * PASSAGES
-    assert 4 < sum(hit for _, _, hit, _ in expected) < 20
+    assert 4 < sum(hit for _, _, hit, *_ in expected) < 20
 
 
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
-def test_real_losses_equal_a_plain_loop(
-    engine: str, arguments: list[str], expected: list[tuple[float, float, int, int]], tmp_path: Path
-) -> None:
+def test_real_losses_equal_a_plain_loop(engine: str, arguments: list[str], expected: list[Expected], tmp_path: Path) -> None:
     record = run(tmp_path, *arguments, "--engine", engine, case="aquila2-34b-lambada")
     outputs = record["outputs"]
     found = outputs["passes"]["infer"]
     assert record["data"]["tokens"] == sum(tokens for *_, tokens in expected)
-    for i, (mean, last, _, tokens) in enumerate(expected):
+    for i, (mean, last, _, _, tokens) in enumerate(expected):
         assert outputs["targets"][i] == tokens - 1
         assert found["nll"][i] / (tokens - 1) == pytest.approx(mean, abs=1e-4), i
         assert found["last_nll"][i] == pytest.approx(last, abs=1e-3), i
-    assert found["hits"] == "".join(str(hit) for _, _, hit, _ in expected)
+    assert found["argmax"] == [token for _, _, _, best, _ in expected for token in best]
+    assert found["hits"] == "".join(str(hit) for _, _, hit, *_ in expected)
     metrics = record["metrics"]
     assert metrics["loss"]["value"] == pytest.approx(sum(mean for mean, *_ in expected) / PASSAGES, abs=1e-4)
-    assert metrics["acc"]["value"] == sum(hit for _, _, hit, _ in expected) / PASSAGES
-    mean_last = sum(last for _, last, _, _ in expected) / PASSAGES
+    assert metrics["acc"]["value"] == sum(hit for _, _, hit, *_ in expected) / PASSAGES
+    mean_last = sum(last for _, last, *_ in expected) / PASSAGES
     assert metrics["perplexity_last"]["value"] == pytest.approx(math.exp(mean_last), rel=1e-4)

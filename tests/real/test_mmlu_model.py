@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fixtures.real_runs import model_settings, run, sets
-from steelyard.tasks.mmlu import data
+from steelyard.tasks.mmlu import data, score
 from steelyard.tasks.mmlu.data import Subject
 
 pytestmark = pytest.mark.full
@@ -28,10 +28,13 @@ def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFac
     settings += ["tune.batch_tokens=2048", f"question.seed={SEED}"]
     settings += ["max_interval=100"]  # a shared CPU is not steady, and speed is not what is asked here
     places = ["--weights", str(smollm2), "--data", str(data_dir / "mmlu" / "mmlu_data.tar.gz")]
-    scope = ["--precision", "fp32", "--sample", str(SAMPLE), "--passes", "infer"]
+    scope = ["--precision", "fp32", "--passes", "infer"]
+    ids = tmp_path_factory.mktemp("ids") / "rows"
+    ids.write_text("\n".join(map(str, data.chosen(14_042, SAMPLE, SEED))))
 
     def start(*arguments: str) -> dict[str, Any]:
-        return run(tmp_path_factory.mktemp("records"), *places, *scope, *sets(settings), *arguments)
+        named = [str(ids)] if "--rows" in arguments else ["--sample", str(SAMPLE)]
+        return run(tmp_path_factory.mktemp("records"), *places, *scope, *sets(settings), *arguments, *named)
 
     return start
 
@@ -40,6 +43,7 @@ def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFac
 class Answers:
     choices: str
     hits: str
+    argmax: list[int]
     tokens: int
     shortened: int
     margin: float  # how much the chosen letter's logit is above the next, at least
@@ -64,7 +68,7 @@ def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answe
     letters = [tokenizer.encode(f" {letter}", add_special_tokens=False) for letter in "ABCD"]
     assert all(len(ids) == 1 for ids in letters)
     questions = [(subject, i) for subject in subjects for i in range(len(subject.test))]
-    choices, hits, tokens, shortened, margins = "", "", 0, 0, []
+    choices, hits, argmax, tokens, shortened, margins = "", "", [], 0, 0, []
     for subject, i in (questions[number] for number in index):
         dropped = 0
         while len(ids := tokenizer(text(subject, i, dropped))["input_ids"]) > CONTEXT:
@@ -76,10 +80,11 @@ def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answe
             logits = model(torch.tensor([ids])).logits[0, -1]
         four = logits[[one for (one,) in letters]]
         choices += "ABCD"[int(four.argmax())]
-        hits += str(int(int(logits.argmax()) == letters["ABCD".index(subject.test[i][5])][0]))
+        argmax.append(int(logits.argmax()))
+        hits += str(int(argmax[-1] == letters["ABCD".index(subject.test[i][5])][0]))
         first, second = four.topk(2).values.tolist()
         margins.append(first - second)
-    return Answers(choices, hits, tokens, shortened, min(margins))
+    return Answers(choices, hits, argmax, tokens, shortened, min(margins))
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +104,17 @@ def test_the_loop_tells_answers_apart(expected: Answers) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--division", "open"), ("--engine", "transformers")],
-    ids=["closed", "open", "transformers"],
+    [(), ("--division", "open"), ("--engine", "transformers"), ("--rows",)],
+    ids=["closed", "open", "transformers", "rows"],
 )
 def test_real_answers_equal_a_plain_loop(arguments: tuple[str, ...], real_run: Run, expected: Answers) -> None:
     record = real_run(*arguments)
     outputs = record["outputs"]
     assert outputs["index"] == data.chosen(14_042, SAMPLE, SEED)
     found = outputs["passes"]["infer"]
-    assert found == {"choices": expected.choices, "hits": expected.hits, "not_finite": 0, "repeated": 0}
+    assert (found["choices"], found["hits"]) == (expected.choices, expected.hits)
+    assert (found["not_finite"], found["repeated"]) == (0, 0)
+    assert score.argmax(score.MmluOutputs.model_validate(outputs), "infer") == expected.argmax
     assert record["data"]["tokens"] == expected.tokens
     assert record["data"]["shortened"] == expected.shortened
     assert record["quality"]["value"] == expected.hits.count("1") / SAMPLE

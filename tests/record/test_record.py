@@ -224,6 +224,12 @@ def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def all_right(table: dict[str, Any]) -> None:
+    """Every question answered rightly."""
+    gold = table["outputs"]["gold"]
+    table["outputs"]["passes"]["infer"] |= {"hits": "1" * len(gold), "argmax": gold, "others": []}
+
+
 FAILURE = {"rank": 0, "exit_code": 1, "error": "x", "stderr_tail": ""}
 
 
@@ -236,7 +242,13 @@ FAILURE = {"rank": 0, "exit_code": 1, "error": "x", "stderr_tail": ""}
         (set_to("metrics", "glory", value={"value": 1.0, "unit": "", "interval": None, "note": None}), "metric 'glory' is not"),
         (set_to("samples", 0, "counts", "tokens", value=10**6), "metric"),
         (set_to("passes", 0, "wall_s", value=1e-6), "metric"),
-        (set_to("outputs", "passes", "infer", "hits", value="1" * 48), "metric acc"),
+        (all_right, "metric acc"),
+        (set_to("scope", "rows", value=["0-47"]), "the scope is full, and names a part of the data"),
+        (set_to("scope", value={"kind": "window", "rows": ["0-46"]}), "48 questions, which are not the rows named"),
+        (
+            set_to("scope", value={"kind": "window", "subjects": ["law"]}),
+            "not those of the scope: subjects law",
+        ),
         (set_to("budget", "weights", value=0.0), "metric e2e_time"),
         (set_to("quality", "evaluated", value=True), "quality"),
         (set_to("checks", 0, "ok", value=False), "check 'finite_val' does not follow"),

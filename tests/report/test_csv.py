@@ -13,7 +13,8 @@ from steelyard.record.record import Record
 from steelyard.report import as_csv
 
 IDENTITY = (
-    *("id", "created", "case", "size", "changed", "key", "division", "precision", "scope", "sample", "steps", "engine"),
+    *("id", "created", "case", "size", "changed", "key", "division", "precision", "scope", "subjects", "rows", "sample"),
+    *("steps", "engine"),
     *("engine_version", "framework", "framework_version", "accelerator", "accelerators", "nodes", "plan", "tune", "weights"),
     *("status", "reasons", "quality", "quality_evaluated"),
 )
@@ -36,6 +37,8 @@ def test_a_row_is_a_record() -> None:
         "division": "closed",
         "precision": "bf16",
         "scope": "full",
+        "subjects": "",
+        "rows": "",
         "sample": "",
         "steps": "",
         "engine": "torch",

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.engines import scored, trained
+from fixtures.engines import scored, trained, with_tokens
 from fixtures.report import make
 from steelyard import report
 from steelyard.record.record import Record
@@ -33,6 +33,15 @@ def test_differences_of_the_answers_come_first() -> None:
     assert [text for text, _ in other] == ["other", "2 of 8", "25.0%", "25.0%", "/", "/", "/", "10.0", "1"]
     assert [below for _, below in base] == ["base", *[""] * 8]
     assert [below for _, below in other] == ["", "25.0%", *[""] * 6, "1 not valid"]
+
+
+def test_likeliest_tokens_have_a_column_where_they_are_kept() -> None:
+    records = [with_tokens("torch", "ABCDABCD", [90, 91]), with_tokens("other", "ABCDBBCD", [90, 92])]
+    _, table = shown(records)
+    assert [column.title for column in table.columns][:3] == ["engine", "other answers", "other likeliest tokens"]
+    assert cells(table)[1][1:3] == [("1 of 8", "12.5%"), ("2 of 8", "25.0%")]
+    _, table = shown(records, "zh")
+    assert table.columns[2].title == "最可能 token 不同数"
 
 
 def test_training_has_losses_and_norms_with_their_steps() -> None:

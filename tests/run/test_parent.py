@@ -129,7 +129,9 @@ def interrupted(shell: Shell, fault: str, *numbers: int) -> Done:
 def test_interrupt(faulty: Shell, number: int, who: str) -> None:
     record = sole_record(faulty, interrupted(faulty, "waits@work", number))
     status, code, text = reason(record)
-    phases = [f"interrupted by {who}, in phase {name!r}" for name in ("val", "prepare val")]  # as far as was heard by then
+    phases = [
+        f"interrupted by {who}, in phase {name!r}" for name in ("val", "calibrate", "prepare val")
+    ]  # as far as was heard by then
     assert (status, code, text in phases) == ("failed", "interrupted", True), text
     assert record["budget"]["val"] > 0.0  # as far as it got
     assert [one["code"] for one in record["reasons"]] == ["interrupted"]

@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.tasks.lambada import score
 from steelyard.tasks.lambada.task import TASK
-from steelyard.tasks.task import Differences, Tally
+from steelyard.tasks.task import Differences, Selected, Tally
 
 COMMON = score.outputs(targets=[4, 8, 2, 10], last=[1, 2, 1, 3], index=[3, 5, 8, 9])
 RANK_0 = {"items": [3, 0], "nll": [20.0, 6.0], "last_nll": [1.5, 0.5], "hit": [0, 1]}
@@ -26,6 +26,7 @@ def table(**changes: Any) -> dict[str, Any]:
 
 def test_ranks_merge_in_the_order_of_the_passages() -> None:
     assert COMMON.model_dump(mode="json") == {
+        "version": 2,
         "targets": [4, 8, 2, 10],
         "last": [1, 2, 1, 3],
         "index": [3, 5, 8, 9],
@@ -208,3 +209,60 @@ def test_differences_are_of_last_words_and_of_losses_a_token() -> None:
     wild = score.merge(COMMON, "infer", [score.check(other | {"nll": [nan, nan, nan]}, COMMON)])
     assert score.differences(WHOLE, wild, "infer") == Differences(3, 2, None)
     assert TASK.differences is score.differences
+
+
+WORDS_0 = RANK_0 | {"argmax": [[7, 8, 9], [5]]}  # passages 3 and 0
+WORDS_1 = RANK_1 | {"argmax": [[6], [3, 4]]}
+
+
+def test_the_likeliest_last_words_are_kept_in_one_list() -> None:
+    found = score.merge(COMMON, "infer", [score.check(one, COMMON) for one in (WORDS_0, WORDS_1)])
+    assert passes(found)["infer"]["argmax"] == [5, 3, 4, 6, 7, 8, 9]
+    assert score.argmax(found, "infer") == [(5,), (3, 4), (6,), (7, 8, 9)]
+    part = score.merge(COMMON, "infer", [WORDS_0])
+    assert passes(part)["infer"]["argmax"] == [5, -1, -1, -1, 7, 8, 9]
+    assert score.LambadaOutputs.model_validate(found.model_dump(mode="json")) == found
+    # One rank that does not tell them leaves them unknown, and so does every record of version 1.
+    assert "argmax" not in passes(score.merge(COMMON, "infer", [WORDS_0, RANK_1]))["infer"]
+    assert score.argmax(WHOLE, "infer") is None
+
+
+def test_last_words_are_compared_where_both_have_them() -> None:
+    found = score.merge(COMMON, "infer", [WORDS_0, WORDS_1])
+    other = WORDS_1 | {"argmax": [[6], [3, 5]]}  # as right or wrong as before, and another word
+    theirs = score.merge(COMMON, "infer", [WORDS_0, other])
+    assert score.differences(found, theirs, "infer") == Differences(4, 1, 0.0, 1)
+    assert score.differences(found, WHOLE, "infer") == Differences(4, 0, 0.0)
+    both = found.model_copy(update={"passes": {"infer": found.passes["infer"], "val": theirs.passes["infer"]}})
+    assert score.agreement(both, "infer", "val") == 3 / 4
+    old = found.model_copy(update={"passes": {"infer": WHOLE.passes["infer"], "val": theirs.passes["infer"]}})
+    assert score.agreement(old, "infer", "val") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("argmax", "kind", "line"),
+    [
+        ([7, 8], TypeError, "the engine's outputs must have a list of tokens for each item: argmax"),
+        ("78", TypeError, "the engine's outputs must have a list of tokens for each item: argmax"),
+        ([[7, 8], [5]], ValueError, "as many tokens as the last word of each item has: argmax"),
+        ([[7, 8, 9]], ValueError, "as many tokens as the last word of each item has: argmax"),
+        ([[7, 8, -1], [5]], ValueError, "a token in argmax that is not an integer from 0 to 2147483647"),
+        ([[7, 8, 9.0], [5]], ValueError, "a token in argmax that is not an integer from 0 to 2147483647"),
+    ],
+)
+def test_last_words_no_record_can_be_made_of(argmax: Any, kind: type[Exception], line: str) -> None:
+    with pytest.raises(kind, match=line):
+        score.check(RANK_0 | {"argmax": argmax}, COMMON)
+
+
+def test_a_record_has_as_many_tokens_as_last_words_have() -> None:
+    table = score.merge(COMMON, "infer", [WORDS_0, WORDS_1]).model_dump(mode="json")
+    table["passes"]["infer"]["argmax"].pop()
+    with pytest.raises(ValueError, match="argmax are not those of 7 tokens of last words"):
+        score.LambadaOutputs.model_validate(table)
+
+
+def test_passages_are_those_of_the_scope_or_not() -> None:
+    assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9"))) is None
+    for rows in (("3", "5", "8", "10"), ("3-5",), ("0-999999999",)):
+        assert score.off_scope(COMMON, Selected(rows=rows)) == "4 passages, which are not the rows named"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from steelyard.tasks.mmlu import score
-from steelyard.tasks.task import Breakdown, Differences, Tally
+from steelyard.tasks.task import Breakdown, Differences, Selected, Tally
 
 COMMON = score.outputs(
     gold=[0, 1, 2, 3, 0, 1],
@@ -26,7 +26,9 @@ def passes(found: score.MmluOutputs) -> dict[str, Any]:
 def test_ranks_merge_in_the_order_of_the_questions() -> None:
     assert COMMON.gold == "ABCDAB"
     found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
-    assert passes(found) == {"infer": {"choices": "ABADBB", "hits": "110001", "not_finite": 1, "repeated": 0}}
+    answers = {"choices": "ABADBB", "hits": "110001", "not_finite": 1, "repeated": 0, "argmax": "ABA*BB", "others": [99]}
+    assert passes(found) == {"infer": answers}
+    assert score.argmax(found, "infer") == [10, 11, 10, 99, 11, 11]
     assert score.merge(COMMON, "infer", [RANK_1, RANK_0]) == found
     assert COMMON.passes == {}
     both = score.merge(found, "val", [RANK_0])
@@ -52,7 +54,9 @@ def test_scores_by_hand() -> None:
 
 def test_missing_answers_are_no_wrong_answers() -> None:
     found = score.merge(COMMON, "val", [RANK_0, {"items": [], "best": [], "choice": [], "finite": []}])
-    assert passes(found)["val"] == {"choices": "A??D?B", "hits": "1??0?1", "not_finite": 0, "repeated": 0}
+    answers = {"choices": "A??D?B", "hits": "1??0?1", "not_finite": 0, "repeated": 0, "argmax": "A??*?B", "others": [99]}
+    assert passes(found)["val"] == answers
+    assert score.argmax(found, "val") == [10, None, None, 99, None, 11]
     assert score.score(found, "val") == {
         "acc": 2 / 3,
         "se": pytest.approx((2 / 3 * (1 / 3) / 3) ** 0.5, rel=1e-15),
@@ -71,7 +75,8 @@ def test_missing_answers_are_no_wrong_answers() -> None:
 def test_repeated_answers_are_counted() -> None:
     again = {"items": [5, 5, 4], "best": [12, 13, 10], "choice": [2, 3, 0], "finite": [0, 1, 0]}
     found = score.merge(COMMON, "val", [RANK_0, again])
-    assert passes(found)["val"] == {"choices": "A??DAD", "hits": "1??010", "not_finite": 2, "repeated": 2}
+    answers = {"choices": "A??DAD", "hits": "1??010", "not_finite": 2, "repeated": 2, "argmax": "A??*AD", "others": [99]}
+    assert passes(found)["val"] == answers
 
 
 def test_agreement_is_over_what_both_answered() -> None:
@@ -89,7 +94,63 @@ def test_differences_are_of_the_letters_that_both_chose() -> None:
     one = score.merge(COMMON, "infer", [RANK_0, RANK_1])  # ABADBB
     other = {"items": [0, 1, 3, 4, 5], "best": [10, 11, 13, 12, 11], "choice": [0, 3, 3, 2, 1], "finite": [1] * 5}  # AD?DCB
     theirs = score.merge(COMMON, "infer", [other])
-    assert score.differences(one, theirs, "infer") == score.differences(theirs, one, "infer") == Differences(5, 2)
-    assert score.differences(one, one, "infer") == Differences(6, 0)
+    assert score.differences(one, theirs, "infer") == score.differences(theirs, one, "infer") == Differences(5, 2, tokens=2)
+    assert score.differences(one, one, "infer") == Differences(6, 0, tokens=0)
+    assert score.differences(one, old(theirs), "infer") == Differences(5, 2)  # a record of before they were kept
     assert score.differences(one, theirs, "val") is None
     assert score.differences(one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer") is None  # other questions
+
+
+def old(found: score.MmluOutputs) -> score.MmluOutputs:
+    """As a record of version 1 has it."""
+    table = found.model_dump(mode="json")
+    del table["version"]
+    for answers in table["passes"].values():
+        del answers["argmax"], answers["others"]
+    made = score.MmluOutputs.model_validate(table)
+    assert made.model_dump(mode="json") == table  # its bytes stay what they are
+    return made
+
+
+def test_answers_of_version_1_stay_readable() -> None:
+    found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
+    assert found.version == 2
+    before = old(found)
+    assert (before.version, score.argmax(before, "infer")) == (None, None)
+    assert score.score(before, "infer") == score.score(found, "infer")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"argmax": "ABA*B"}, "argmax and others are not those of 6 questions"),
+        ({"others": None}, "argmax and others are not those of 6 questions"),
+        ({"others": []}, "others are not the tokens of those questions whose argmax is no letter"),
+        ({"others": [13]}, "others are not the tokens of those questions whose argmax is no letter"),
+        ({"argmax": "ABA*BA"}, "hits are not those of argmax"),
+        ({"argmax": "ABA*B?"}, "hits are not those of argmax"),
+    ],
+)
+def test_tokens_that_are_not_those_of_the_hits_are_no_answers(change: dict[str, Any], line: str) -> None:
+    table = score.merge(COMMON, "infer", [RANK_0, RANK_1]).model_dump(mode="json")
+    table["passes"]["infer"] |= change
+    with pytest.raises(ValueError, match=line):
+        score.MmluOutputs.model_validate(table)
+
+
+def test_a_token_that_no_vocabulary_has_is_no_answer() -> None:
+    for token in (-1, 1 << 31):
+        with pytest.raises(ValueError, match="a token in best beyond 0 to 2147483647"):
+            score.check({**RANK_0, "best": [10, token, 11]}, COMMON)
+
+
+def test_answers_are_those_of_the_scope_or_not() -> None:
+    assert score.off_scope(COMMON, Selected()) is None
+    assert score.off_scope(COMMON, Selected(subjects=("one", "two"))) is None
+    assert score.off_scope(COMMON, Selected(subjects=("one",))) == "subjects two"
+    assert score.off_scope(COMMON, Selected(subjects=("one", "three", "two"))) == "subjects three"
+    assert score.off_scope(COMMON, Selected(subjects=("one", "three", "two"), sample=6)) is None  # none was drawn of it
+    assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9", "11-12"))) is None
+    assert score.off_scope(COMMON, Selected(rows=("one/0-1", "two/0-3"))) is None
+    for rows in (("3", "5", "8-9", "11", "13"), ("3", "5", "8-9"), ("0-999999999",)):
+        assert score.off_scope(COMMON, Selected(rows=rows)) == "6 questions, which are not the rows named"

@@ -69,6 +69,8 @@ class Request:
     passes: tuple[str, ...] | None = None
     sample: int | None = None
     steps: int | None = None
+    subjects: tuple[str, ...] | None = None
+    rows: tuple[str, ...] | None = None  # ids, as data.selection spells them
     resume: Path | None = None
     weights: Path | None = None
     data: Path | None = None

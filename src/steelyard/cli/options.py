@@ -89,3 +89,36 @@ HangAfter = Annotated[
 TimeLimit = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Stop a run that takes longer than this.", rich_help_panel=PART)
 ]
+# How much of a question is run.
+Passes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B",
+        help="Inference: val (eager), infer (compiled), bare (infer with nothing measured inside); default: val,infer. "
+        "Training: before, train, after (held-out loss before and after); default: all, or until the case's target.",
+        rich_help_panel=PART,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Stop after N steps; inference: after N batches of each pass.", rich_help_panel=PART),
+]
+SampleSize = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Inference: a seeded sample of N items. Training: N of each batch.", rich_help_panel=PART),
+]
+Subjects = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B", help="MMLU: the questions of these subjects alone; with --sample, N of them.", rich_help_panel=PART
+    ),
+]
+Rows = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Inference: the items alone whose ids are in this file, one a line: places in the set counted from 0, ranges "
+        "such as 12-20; MMLU also anatomy/12.",
+        rich_help_panel=PART,
+    ),
+]

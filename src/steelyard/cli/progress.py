@@ -1,5 +1,7 @@
-"""Progress while a run goes on: phase, done of total, rate, time left. On a terminal one line that changes, elsewhere lines."""
+"""Progress while a run goes on: phase, done of total, rate, time left. On a terminal one line that changes, elsewhere a line
+every half a minute."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -9,21 +11,20 @@ from rich.text import Text
 
 from steelyard.cli.out import one_line, say
 from steelyard.run.clock import now
-from steelyard.run.session import PhaseProgress
+from steelyard.run.session import STARTING, PhaseProgress
 
 BAR, SHORTEST_BAR = 24, 4
-STARTING = "starting"  # until a worker tells its phase
-LINES_S = 60.0  # between two lines where there is no terminal
+LINES_S = 30.0  # between two lines where there is no terminal
 
 
 class Display:
     """A title, then how far it is. Quiet where the console is. Where there is no terminal, the title of a run that stands
     alone is left out: whoever started it knows."""
 
-    def __init__(self, console: Console, title: str, alone: bool = True) -> None:
-        self._console, self._title = console, one_line(title)
+    def __init__(self, console: Console, title: str, alone: bool = True, clock: Callable[[], float] = now) -> None:
+        self._console, self._title, self._now = console, one_line(title), clock
         self._titled = not console.quiet and (console.is_terminal or not alone)
-        self._begin_s = self._said_s = now()
+        self._begin_s = self._said_s = self._now()
         self._last: PhaseProgress | None = None
         able = console.is_terminal and not console.is_dumb_terminal and not console.quiet
         self._live = Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._render) if able else None
@@ -31,7 +32,7 @@ class Display:
     def __enter__(self) -> Self:
         if self._titled:
             say(self._title)
-        self._begin_s = self._said_s = now()
+        self._begin_s = self._said_s = self._now()
         if self._live is not None:
             self._live.start(refresh=True)
         return self
@@ -42,12 +43,12 @@ class Display:
 
     def show(self, progress: PhaseProgress) -> None:
         self._last = progress
-        if self._live is None and not self._console.quiet and now() - self._said_s >= LINES_S:
-            self._said_s = now()
+        if self._live is None and not self._console.quiet and self._now() - self._said_s >= LINES_S:
+            self._said_s = self._now()
             say(f"  {line(progress, bar=False)}")
 
     def _render(self) -> Text:
-        last = self._last or PhaseProgress(STARTING, 0, 0, now() - self._begin_s)
+        last = self._last or PhaseProgress(STARTING, 0, 0, self._now() - self._begin_s)
         return Text(line(last, self._console.width), no_wrap=True, overflow="ellipsis")
 
 

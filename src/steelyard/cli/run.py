@@ -12,7 +12,6 @@ from steelyard.cli import complete, terminal
 from steelyard.cli.options import (
     MAIN,
     OUTPUT,
-    PART,
     PLACE,
     QUESTION,
     AcceleratorOption,
@@ -21,9 +20,14 @@ from steelyard.cli.options import (
     HangAfter,
     Json,
     Out,
+    Passes,
     PrecisionOption,
     Quiet,
+    Rows,
+    SampleSize,
     Settings,
+    Steps,
+    Subjects,
     TimeLimit,
     Wide,
 )
@@ -100,25 +104,11 @@ def run(
             rich_help_panel=QUESTION,
         ),
     ] = None,
-    passes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Inference: val (eager), infer (compiled), bare (infer with nothing measured inside); default: val,infer. "
-            "Training: before, train, after (held-out loss before and after); default: all, or until the case's target.",
-            rich_help_panel=PART,
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Stop after N steps; inference: after N batches of each pass.", rich_help_panel=PART),
-    ] = None,
-    sample: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Inference: a seeded sample of N items. Training: N of each batch.", rich_help_panel=PART
-        ),
-    ] = None,
+    passes: Passes = None,
+    steps: Steps = None,
+    sample: SampleSize = None,
+    subjects: Subjects = None,
+    rows: Rows = None,
     hang_after: HangAfter = 1800.0,
     time_limit: TimeLimit = None,
     accelerator: AcceleratorOption = None,
@@ -210,6 +200,7 @@ def run(
       steelyard run smoke
       steelyard run llama2-7b-mmlu --data auto --weights Llama-2-7b-hf/
       steelyard run llama2-7b-mmlu --data mmlu/ --tokenizer tokenizer.model
+      steelyard run llama2-7b-mmlu --data mmlu/ --subjects anatomy,virology
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8
       steelyard run llama2-7b-mmlu --data mmlu/ --engine all --repeat 3
       steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 \\
@@ -222,6 +213,7 @@ def run(
     from steelyard.cli.engines import check_all, chosen
     from steelyard.cli.get import data_of
     from steelyard.cli.wanted import at
+    from steelyard.data import selection
     from steelyard.record.signature import try_key
     from steelyard.run import site as sites
 
@@ -238,6 +230,8 @@ def run(
         settings = [*(settings or []), f"tune.parallel={parallel}"]
     if checkpoint_every is not None:
         settings = [*(settings or []), f"tune.checkpoint_every={checkpoint_every}"]
+    named = None if subjects is None else selection.names(subjects)
+    ids = None if rows is None else selection.read(rows)
     requests = [
         Request(
             resolved=resolved,
@@ -250,6 +244,8 @@ def run(
             passes=None if passes is None else tuple(name.strip() for name in passes.split(",") if name.strip()),
             sample=sample,
             steps=steps,
+            subjects=named,
+            rows=ids,
             resume=resume,
             weights=None if weights == "random" else Path(weights),
             data=data_of(data, resolved.case),

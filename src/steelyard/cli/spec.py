@@ -84,7 +84,9 @@ def _whole(show: "Callable[[PhaseProgress], None]") -> "Callable[[PhaseProgress]
 
 def _lines(silent: bool) -> "Callable[[PhaseProgress], None]":
     """Without a terminal: a line where a group of rows begins."""
-    said: list[str] = []
+    from steelyard.run.session import STARTING
+
+    said = [STARTING]
 
     def watch(progress: "PhaseProgress") -> None:
         group = progress.phase.partition(" ")[0]

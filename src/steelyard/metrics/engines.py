@@ -194,7 +194,8 @@ def _worst(every: list[Differences | None]) -> Differences | None:
     if most is None:
         return None
     largest = _largest([None if one is None else one.largest for one in every], lambda one: one)
-    return Differences(most.items, most.other, largest)
+    tokens = _largest([None if one is None else one.tokens for one in every], lambda one: one)
+    return Differences(most.items, most.other, largest, tokens)
 
 
 def _largest(every: list[T | None], of: Callable[[T], float]) -> T | None:

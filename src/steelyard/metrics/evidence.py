@@ -19,7 +19,7 @@ def contradictions(record: Record) -> list[str]:
     """What in a finished run cannot be so. A run that failed may have stopped anywhere."""
     if record.failure is not None:
         return []
-    found = _ranks(record) + _budgets(record)
+    found = _ranks(record) + _budgets(record) + _scope(record)
     for window in record.passes:
         found += _window(record, window)
     return found + _telemetry(record)
@@ -31,6 +31,17 @@ def _ranks(record: Record) -> list[str]:
     wrong = [] if missing is None else [f"rank {missing} is missing from a run that did not fail"]
     undone = [one for one in record.ranks if one.status != "done"]
     return wrong + [f"rank {one.rank} is {one.status!r}, and the run did not fail" for one in undone[:1]]
+
+
+def _scope(record: Record) -> list[str]:
+    """The answers are those of what was named."""
+    scope, answers = record.scope, record.answers
+    if answers is None or (scope.subjects is None and scope.rows is None):
+        return []
+    if scope.kind == "full":
+        return ["the scope is full, and names a part of the data"]
+    wrong = record.task.off_scope(answers, scope.selected)
+    return [] if wrong is None else [f"the answers are not those of the scope: {wrong}"]
 
 
 def _budgets(record: Record) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from steelyard.case import key
 from steelyard.errors import RequestError
 from steelyard.record.facts import Environment
-from steelyard.record.record import Record
+from steelyard.record.record import Record, Scope
 from steelyard.schema import canonical
 
 CASE = "case"  # of --across: whatever the question is
@@ -30,16 +30,20 @@ class Field:
 
 
 def question(record: Record) -> Table:
-    """The fields that make the key of a record, by dotted name."""
+    """The fields that make the key of a record, by dotted name, and what was named of its data: whoever names other questions
+    asks something else."""
     out = flat(key.hashed(record.case.question, record.fingerprint), "question.")
-    return {name: value for name, value in out.items() if name != FINGERPRINT or value != UNREAD}
+    named = record.scope.model_dump(mode="json", include=set(Scope.LATER))
+    return {name: value for name, value in out.items() if name != FINGERPRINT or value != UNREAD} | flat(named, "scope.")
 
 
 def setting(record: Record) -> Table:
     """What a run was made with, beside its question: tune, plan, scope, engine, machine, software, weights, data."""
     told = record.model_dump(mode="json", include={"tune", "plan", "scope", "engine", "site", "weights", "data"}, by_alias=True)
+    told["data"].pop("fingerprint", None)  # stands in the question, and so does what was named of the data
+    for name in Scope.LATER:
+        told["scope"].pop(name, None)
     told["environment"] = environment(record.environment)
-    told["data"].pop("fingerprint", None)  # stands in the question
     case = record.case.model_dump(mode="json", include={"name", "size", "gate", "max_interval"})
     return flat({"formulas": record.formulas or 1, "case": case, **told}, "")
 

@@ -15,11 +15,12 @@ from steelyard.metrics import fields, rates, ratio, runs, verify
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.index import Entry
-from steelyard.record.record import Record
+from steelyard.record.record import Record, Scope
 from steelyard.schema import canonical
 
 ENDED = {"interrupted", "cancelled", "unfinished"}  # by somebody: they say nothing of the machine or the program
 SETUP = ("tune.", "engine.", "environment.", "weights.")  # of what repeats have in common
+SHORT = 60  # characters of names that stand in full
 VARIES = ("environment.hardware.uuids",)  # between repeats
 
 
@@ -116,7 +117,7 @@ def _entry(record: Record) -> Entry:
         precision=case.precision,
         engine=record.engine.name,
         plan=f"{plan.config} {plan}",
-        scope="full" if scope.kind == "full" else "window" if scope.sample is None else f"sample {scope.sample}",
+        scope=_scope(scope),
         devices=tuple(runs.kinds(record)),
         setup=hashlib.sha256(canonical(alike).encode()).hexdigest()[:16],
         revision=source.revision,
@@ -128,6 +129,19 @@ def _entry(record: Record) -> Entry:
         quality=metric,
         quality_value=None if quality is None else quality.value,
     )
+
+
+def _scope(scope: Scope) -> str:
+    """What of a scope makes a trend; names by their number and hash, where there are many."""
+    parts = [f"subjects {_short(scope.subjects, len(scope.subjects))}"] if scope.subjects else []
+    parts += [f"rows {_short(scope.rows, scope.selected.row_count)}"] if scope.rows else []
+    parts += [f"sample {scope.sample}"] if scope.sample is not None else []
+    return "full" if scope.kind == "full" else ", ".join(parts) or "window"
+
+
+def _short(names: tuple[str, ...], count: int | None) -> str:
+    text = ",".join(names)
+    return text if len(text) <= SHORT else f"{count} {hashlib.sha256(canonical(names).encode()).hexdigest()[:8]}"
 
 
 def history(entries: Mapping[Path, Entry], threshold: float) -> History:

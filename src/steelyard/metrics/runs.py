@@ -45,7 +45,7 @@ PARTS: dict[str, Callable[[Record], Any]] = {
     "precision": lambda record: record.case.precision,
     "limits": _limits,
     "engine": lambda record: record.engine.name,
-    "sample": lambda record: [record.scope.kind, record.scope.sample],
+    "sample": lambda record: record.scope.model_dump(mode="json", exclude={"steps"}),
     "steps": lambda record: record.scope.steps,
     "plan": lambda record: [record.plan.nodes, record.plan.devices, record.plan.tp, record.plan.pp, record.plan.dp],
     "tune": lambda record: record.tune.model_dump(mode="json", exclude={"parallel"}),

@@ -362,6 +362,8 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
         out.append(_stepped_down(record, record.stepped_down))
     if case.division == "open" and record.scope.sample is not None and record.task.kind == "score":
         out.append(Message("note.sample"))
+    if record.scope.subjects or record.scope.rows:
+        out.append(Message("note.selected"))
     if str(record.engine.details.get("fp8", "")).startswith("emulated"):
         out.append(Message("note.emulated"))
     return [note(one) for one in out]

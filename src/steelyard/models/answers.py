@@ -24,6 +24,7 @@ Send = Callable[[Ids], Tensor]
 Gather = Callable[[Tensor], Tensor]  # what every share of a model has, stacked in their order
 
 CHUNK = 4096  # tokens whose logits are there at one time
+MOST_WORD = 64  # tokens of a last word: of longer ones, which no language has, the likeliest tokens are not kept
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,16 @@ class ChoiceReader:
 
 
 class LossReader:
-    """Passages: the negative log-likelihood of every token after the first, of the last word's among them, and whether
-    each of these is the likeliest. Logits stay divided over the shares of a model; only four numbers a token are gathered."""
+    """Passages: the negative log-likelihood of every token after the first, of the last word's among them, whether each of
+    these is the likeliest, and which tokens are. Logits stay divided over the shares of a model; only four numbers a token
+    are gathered."""
 
     def __init__(self, texts: Passages, vocab: int, share: Shard, gather: Gather, device: torch.device) -> None:
         self.texts = texts
         self.vocab = vocab
         self.share, self.gather = share, gather
+        longest = max(texts.last, default=1)  # of the last words, in tokens
+        self.kept = longest if longest <= MOST_WORD else 0  # columns of likeliest tokens
         self.fast: Callable[..., Tensor] | None = None
 
     def logits(self, items: list[int]) -> int:
@@ -97,10 +101,14 @@ class LossReader:
             [np.arange(size) >= size - 1 - self.texts.last[i] for i, size in zip(items, sizes, strict=True)]
         ).astype(np.int64)
         word[np.cumsum(sizes) - 1] = 0
-        return Picked(send(pick), (send(targets), send(word), send(sizes)))
+        # Where the tokens of the last words stand among the targets; a word that is shorter ends with its first again.
+        last = np.array([self.texts.last[i] for i in items], dtype=np.int64)[:, None]
+        begins = (np.cumsum(sizes) - 1)[:, None] - last
+        places = np.arange(self.kept, dtype=np.int64)[None, :]
+        return Picked(send(pick), (send(targets), send(word), send(sizes), send(begins + np.where(places < last, places, 0))))
 
     def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
-        targets, word, sizes = asked.extra
+        targets, word, sizes, places = asked.extra
         local = self._fast(hidden.device) if compiled else read_logits
         parts = []
         chunks = -(-len(targets) // CHUNK)
@@ -109,11 +117,11 @@ class LossReader:
             first = self.share.index * logits.shape[-1]
             own = max(0, min(logits.shape[-1], self.vocab - first))
             parts.append(local(logits[:, :own], wanted - first) if own else _nothing(wanted))
-        nll, hit = _merged(self.gather(torch.cat(parts, dim=1)), targets)
+        nll, hit, best = _merged(self.gather(torch.cat(parts, dim=1)), targets)
         columns = (nll, torch.where(word > 0, nll, 0.0), torch.where(word > 0, hit, 1.0))
         ways = ("sum", "sum", "min")
         made = [torch.segment_reduce(c, way, lengths=sizes) for c, way in zip(columns, ways, strict=True)]
-        return torch.stack(made, dim=1)
+        return torch.cat((torch.stack(made, dim=1), best[places]), dim=1)
 
     def _fast(self, device: torch.device) -> Callable[..., Tensor]:
         """A kernel where the device runs one. Compiled where it is first used: loading a compiler takes seconds, and they
@@ -123,8 +131,12 @@ class LossReader:
         return self.fast
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
-        nll, last, hit = answers.reshape(-1, 3).unbind(1)
-        return {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist()}
+        table = answers.reshape(-1, 3 + self.kept)
+        nll, last, hit = table[:, :3].unbind(1)
+        out = {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist()}
+        if self.kept:
+            out["argmax"] = [best[: self.texts.last[i]] for i, best in zip(items, table[:, 3:].long().tolist(), strict=True)]
+        return out
 
 
 def _nothing(targets: Tensor) -> Tensor:
@@ -132,13 +144,15 @@ def _nothing(targets: Tensor) -> Tensor:
     return torch.full((4, len(targets)), -torch.inf, device=targets.device)
 
 
-def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and hit of every token from all shares' parts, [shares, 4, tokens], in fp64. Of equal logits the first wins."""
+def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, hit and likeliest token of every token from all shares' parts, [shares, 4, tokens], in fp64. Of equal logits the
+    first wins."""
     total, target, top, distance = parts.double().unbind(1)
     nll = total.logsumexp(0) - target.max(0).values
     winner = top.argmax(0)  # the first of equal ones: shares stand in the order of the vocabulary
-    hit = distance.gather(0, winner[None])[0] == 0
-    return nll, hit.double()
+    apart = distance.gather(0, winner[None])[0]
+    best = torch.where(torch.isfinite(apart), targets + apart, 0.0)  # where no share has a highest logit there is none
+    return nll, (apart == 0).double(), best
 
 
 READERS: dict[str, Callable[..., Reader]] = {"score_choices": ChoiceReader, "score_texts": LossReader}

@@ -8,7 +8,7 @@ import hashlib
 import re
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
@@ -22,8 +22,8 @@ from steelyard.record import sealed
 from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, StepDown, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.sealed import SCHEMA, canonical_bytes
-from steelyard.schema import Frozen, OpenTable, first_problem
-from steelyard.tasks.task import DataFacts, Task
+from steelyard.schema import Frozen, GrownTable, OpenTable, first_problem
+from steelyard.tasks.task import DataFacts, GroupName, RowId, Selected, Task
 
 KEPT = "steelyard-kept-"  # begins the name of a folder that keeps what could not be written where it belongs
 Status = Literal["valid", "invalid", "failed"]
@@ -123,10 +123,24 @@ class EngineFacts(Frozen):
     conforms: bool | None = Field(None, description="what `steelyard conform` found of its version; null: nobody tried")
 
 
-class Scope(Frozen):
+class Scope(GrownTable):
+    """How much of the question was run. `subjects` and `rows` are what a user named of the data, each sorted."""
+
+    LATER: ClassVar[tuple[str, ...]] = ("subjects", "rows")
+
     kind: Literal["full", "window"]
     sample: int | None = None
     steps: int | None = None
+    subjects: tuple[GroupName, ...] | None = Field(
+        None, min_length=1, description="of `--subjects`; left out where none were named"
+    )
+    rows: tuple[RowId, ...] | None = Field(
+        None, min_length=1, description="of `--rows`: ids and ranges of ids (docs/records.md); left out where none were named"
+    )
+
+    @property
+    def selected(self) -> Selected:
+        return Selected(self.subjects, self.rows, self.sample)
 
 
 class Check(Frozen):

@@ -44,6 +44,8 @@ IDENTITY: dict[str, Callable[[Record], Field]] = {
     "division": lambda record: record.case.division,
     "precision": lambda record: record.case.precision,
     "scope": lambda record: record.scope.kind,
+    "subjects": lambda record: _several(list(record.scope.subjects or ())),
+    "rows": lambda record: _several(list(record.scope.rows or ())),
     "sample": lambda record: record.scope.sample,
     "steps": lambda record: record.scope.steps,
     "engine": lambda record: record.engine.name,

@@ -1,6 +1,7 @@
 """Which columns the tables of each kind of case have, in the order of FlagPerf's published pages. A new kind is a new row."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,18 @@ _TRAIN = (
 
 @dataclass(frozen=True)
 class TableLayout:
-    """`whole` and `core` are the headline rates; `charted` are the passes one of whose samples are drawn, best first."""
+    """`whole` and `core` are the headline rates; `charted` are the passes one of whose samples are drawn, best first. `other`
+    are the rates of a run whose headline pass is another than usual."""
 
     fields: tuple[Field, ...]
     whole: str
     core: str
     charted: tuple[str, ...]
+    other: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 _LAYOUTS = {
-    "score": TableLayout(_SCORE, "p_infer_whole", "p_infer_core", ("infer", "val")),
+    "score": TableLayout(_SCORE, "p_infer_whole", "p_infer_core", ("infer", "val"), {"val": ("p_val_whole", "p_val_core")}),
     "train": TableLayout(_TRAIN, "p_whole", "p_core", ("train",)),
 }
 

@@ -8,6 +8,7 @@ from steelyard.metrics.fields import Field
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.table import row as metric_row
 from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow, Tone
+from steelyard.report.engines import of_items
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.words import Words
 
@@ -109,17 +110,16 @@ def _answers(found: Comparison, say: Words) -> list[Block]:
     return [Table((Column(say("compare.side")), *heads), tuple(body))]
 
 
-_ANSWERS = ("other", "largest", "loss", "grad_norm", "apart")  # columns, as a table of engines has them
+_ANSWERS = ("other", "tokens", "largest", "loss", "grad_norm", "apart")  # columns, as a table of engines has them
 
 
 def _answer_cells(one: Answers, metric: str, say: Words) -> tuple[Cell, ...]:
     chosen = one.chosen
-    other = EMPTY
-    if chosen is not None:
-        share = formed("percent", chosen.other / chosen.items) if chosen.items else ""
-        other = Cell(say("engines.other.of", counted(chosen.other), counted(chosen.items)), share)
+    other = EMPTY if chosen is None else of_items(chosen.other, chosen, say)
+    tokens = EMPTY if chosen is None else of_items(chosen.tokens, chosen, say)
     largest = Cell(formed("number", None if chosen is None else chosen.largest))
-    return other, largest, _apart(one.loss, say), _apart(one.grad_norm, say), Cell(formed(metric_row(metric).form, one.quality))
+    steps = (_apart(one.loss, say), _apart(one.grad_norm, say))
+    return other, tokens, largest, *steps, Cell(formed(metric_row(metric).form, one.quality))
 
 
 def _apart(found: Apart | None, say: Words) -> Cell:

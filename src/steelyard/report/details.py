@@ -12,6 +12,8 @@ from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
 from steelyard.report.words import Words
 from steelyard.words import LANGS
 
+IDS = 40  # that a page shows of a scope's
+
 
 def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
     record = run.record
@@ -40,6 +42,7 @@ def _facts(record: Record, environment: str, say: Words) -> Facts:
     items = [
         Fact(say("run.status"), say(record.status), STATUS_TONE[record.status]),
         Fact(say("run.scope"), scope(record, say)),
+        *_named(record, say),
         Fact(say("run.quality"), say("colon").join(filter(None, (judged, derived.quality_note(record, say))))),
         Fact(say("run.gate"), spelled(_gate(quality))),
         Fact(say("run.environment"), environment),
@@ -51,6 +54,14 @@ def _facts(record: Record, environment: str, say: Words) -> Facts:
     if record.restarts:
         items.append(Fact(say("run.restarts"), counted(len(record.restarts))))
     return Facts((*items, *(Fact(say("run.note"), note) for note in derived.notes(record, say))))
+
+
+def _named(record: Record, say: Words) -> list[Fact]:
+    """What was named of the data. A record has all ids; a page as many as can be read."""
+    ids = record.scope.rows or ()
+    more = "" if len(ids) <= IDS else f" … ({counted(len(ids))})"
+    named = (("subjects", ", ".join(record.scope.subjects or ())), ("rows", ", ".join(ids[:IDS]) + more))
+    return [Fact(say(f"run.{key}"), text) for key, text in named if text]
 
 
 def _gate(quality: Quality) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import Run, by_case, labels, scope, unit
 from steelyard.report.setting import parallel
 from steelyard.report.words import Words
+from steelyard.tasks.task import Differences
 
 EMPTY = Cell(UNKNOWN)
 
@@ -85,10 +86,20 @@ def _runs(row: EngineRuns, group: Engines, say: Words) -> Cell:
 
 def _other(row: EngineRuns, group: Engines, say: Words) -> Cell:
     found = None if row.answers is None else row.answers.chosen
-    if found is None:
+    return EMPTY if found is None else of_items(found.other, found, say)
+
+
+def of_items(count: int | None, found: Differences, say: Words) -> Cell:
+    """So many of the items that both answered."""
+    if count is None:
         return EMPTY
-    share = formed("percent", found.other / found.items) if found.items else ""
-    return Cell(say("engines.other.of", counted(found.other), counted(found.items)), share)
+    share = formed("percent", count / found.items) if found.items else ""
+    return Cell(say("engines.other.of", counted(count), counted(found.items)), share)
+
+
+def _tokens(row: EngineRuns, group: Engines, say: Words) -> Cell:
+    found = None if row.answers is None else row.answers.chosen
+    return EMPTY if found is None else of_items(found.tokens, found, say)
 
 
 def _largest(row: EngineRuns, group: Engines, say: Words) -> Cell:
@@ -156,6 +167,7 @@ def _mem(row: EngineRuns, group: Engines, say: Words) -> Cell:
 COLUMNS = (
     _Column("engine", _engine),
     _Column("other", _other, 2, optional=True),
+    _Column("tokens", _tokens, 3, optional=True),
     _Column("largest", _largest, 3, optional=True),
     _Column("loss", _loss, 2, optional=True),
     _Column("grad_norm", _grad_norm, 3, optional=True),

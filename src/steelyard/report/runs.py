@@ -19,6 +19,7 @@ from steelyard.report.words import Words
 T = TypeVar("T", bound=Hashable)
 CaseName = tuple[str, ...]  # name, size, what was changed of the question, and what of the case
 
+SUBJECTS = 3  # that a table names; of more it says how many
 STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "bad"}
 
 
@@ -95,7 +96,15 @@ def labels(runs: list[Run], say: Words) -> str:
 
 def scope(record: Record, say: Words) -> str:
     """A window's size is echoed as the operator typed it. What goes on from another run says from where."""
-    sizes = (("window.sample", record.scope.sample), ("window.steps", record.scope.steps))
+    extent = record.scope
+    many = "window.subjects.many" if len(extent.subjects or ()) > SUBJECTS else "window.subjects"
+    listed = None if extent.subjects is None else say("comma").join(extent.subjects)
+    sizes = (
+        ("window.rows", extent.selected.row_count),
+        ("window.sample", extent.sample),
+        (many, len(extent.subjects or ()) if many.endswith("many") else listed),
+        ("window.steps", extent.steps),
+    )
     named = say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN
     said = say("full") if record.scope.kind == "full" else say("window", named)
     begun = [say("resumed", str(one.step)) for one in record.restarts]

@@ -8,6 +8,7 @@ from steelyard.metrics.rates import work_unit
 from steelyard.metrics.result import work_name
 from steelyard.metrics.runs import kinds, quality, rate
 from steelyard.metrics.shipped import later, modified
+from steelyard.metrics.spans import headline
 from steelyard.record.record import Record
 from steelyard.report import derived
 from steelyard.report.columns import layout
@@ -100,14 +101,20 @@ def _found(records: list[Record], say: Words) -> list[_Field]:
 
 
 def _times(records: list[Record]) -> list[_Field]:
-    plans = [layout(record.task.kind) for record in records]
+    names = [_rates(record) for record in records]
     columns = (
-        ("/".join(dict.fromkeys(plan.whole for plan in plans)), lambda record: layout(record.task.kind).whole),
-        ("/".join(dict.fromkeys(plan.core for plan in plans)), lambda record: layout(record.task.kind).core),
+        ("/".join(dict.fromkeys(whole for whole, _ in names)), lambda record: _rates(record)[0]),
+        ("/".join(dict.fromkeys(core for _, core in names)), lambda record: _rates(record)[1]),
         ("mem", lambda _: "mem"),
         ("e2e_time", lambda _: "e2e_time"),
     )
     return [_Field(title, _metric(name), 3, "right", optional=True) for title, name in columns]
+
+
+def _rates(record: Record) -> tuple[str, str]:
+    """The headline rates; of a run of the reference pass alone, that pass's."""
+    plan = layout(record.task.kind)
+    return plan.other.get(headline(record) or "", (plan.whole, plan.core))
 
 
 def _metric(name: Callable[[Record], str]) -> Callable[[Record, Words], Cell]:

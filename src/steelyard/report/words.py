@@ -100,6 +100,9 @@ TABLE: dict[str, tuple[str, str]] = {
     "failed": ("failed", "失败"),
     "full": ("full", "完整"),
     "window": ("window: {0}", "窗口：{0}"),
+    "window.subjects": ("of {0}", "学科 {0}"),
+    "window.subjects.many": ("of {0} subjects", "{0} 个学科"),
+    "window.rows": ("{0} named rows", "指定的 {0} 行"),
     "window.sample": ("{0} samples", "{0} 个样本"),
     "window.steps": ("{0} steps", "{0} 步"),
     "resumed": ("resumed after step {0}", "自第 {0} 步续训"),
@@ -140,6 +143,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "engines.runs.invalid": ("{0} not valid", "{0} 次无效"),
     "engines.other": ("other answers", "答案不同数"),
     "engines.other.of": ("{0} of {1}", "{0} / {1}"),
+    "engines.tokens": ("other likeliest tokens", "最可能 token 不同数"),
     "engines.largest": ("largest difference", "最大差异"),
     "engines.loss": ("loss, largest difference", "损失最大差异"),
     "engines.grad_norm": ("grad_norm, largest difference", "梯度范数最大差异"),
@@ -158,12 +162,13 @@ TABLE: dict[str, tuple[str, str]] = {
     "engines.without": ("No finished run: {0}.", "无完成的运行：{0}。"),
     "engines.note": (
         "Runs that differ in the engine alone. Differences are those from the first run of the base, the largest of all runs "
-        "and steps; those of the base itself are its other runs'. Other answers: items that were answered otherwise. Largest "
-        "difference: of the number that is kept of each item (a passage's loss per token). Rate: work of all devices over wall "
-        "time, the mean over valid runs; below a number its 95 % interval.",
+        "and steps; those of the base itself are its other runs'. Other answers: items that were answered otherwise. Other "
+        "likeliest tokens: items whose argmax over the whole vocabulary is another. Largest difference: of the number that is "
+        "kept of each item (a passage's loss per token). Rate: work of all devices over wall time, the mean over valid runs; "
+        "below a number its 95 % interval.",
         "各运行仅引擎不同。差异均相对基准的首次运行，取所有运行与各步中的最大值；基准自身的差异来自其其余运行。答案不同数："
-        "回答不一致的题目数。最大差异：每题所保留的数值之差（每段文本的每 token 损失）。吞吐量：全部设备的工作量除以总时间，"
-        "取有效运行的平均；数字下方为其 95 % 区间。",
+        "回答不一致的题目数。最可能 token 不同数：整个词表上 argmax 不同的题目数。最大差异：每题所保留的数值之差（每段文本的每 "
+        "token 损失）。吞吐量：全部设备的工作量除以总时间，取有效运行的平均；数字下方为其 95 % 区间。",
     ),
     # repeats
     "repeats": ("Repeats", "重复运行"),
@@ -194,6 +199,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "run.hash": ("Record, SHA-256", "记录 SHA-256"),
     "run.status": ("Status", "状态"),
     "run.scope": ("Scope", "范围"),
+    "run.subjects": ("Subjects", "学科"),
+    "run.rows": ("Rows", "行"),
     "run.quality": ("Quality", "质量"),
     "run.gate": ("Gate", "门槛"),
     "run.environment": ("Environment", "环境"),

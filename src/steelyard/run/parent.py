@@ -85,7 +85,7 @@ class Run:
 
     def _attempt(self, watch: Watch | None, undisturbed: ExitStack) -> Verdict:
         try:
-            self._open()
+            self._open(watch)
             self.draft = self._draft()
             return self._lead(watch)
         except KeyboardInterrupt as error:
@@ -160,7 +160,7 @@ class Run:
             why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
             raise RequestError(f"output folder {str(out)!r} cannot be written: {why}; choose another with --out") from error
 
-    def _open(self) -> None:
+    def _open(self, watch: Watch | None) -> None:
         """All that can be known without starting a worker. Nothing stays behind where a host cannot take part."""
         ready, case, plan = self.ready, self.ready.case, self.ready.plan
         asked = preflight.files(ready)
@@ -186,7 +186,8 @@ class Run:
                     python=ready.request.engine_settings.python,
                     paths=[list(one.names) for one in (*asked, *probe)],
                     silence_s=ready.site.silence_s,
-                )
+                ),
+                watch,
             )
         if self.again_s is None:
             self.ready = ready.with_resolved(auto.choose(ready.request.resolved, self._devices()))

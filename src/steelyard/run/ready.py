@@ -19,7 +19,7 @@ from steelyard.run.launch import Launcher
 from steelyard.run.resume import Resume
 from steelyard.run.site import Site
 from steelyard.sources import table
-from steelyard.tasks.task import PASSES
+from steelyard.tasks.task import PASSES, Task
 
 PROFILED = ("torch",)  # frameworks whose profiler is read
 PROGRAM = "run.py"  # what a checkout of a program is known by
@@ -66,11 +66,11 @@ def ready(request: Request) -> Ready:
     earlier = _resume(request)
     _check_files(request, launcher)
     _check_numbers(request)
+    _check_selection(request)
     accelerator = accelerators.named(request.accelerator) if request.accelerator else None
     if not launcher.remote:
         accelerator = accelerator or accelerators.detect()
         _check_devices(case, plan, accelerator)
-    window = request.sample is not None or request.steps is not None
     return Ready(
         request=request,
         engine=engine,
@@ -78,7 +78,7 @@ def ready(request: Request) -> Ready:
         plan=plan,
         launcher=launcher,
         passes=passes,
-        scope=Scope(kind="window" if window else "full", sample=request.sample, steps=request.steps),
+        scope=_scope(request),
         site=where,
         resume=earlier,
     )
@@ -203,6 +203,37 @@ def _check_numbers(request: Request) -> None:
     for option, seconds in (("--hang-after", request.hang_s), ("--time-limit", request.limit_s)):
         if seconds is not None and not seconds > 0:
             raise RequestError(f"{option} {seconds:g}: must be more than 0 seconds")
+
+
+def _check_selection(request: Request) -> None:
+    """What is named of the data, and whether the options that name it make sense together."""
+    row = request.resolved.case.question.row
+    given = {"--subjects": request.subjects, "--rows": request.rows}
+    for option, value in given.items():
+        if value is not None and option.removeprefix("--") not in row.selects:
+            raise RequestError(f"{option}: {_not_selected(option, row)}")
+    if request.rows is not None and request.subjects is not None:
+        raise RequestError("--rows and --subjects: the rows say which questions are asked; leave --subjects out")
+    if request.rows is not None and request.sample is not None:
+        raise RequestError("--rows and --sample: the rows say which questions are asked; leave --sample out")
+
+
+def _not_selected(option: str, row: Task) -> str:
+    if row.kind == "train":
+        return f"task {row.name} trains on rows in its own order; use --sample N for a part of each batch, or --steps N"
+    allowed = [f"--{name}" for name in row.selects] + ["--sample N"]
+    return f"task {row.name} has no such choice; allowed: {', '.join(allowed)}"
+
+
+def _scope(request: Request) -> Scope:
+    part = (request.sample, request.steps, request.subjects, request.rows)
+    return Scope(
+        kind="full" if all(one is None for one in part) else "window",
+        sample=request.sample,
+        steps=request.steps,
+        subjects=request.subjects,
+        rows=request.rows,
+    )
 
 
 def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:

@@ -57,6 +57,8 @@ def request(found: Record, where: Where) -> Request:
         passes=tuple(dict.fromkeys(window.pass_name for window in found.passes)),
         sample=scope.sample,
         steps=scope.steps,
+        subjects=scope.subjects,
+        rows=scope.rows,
         weights=where.weights,
         data=where.data,
         tokenizer=where.tokenizer,

@@ -39,6 +39,7 @@ REACH_S = 15.0
 SETTLE_S = 0.5  # after the first rank failed: those that failed with it can still say so
 STOP_S = 20.0  # for agents to end their workers, kindly and then for certain
 SWEEP_S = 15.0
+STARTING = "starting"  # the phase until a worker tells its own
 STALLED_S = 2.0  # between two looks: this process itself was stopped
 
 
@@ -78,13 +79,15 @@ class Session:
         self._marks = [f"{mark}-{index}" for index in range(len(hosts))]
         self.commands = {host: launcher.command(site, host, allocation) for host in hosts}
         self.heard = Heard()
+        self._watch: Watch | None = None
         self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
         self.connections: list[Connection] = []
         self._stopping = False
-        self._awake_s = now()
+        self._begun_s = self._awake_s = now()
 
-    def open(self, asked: Open) -> dict[str, Hello]:
+    def open(self, asked: Open, watch: Watch | None = None) -> dict[str, Hello]:
         """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
+        self._watch = watch
         for host, mark in zip(self.hosts, self._marks, strict=True):
             try:
                 self.connections.append(Connection(host, self.commands[host], self.token, mark, self._inbox))
@@ -120,6 +123,7 @@ class Session:
         end_s = now() + limit_s
         while not done():
             self._listen()
+            self._show()
             for one in self.connections:
                 if one.closed or one.bye is not None:
                     said = one.bye.problem if one.bye is not None and one.bye.problem else one.said()
@@ -136,13 +140,11 @@ class Session:
 
     def wait(self, hang_s: float, limit_s: float | None, watch: Watch | None) -> Verdict:
         """Until every agent has said its last word, or something is wrong. Says what; a rank that failed says it itself."""
-        begun, failed = now(), None
+        begun, failed, self._watch = now(), None, watch
         asked: list[tuple[Connection, int]] = []
         while not all(one.bye is not None for one in self.connections):
             self._listen()
-            if watch is not None and self.heard.progress is not None:
-                last = self.heard.progress
-                watch(PhaseProgress(last.phase, last.done, last.total, now() - self.heard.phase_s))
+            self._show()
             wrong = self._lost() or self._late(begun, hang_s, limit_s)
             if wrong is not None:
                 return wrong
@@ -151,6 +153,15 @@ class Session:
             if failed is not None and now() - failed > SETTLE_S and self._answered(asked):
                 return Verdict(None)
         return self._lost() or Verdict(None)
+
+    def _show(self) -> None:
+        if self._watch is None:
+            return
+        last = self.heard.progress
+        if last is None:
+            self._watch(PhaseProgress(STARTING, 0, 0, now() - self._begun_s))
+        else:
+            self._watch(PhaseProgress(last.phase, last.done, last.total, now() - self.heard.phase_s))
 
     def _ask(self) -> list[tuple[Connection, int]]:
         """Ping every host now; with each the number of answers that it then has given."""

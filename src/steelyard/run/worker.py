@@ -6,7 +6,10 @@ It ends when its stdin is closed: then its agent is gone. It imports no framewor
 
 import json
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -59,19 +62,26 @@ class Worker(RankProcess):
             self.tell("data", 0, 0)
             prepared = self._prepare(*reading.result())
             keep = self._keep_checkpoints(prepared.facts.fingerprint)
-        with self.budget.part("engine"):
+        with self._phase("engine"):
             engine = make_engine(self._job(prepared.inputs, framework, group, keep))
         for name in self.spec.passes:
             self.tell(f"prepare {name}", 0, 0)
-            engine.prepare(name, self.budget.part)
+            engine.prepare(name, self._phase)
             if self.file.matmul_flops_per_s is None:
-                with self.budget.part("calibrate"):
+                with self._phase("calibrate"):
                     self._add(**self._calibrate(framework))
             self._pass(engine, name, framework)
         if self.spec.explain:
             self._explain(engine, framework)
         self._add(compile_cache=framework.compile_cache())
         self._add(details=_plain("details", engine.details()), weights=Weights(**_plain("weights", dict(engine.weights))))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of the budget that whoever watches sees too: loading and compiling take minutes."""
+        self.tell(name.replace("_", " "), 0, 0)
+        with self.budget.part(name):
+            yield
 
     def _load(self) -> tuple[Framework, Any]:
         """The framework on this rank's device, and what makes the engine."""
@@ -110,8 +120,9 @@ class Worker(RankProcess):
         """The data, and the time that they took."""
         begin_s = now()
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
-        asked = self.case.question.asked(sources, self.spec.scope.sample, self.case.tune.pack, self.case.published)
-        return self.task.prepare(asked), now() - begin_s
+        scope, case = self.spec.scope, self.case
+        asked = case.question.asked(sources, scope.sample, case.tune.pack, case.published)
+        return self.task.prepare(replace(asked, subjects=scope.subjects, rows=scope.rows)), now() - begin_s
 
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
         self.outputs = prepared.outputs

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from steelyard import plugins
+from steelyard.data import selection
 from steelyard.data import tokenizer as tokenizers
 from steelyard.data.division import Division
 from steelyard.data.tokenizer import Tokenizer
@@ -21,6 +22,9 @@ from steelyard.schema import Frozen, OpenTable
 Kind = Literal["score", "train"]
 Many = Annotated[int, Field(ge=0, le=10**18)]  # a count of outputs: no formula overflows
 Meaning = tuple[str, str]  # a title, and what it means
+Selector = Literal["subjects", "rows"]  # an option of `run` that names what is asked
+GroupName = Annotated[str, Field(min_length=1, max_length=200)]
+RowId = Annotated[str, Field(pattern=selection.ID), AfterValidator(selection.checked)]
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,28 @@ class Sources:
 
 
 @dataclass(frozen=True)
+class Selected:
+    """What a user named of a task's data; None: all."""
+
+    subjects: tuple[str, ...] | None = None
+    rows: tuple[str, ...] | None = None
+    sample: int | None = None
+
+    @property
+    def row_count(self) -> int | None:
+        """How many rows were named."""
+        return None if self.rows is None else selection.size(self.rows)
+
+    @property
+    def places(self) -> list[int] | None:
+        """Where the named rows stand in the whole set; None where an id names a group, of which the data alone know."""
+        spans = [] if self.rows is None else selection.spans(self.rows)
+        if not spans or any(span.group for span in spans):
+            return None
+        return [place for span in spans for place in range(span.first, span.last + 1)]
+
+
+@dataclass(frozen=True)
 class Asked:
     """What a task is told of a question. `length` and `batch` (the global batch) are those of training."""
 
@@ -68,6 +94,8 @@ class Asked:
     sources: Sources
     pack: bool = True  # several samples to a row, where a task has rows
     published: Mapping[str, int] = field(default_factory=dict)  # what is known of the published data set
+    subjects: tuple[str, ...] | None = None  # of tasks that select by them: see Task.selects
+    rows: tuple[str, ...] | None = None  # ids, as data.selection spells them
 
     def tokenizer(self) -> Tokenizer:
         """The named tokenizer, or the one beside the weights or the data; made data come with their own."""
@@ -138,12 +166,14 @@ class Tally:
 
 @dataclass(frozen=True)
 class Differences:
-    """Two runs' answers to the same items: how many both answered, of how many of these the answers differ, and the largest
-    difference of a number that is kept of every item, None where none is."""
+    """Two runs' answers to the same items: how many both answered, of how many of these the answers differ, the largest
+    difference of a number that is kept of every item, and of how many the likeliest tokens of the whole vocabulary differ.
+    None where that is not kept of both."""
 
     items: int
     other: int
     largest: float | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +228,8 @@ class Task:
     starts_trained: bool = False  # training begins with a trained model
     padded_rates: bool = False  # published rows count every sample as long as the model has positions
     published_facts: tuple[str, ...] = ()  # names of a case's `published` table
+    selects: tuple[Selector, ...] = ()  # what a user may name of its data, beside a sample
+    off_scope: Callable[[Any, Selected], str | None] = lambda outputs, selected: None  # why outputs are not of a selection
     spelling: str = ""  # in questions, records and keys, where that is another
 
     def prepare(self, asked: Asked) -> Prepared:

@@ -86,4 +86,8 @@ TABLE: dict[str, tuple[str, str]] = {
         "a sample shares fewer tokens than the whole set; its rate is not comparable with a full run",
         "抽样共享的 token 少于整个数据集，其吞吐量不可与完整运行比较",
     ),
+    "note.selected": (
+        "the questions were named, not drawn: neither rate nor quality is that of the whole set",
+        "题目由用户指定而非随机抽取，吞吐量与质量均不代表整个数据集",
+    ),
 }

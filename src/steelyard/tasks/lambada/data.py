@@ -109,15 +109,17 @@ def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def encode(texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int) -> LambadaTexts:
-    """Rows of all passages, or of a seeded sample; none is cut to fit."""
+def encode(
+    texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int, pool: list[int] | None = None
+) -> LambadaTexts:
+    """Rows of all passages (of `pool`, where it is given), or of a seeded sample; none is cut to fit."""
     end = tokenizer.end
     if end is None:
         raise RequestError(
             f"tokenizer {tokenizer.source} does not say which token ends a text; put its "
             "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
         )
-    index = chosen(len(texts), sample, seed, "passage")
+    index = chosen(len(texts), sample, seed, "passage", pool)
     # The last word is what follows the last space.
     wholes = [_open(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
     befores = [_open(ids, end) for ids in tokenizer.encode([texts[i].rpartition(" ")[0] for i in index])]

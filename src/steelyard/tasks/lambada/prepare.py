@@ -1,5 +1,6 @@
 """LAMBADA's passages as texts for an engine."""
 
+from steelyard.data import selection
 from steelyard.tasks.lambada import data, score
 from steelyard.tasks.lambada.fields import LambadaData
 from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts
@@ -9,7 +10,8 @@ def prepare(asked: Asked) -> Prepared:
     fields: LambadaData = asked.data
     texts, label = data.load(fields, asked.sources.data)
     tokenizer = asked.tokenizer()
-    passages = data.encode(texts, tokenizer, asked.positions, asked.sample, asked.seed)
+    pool = None if asked.rows is None else selection.places(asked.rows, len(texts), "passage")
+    passages = data.encode(texts, tokenizer, asked.positions, asked.sample, asked.seed, pool)
     fingerprint = data.fingerprint(texts, tokenizer)
     facts = DataFacts(
         source=label,

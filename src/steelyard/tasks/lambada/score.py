@@ -4,35 +4,48 @@ A passage that was not answered is "?" in `hits`; one that was and has no finite
 """
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from math import exp, fsum, isfinite
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import Frozen
-from steelyard.tasks.task import Differences, Many, Tally
+from steelyard.schema import GrownTable
+from steelyard.tasks.task import Differences, Many, Selected, Tally
 
 ANSWERS = ("items", "nll", "last_nll", "hit")  # an engine's answers: four lists of one length
+ARGMAX = "argmax"  # and a list of lists, where an engine tells it
+NO_TOKEN = -1
+MOST_TOKENS = 1 << 31  # of a vocabulary
+Token = Annotated[int, Field(ge=NO_TOKEN, lt=MOST_TOKENS)]
 LEAST = -1e-3  # a sum of log-probabilities can be above 0 by its rounding, and by no more
 
 
 UNANSWERED = "?"
 
 
-class LambadaAnswers(Frozen):
+class LambadaAnswers(GrownTable):
     """Per passage the negative log-likelihood (nats) of all its targets and of its last word's tokens, and whether greedy
-    decoding gives the whole last word."""
+    decoding gives the whole last word. `argmax` has the likeliest token at each token of the last words, one passage after
+    the other, -1 where it was not answered; it is not there where the engine does not tell it."""
+
+    LATER: ClassVar[tuple[str, ...]] = ("argmax",)
 
     nll: list[float | None]
     last_nll: list[float | None]
     hits: str = Field(pattern=r"^[01?]*$")
     not_finite: int
     repeated: int
+    argmax: list[Token] | None = None
 
 
-class LambadaOutputs(Frozen):
-    """Per passage its predicted tokens, how many of them are the last word's, and its place in the whole set."""
+class LambadaOutputs(GrownTable):
+    """Per passage its predicted tokens, how many of them are the last word's, and its place in the whole set. Answers of
+    version 1 have no `argmax`."""
 
+    LATER: ClassVar[tuple[str, ...]] = ("version",)
+
+    version: Literal[2] | None = Field(None, description="left out where it is 1")
     targets: list[Many]
     last: list[int]
     index: list[int]
@@ -45,12 +58,14 @@ class LambadaOutputs(Frozen):
             raise ValueError("a passage without a token to predict")
         if any({len(one.nll), len(one.last_nll), len(one.hits)} != {count} for one in self.passes.values()):
             raise ValueError(f"answers are not those of {count} passages")
+        if any(one.argmax is not None and len(one.argmax) != sum(self.last) for one in self.passes.values()):
+            raise ValueError(f"argmax are not those of {sum(self.last)} tokens of last words")
         return self
 
 
 def outputs(targets: list[int], last: list[int], index: list[int]) -> LambadaOutputs:
     """The part that does not depend on a pass."""
-    return LambadaOutputs(targets=targets, last=last, index=index, passes={})
+    return LambadaOutputs(version=2, targets=targets, last=last, index=index, passes={})
 
 
 def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
@@ -72,7 +87,20 @@ def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
     low = min((value for column in sums for value in column if value is not None), default=0.0)
     if low < LEAST:
         raise ValueError(f"the engine's outputs have a negative log-likelihood of {low}; it is not below 0")
-    return {"items": items, "nll": sums[0], "last_nll": sums[1], "hit": hit}
+    out = {"items": items, "nll": sums[0], "last_nll": sums[1], "hit": hit}
+    argmax = table.get(ARGMAX)
+    return out if argmax is None else out | {ARGMAX: _check_argmax(argmax, items, outputs)}
+
+
+def _check_argmax(found: Any, items: list[int], outputs: LambadaOutputs) -> list[list[int]]:
+    """An engine need not tell it; where it does, it is a list of tokens for each item."""
+    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
+        raise TypeError(f"the engine's outputs must have a list of tokens for each item: {ARGMAX}")
+    if [len(row) for row in found] != [outputs.last[item] for item in items]:
+        raise ValueError(f"the engine's outputs must have as many tokens as the last word of each item has: {ARGMAX}")
+    if not all(type(token) is int and 0 <= token < MOST_TOKENS for row in found for token in row):
+        raise ValueError(f"the engine's outputs have a token in {ARGMAX} that is not an integer from 0 to {MOST_TOKENS - 1}")
+    return found
 
 
 def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> LambadaOutputs:
@@ -88,8 +116,29 @@ def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> L
             repeated += hits[item] != UNANSWERED
             bad += whole is None or last is None
             nll[item], last_nll[item], hits[item] = whole, last, str(int(hit))
-    answers = LambadaAnswers(nll=nll, last_nll=last_nll, hits="".join(hits), not_finite=bad, repeated=repeated)
+    answers = LambadaAnswers(
+        nll=nll,
+        last_nll=last_nll,
+        hits="".join(hits),
+        not_finite=bad,
+        repeated=repeated,
+        argmax=_merged(outputs, tables) if all(ARGMAX in table for table in tables) else None,
+    )
     return outputs.model_copy(update={"passes": {**outputs.passes, name: answers}})
+
+
+def _merged(outputs: LambadaOutputs, tables: list[dict[str, Any]]) -> list[int]:
+    found = {item: row for table in tables for item, row in zip(table["items"], table[ARGMAX], strict=True)}
+    return [token for item, size in enumerate(outputs.last) for token in found.get(item, [NO_TOKEN] * size)]
+
+
+def argmax(outputs: LambadaOutputs, name: str) -> list[tuple[int, ...]] | None:
+    """The likeliest tokens of each last word; None where the pass does not keep them."""
+    found = outputs.passes[name].argmax
+    if found is None:
+        return None
+    ends = list(accumulate(outputs.last, initial=0))
+    return [tuple(found[begin:end]) for begin, end in pairwise(ends)]
 
 
 def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
@@ -127,23 +176,36 @@ def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str
 
 
 def agreement(outputs: LambadaOutputs, one: str, other: str) -> float | None:
-    """Share of the passages, answered in both passes, whose last word was right in both or wrong in both."""
+    """Share of the passages, answered in both passes, that got the same last word: the same likeliest tokens, or, where a pass
+    does not keep them, right in both or wrong in both."""
     if one not in outputs.passes or other not in outputs.passes:
         return None
-    both = zip(outputs.passes[one].hits, outputs.passes[other].hits, strict=True)
-    pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
-    return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
+    ours, theirs = outputs.passes[one], outputs.passes[other]
+    both = [i for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True)) if UNANSWERED not in pair]
+    words, others = argmax(outputs, one), argmax(outputs, other)
+    same = sum(ours.hits[i] == theirs.hits[i] if words is None or others is None else words[i] == others[i] for i in both)
+    return same / len(both) if both else None
 
 
 def differences(one: LambadaOutputs, other: LambadaOutputs, name: str) -> Differences | None:
-    """Whether the last words were right in two runs, and the losses per token of the passages."""
+    """Whether the last words were right in two runs, the losses per token of the passages, and the likeliest last words."""
     if name not in one.passes or name not in other.passes or one.index != other.index:
         return None
     ours, theirs = one.passes[name], other.passes[name]
     both = [i for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True)) if UNANSWERED not in pair]
     losses = [(ours.nll[i], theirs.nll[i], one.targets[i]) for i in both]
     apart = [abs(b - a) / count for a, b, count in losses if a is not None and b is not None]
-    return Differences(len(both), sum(ours.hits[i] != theirs.hits[i] for i in both), max(apart, default=None))
+    words, others = argmax(one, name), argmax(other, name)
+    tokens = None if words is None or others is None else sum(words[i] != others[i] for i in both)
+    right = sum(ours.hits[i] != theirs.hits[i] for i in both)
+    return Differences(len(both), right if tokens is None else tokens, max(apart, default=None), tokens)
+
+
+def off_scope(outputs: LambadaOutputs, selected: Selected) -> str | None:
+    """Why these are not the answers to what was named."""
+    if selected.row_count not in (None, len(outputs.index)) or selected.places not in (None, outputs.index):
+        return f"{len(outputs.index)} passages, which are not the rows named"
+    return None
 
 
 def tally(outputs: LambadaOutputs, name: str) -> Tally | None:

@@ -77,4 +77,6 @@ TASK = Task(
     agreement=score.agreement,
     differences=score.differences,
     padded_rates=True,
+    selects=("rows",),
+    off_scope=score.off_scope,
 )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.data import archive
+from steelyard.data import archive, selection
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
@@ -194,10 +194,29 @@ def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
     return header(subject.name) + examples + text(row)
 
 
-def encode(subjects: list[Subject], data: MmluData, tokenizer: Tokenizer, sample: int | None, seed: int) -> Prompts:
-    """Prompts of all questions, or of a seeded sample; leading examples are dropped until a prompt fits the context."""
+def select(subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None) -> list[int] | None:
+    """The questions that were named, by their places in the whole set; None: all."""
+    places, begin = {}, 0
+    for subject in subjects:
+        places[subject.name] = range(begin, begin + len(subject.test))
+        begin += len(subject.test)
+    if rows is not None:
+        return selection.places(rows, begin, "question", places)
+    return None if names is None else selection.of_groups(names, places)
+
+
+def encode(
+    subjects: list[Subject],
+    data: MmluData,
+    tokenizer: Tokenizer,
+    sample: int | None,
+    seed: int,
+    pool: list[int] | None = None,
+) -> Prompts:
+    """Prompts of all questions (of `pool`, where it is given), or of a seeded sample; leading examples are dropped until a
+    prompt fits the context."""
     every = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
-    index = chosen(len(every), sample, seed)
+    index = chosen(len(every), sample, seed, pool=pool)
     pairs = [every[i] for i in index]
     dropped = [0] * len(pairs)
     rows: list[list[int]] = [[] for _ in pairs]

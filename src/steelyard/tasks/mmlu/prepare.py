@@ -12,7 +12,8 @@ def prepare(asked: Asked) -> Prepared:
         raise RequestError(f"question.data.context={fields.context} is more than the model's {asked.positions} positions")
     subjects, label = data.load(fields, asked.sources.data)
     tokenizer = asked.tokenizer()
-    prompts = data.encode(subjects, fields, tokenizer, asked.sample, asked.seed)
+    pool = data.select(subjects, asked.subjects, asked.rows)
+    prompts = data.encode(subjects, fields, tokenizer, asked.sample, asked.seed, pool)
     fingerprint = data.fingerprint(subjects, tokenizer)
     facts = DataFacts(
         source=label,

@@ -1,31 +1,43 @@
 """Accuracy on MMLU from the answers a record keeps."""
 
 from math import fsum
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import Frozen
-from steelyard.tasks.task import Breakdown, Differences, Tally
+from steelyard.schema import GrownTable
+from steelyard.tasks.task import Breakdown, Differences, Many, Selected, Tally
 
 LETTERS = "ABCD"
 ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
 UNANSWERED = "?"
+OTHER = "*"  # a token that is none of the letters'
+MOST_TOKENS = 1 << 31  # of a vocabulary
 
 
-class MmluAnswers(Frozen):
+class MmluAnswers(GrownTable):
     """One character a question, `?` where it was not answered: whether the likeliest token of the whole vocabulary was the
-    right answer (`hits`, the headline), and which of the four letters was likeliest (`choices`)."""
+    right answer (`hits`, the headline), and which of the four letters was likeliest (`choices`). `argmax` is that likeliest
+    token: a letter where it is the token of one, else `*`, and then its number is the next of `others`. A model that answers
+    at all mostly answers with a letter, so this takes a byte a question."""
+
+    LATER: ClassVar[tuple[str, ...]] = ("argmax", "others")
 
     choices: str = Field(pattern=r"^[ABCD?]*$")
     hits: str = Field(pattern=r"^[01?]*$")
     not_finite: int
     repeated: int
+    argmax: str | None = Field(None, pattern=r"^[ABCD*?]*$")
+    others: list[Many] | None = None
 
 
-class MmluOutputs(Frozen):
-    """`gold` says which letter is right, `subject_of` which subject a question is of, `index` its place in the whole set."""
+class MmluOutputs(GrownTable):
+    """`gold` says which letter is right, `subject_of` which subject a question is of, `index` its place in the whole set.
+    Answers of version 1 have no `argmax`."""
 
+    LATER: ClassVar[tuple[str, ...]] = ("version",)
+
+    version: Literal[2] | None = Field(None, description="left out where it is 1")
     gold: str = Field(pattern=r"^[ABCD]*$")
     subjects: list[str]
     subject_of: list[int]
@@ -41,13 +53,39 @@ class MmluOutputs(Frozen):
             raise ValueError(f"answers and subjects are not those of {count} questions")
         if any(not 0 <= subject < len(self.subjects) for subject in self.subject_of):
             raise ValueError("a question is of a subject that is not there")
+        for one in self.passes.values():
+            self._fit_argmax(one)
         return self
+
+    def _fit_argmax(self, one: MmluAnswers) -> None:
+        if one.argmax is None and one.others is None:
+            return
+        if one.argmax is None or one.others is None or len(one.argmax) != len(self.gold):
+            raise ValueError(f"argmax and others are not those of {len(self.gold)} questions")
+        if one.argmax.count(OTHER) != len(one.others) or set(one.others) & set(self.letters):
+            raise ValueError("others are not the tokens of those questions whose argmax is no letter")
+        if any(hit != _hit(best, gold) for hit, best, gold in zip(one.hits, one.argmax, self.gold, strict=True)):
+            raise ValueError("hits are not those of argmax")
+
+
+def _hit(best: str, gold: str) -> str:
+    return UNANSWERED if best == UNANSWERED else str(int(best == gold))
+
+
+def argmax(outputs: MmluOutputs, name: str) -> list[int | None] | None:
+    """The likeliest token of each question, None where it was not answered; None where the pass does not keep them."""
+    found = outputs.passes[name]
+    if found.argmax is None or found.others is None:
+        return None
+    others = iter(found.others)
+    known: dict[str, int | None] = {UNANSWERED: None, **dict(zip(LETTERS, outputs.letters, strict=True))}
+    return [next(others) if one == OTHER else known[one] for one in found.argmax]
 
 
 def outputs(gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]) -> MmluOutputs:
     """The part that does not depend on a pass."""
     right = "".join(LETTERS[i] for i in gold)
-    return MmluOutputs(gold=right, subjects=subjects, subject_of=subject_of, index=index, letters=letters, passes={})
+    return MmluOutputs(version=2, gold=right, subjects=subjects, subject_of=subject_of, index=index, letters=letters, passes={})
 
 
 def check(table: Any, outputs: MmluOutputs) -> dict[str, Any]:
@@ -58,16 +96,19 @@ def check(table: Any, outputs: MmluOutputs) -> dict[str, Any]:
         raise TypeError(f"the engine's outputs must be lists of integers: {', '.join(ANSWERS)}")
     if len({len(column) for column in columns}) != 1:
         raise ValueError("the engine's outputs must be lists of one length")
-    items, _, choice, _ = columns
+    items, best, choice, _ = columns
     if not all(0 <= item < questions for item in items) or not all(0 <= one < 4 for one in choice):
         raise ValueError(f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond 0 to 3")
+    if not all(0 <= token < MOST_TOKENS for token in best):
+        raise ValueError(f"the engine's outputs have a token in best beyond 0 to {MOST_TOKENS - 1}")
     return dict(zip(ANSWERS, columns, strict=True))
 
 
 def merge(outputs: MmluOutputs, name: str, tables: list[dict[str, Any]]) -> MmluOutputs:
     """With a pass's answers of all ranks, in the order of the questions."""
     count = len(outputs.gold)
-    choices, hits = [UNANSWERED] * count, [UNANSWERED] * count
+    choices, argmax, tokens = [UNANSWERED] * count, [UNANSWERED] * count, [0] * count
+    letter_of = dict(zip(outputs.letters, LETTERS, strict=True))
     repeated = 0
     bad = 0
     for table in tables:
@@ -75,8 +116,15 @@ def merge(outputs: MmluOutputs, name: str, tables: list[dict[str, Any]]) -> Mmlu
             repeated += choices[item] != UNANSWERED
             bad += not finite
             choices[item] = LETTERS[choice]
-            hits[item] = str(int(best == outputs.letters[LETTERS.index(outputs.gold[item])]))
-    answers = MmluAnswers(choices="".join(choices), hits="".join(hits), not_finite=bad, repeated=repeated)
+            argmax[item], tokens[item] = letter_of.get(best, OTHER), best
+    answers = MmluAnswers(
+        choices="".join(choices),
+        hits="".join(_hit(best, gold) for best, gold in zip(argmax, outputs.gold, strict=True)),
+        not_finite=bad,
+        repeated=repeated,
+        argmax="".join(argmax),
+        others=[token for token, one in zip(tokens, argmax, strict=True) if one == OTHER],
+    )
     return outputs.model_copy(update={"passes": {**outputs.passes, name: answers}})
 
 
@@ -115,12 +163,26 @@ def agreement(outputs: MmluOutputs, one: str, other: str) -> float | None:
 
 
 def differences(one: MmluOutputs, other: MmluOutputs, name: str) -> Differences | None:
-    """The letters that two runs chose."""
+    """The letters that two runs chose, and the likeliest tokens."""
     if name not in one.passes or name not in other.passes or one.index != other.index:
         return None
     both = zip(one.passes[name].choices, other.passes[name].choices, strict=True)
     pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
-    return Differences(len(pairs), sum(a != b for a, b in pairs))
+    ours, theirs = argmax(one, name), argmax(other, name)
+    tokens = None if ours is None or theirs is None else zip(ours, theirs, strict=True)
+    apart = None if tokens is None else sum(a != b for a, b in tokens if None not in (a, b))
+    return Differences(len(pairs), sum(a != b for a, b in pairs), tokens=apart)
+
+
+def off_scope(outputs: MmluOutputs, selected: Selected) -> str | None:
+    """Why these are not the answers to what was named."""
+    asked = {outputs.subjects[subject] for subject in outputs.subject_of}
+    wanted = set(selected.subjects or asked)
+    if asked - wanted or (selected.sample is None and wanted - asked):
+        return f"subjects {', '.join(sorted(asked ^ wanted)[:5])}"
+    if selected.row_count not in (None, len(outputs.gold)) or selected.places not in (None, outputs.index):
+        return f"{len(outputs.gold)} questions, which are not the rows named"
+    return None
 
 
 def tally(outputs: MmluOutputs, name: str) -> Tally | None:

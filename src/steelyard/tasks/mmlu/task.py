@@ -45,4 +45,6 @@ TASK = Task(
     agreement=score.agreement,
     differences=score.differences,
     breakdowns=score.breakdowns,
+    selects=("subjects", "rows"),
+    off_scope=score.off_scope,
 )
