@@ -89,7 +89,8 @@ def _main() -> None:
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except RequestError as error:
-        say(f"error: {one_line(error)}")
+        first, *more = error.lines
+        say("\n".join((f"error: {one_line(first)}", *(f"  {one_line(line)}" for line in more))))
         sys.exit(2)
     except LostError as error:
         if error.left is not None:
