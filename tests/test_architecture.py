@@ -124,7 +124,7 @@ FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
     *("training/__init__.py", "training/checkpoints.py", "training/loop.py", "training/packing.py"),
-    *("weights/__init__.py", "weights/hf_config.py", "weights/settings.py", "kernels/__init__.py"),
+    *("weights/__init__.py", "weights/hf_config.py", "weights/hf_families.py", "weights/settings.py", "kernels/__init__.py"),
 }
 
 

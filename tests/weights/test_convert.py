@@ -216,7 +216,8 @@ def test_inspect(tmp_path: Path) -> None:
     shape = replace(SHAPES["bias"], rope_base=500000.0)
     write_megatron(tmp_path / "m", shape, 2, args={"rotary_base": 500000})
     found = inspect(tmp_path / "m")
-    dims = {key: value for key, value in asdict(shape).items() if key != "head_dim"}
+    unusual = ("head_dim", "qk_norm", "window", "rope_scaling")
+    dims = {key: value for key, value in asdict(shape).items() if key not in unusual}
     files = [
         (f"mp_rank_{i:02}/{FILE}", (tmp_path / "m/iter_0135000" / f"mp_rank_{i:02}" / FILE).stat().st_size) for i in range(2)
     ]
@@ -256,7 +257,7 @@ def test_inspect_what_says_little(tmp_path: Path) -> None:
 def test_inspect_another_model(tmp_path: Path) -> None:
     config = {"model_type": "gemma", "max_position_embeddings": 32}
     write(tmp_path, SHAPE, **config)
-    assert "model_type is 'gemma', allowed: 'llama', 'aquila'; " in inspect(tmp_path).notes[-1]
+    assert "model_type is 'gemma', allowed: 'llama', 'aquila', 'mistral', 'qwen2', 'qwen3'; " in inspect(tmp_path).notes[-1]
 
 
 MEMORY = """

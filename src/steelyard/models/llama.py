@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from steelyard.kernels.rotary import rotate
 from steelyard.kernels.swiglu import gated
 from steelyard.models.attention import Layout, Prefix, attend
+from steelyard.models.shapes import LinearRope, Llama3Rope
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class LlamaShape:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     tied: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    rope_scaling: LinearRope | Llama3Rope | None = None
 
     @property
     def ffn_block(self) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from steelyard import files
@@ -20,6 +21,8 @@ from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box
+from steelyard.models.shapes import LinearRope, Llama3Rope, RopeScaling
+from steelyard.schema import first_problem
 from steelyard.weights.settings import agree as agree
 from steelyard.weights.settings import allow as allow
 from steelyard.weights.settings import shown as shown
@@ -36,8 +39,11 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number above 0"),
     float: ((float, int), "a number above 0"),
     bool: ((bool,), "true or false"),
+    int | None: ((int,), "a whole number above 0, or none"),
 }
+OPTIONAL = ("window", "rope_scaling")  # fields of a shape that may be None
 TOP = ("embed.weight", "norm.weight")
+SCALING: TypeAdapter[LinearRope | Llama3Rope] = TypeAdapter(RopeScaling)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def read_journal(path: Path) -> dict[str, Any]:
 def shape_in(source: Checkpoint) -> LlamaShape:
     """The whole model's, as its files tell it."""
     config, where = source.config(), source.folders[0]
-    missing = [field for field, value in config.items() if value is None]
+    missing = [field for field, value in config.items() if value is None and field not in OPTIONAL]
     if missing:
         raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
     if config["layers"] > len(source.tensors):  # a number of a stranger, before anything is made of that many
@@ -236,12 +242,24 @@ def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for field in fields(LlamaShape):
         value = values.get(field.name)
+        if field.name == "rope_scaling":
+            out[field.name] = _scaling(path, value)
+            continue
         kinds, words = KINDS[field.type]
         wrong = isinstance(value, bool) != (field.type is bool) or not isinstance(value, kinds)
         if value is not None and (wrong or (field.type is not bool and not 0 < value < 2**40)):
             raise RequestError(f"{path}: {field.name} is {shown(value)}, allowed: {words}; download the file again")
         out[field.name] = kinds[0](value) if value is not None else None
     return out
+
+
+def _scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
+    try:
+        return None if value is None else SCALING.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise RequestError(
+            f"{path}: rope_scaling is {shown(value)} ({first_problem(error)}); download the file again"
+        ) from error
 
 
 def by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:

@@ -7,7 +7,7 @@ two trainings of one architecture saved by the same tool have the same digest.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,9 @@ from steelyard.weights.hf_config import CONFIG_NAME as CONFIG_NAME
 from steelyard.weights.hf_config import INDEX_NAME as INDEX_NAME
 from steelyard.weights.hf_config import (
     MAX_HEADER_BYTES,
-    POSITIONS,
-    SETTINGS,
     check_config,
     digest,
-    given,
+    first_told,
     read_json,
     weight_map,
 )
@@ -157,18 +155,11 @@ class HuggingFace:
         return [stored for shard in self.shards for stored in shard.tensors.values()]
 
     def config(self) -> dict[str, Any]:
-        path, values = self.folder / CONFIG_NAME, dict[str, Any]()
-        found = {s.field: given(path, self.settings, s.key) for s in (*SETTINGS, POSITIONS)}
-        for setting in (*SETTINGS, POSITIONS):
-            if setting.field == "head_dim":
-                values = checkpoint.typed(path, values)
-                hidden, heads = values["hidden"], values["heads"]
-                values["head_dim"] = hidden // heads if hidden and heads else None
-            values[setting.field] = next(iter(found[setting.field]), setting.absent(values))
-        return checkpoint.typed(path, values)
+        path = self.folder / CONFIG_NAME
+        return checkpoint.typed(path, first_told(path, self.settings))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        check_config(self.folder / CONFIG_NAME, self.settings, asdict(shape))
+        check_config(self.folder / CONFIG_NAME, self.settings, vars(shape))
         wanted, known = parts(shape), redundant(shape)
         checkpoint.check_entries(self.tensors, wanted, lambda name: name in known)
         checkpoint.check_missing(self.folder, [stored.name for stored in self.tensors], wanted)

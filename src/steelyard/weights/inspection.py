@@ -14,6 +14,8 @@ from steelyard.weights.checkpoint import Headers
 
 SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
+UNUSUAL = ("head_dim", "qk_norm", "window", "rope_scaling")  # fields that most models do without: shown where they are told
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -53,7 +55,14 @@ def inspect(folder: Path) -> Inspection:
         parameters=parameters,
         size_bytes=sum(size for _, size in source.files),
         files=source.files,
-        shape={field: value for field, value in config.items() if field != "head_dim"},
+        shape={field: value for field, value in config.items() if field not in UNUSUAL or _unusual(config, field)},
         notes=notes,
         header_sha256=source.digest(),
     )
+
+
+def _unusual(config: dict[str, Any], field: str) -> bool:
+    if field != "head_dim":
+        return bool(config[field])
+    told = [config[name] for name in ("head_dim", "heads", "hidden")]
+    return None not in told and told[0] * told[1] != told[2]

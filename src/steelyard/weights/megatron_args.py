@@ -105,7 +105,7 @@ def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
 def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
     """Fields of a shape: what the arguments say, and else what the tensors of one of `tp` shards do."""
     out = {argument.field: argument.found(args)[1] for argument in (*ARGUMENTS, POSITIONS)}
-    out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1]}
+    out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1], "qk_norm": False}
     norm, gate_up = shapes.get("norm.weight", (None,)), shapes.get("layers.0.gate_up.weight", (0,))
     from_tensors = {
         "layers": len([name for name in shapes if name.endswith(".qkv.weight")]) or None,
