@@ -11,6 +11,7 @@ import typer
 
 from steelyard import __version__
 from steelyard.cli import (
+    case,
     check,
     compare,
     conform,
@@ -70,6 +71,7 @@ VERBS: dict[str, Callable[..., int | None]] = {
 }
 for _name, _verb in VERBS.items():  # in the order in which --help lists them
     app.command(_name, cls=Command)(_verb)
+app.add_typer(case.app, name="case")
 app.add_typer(weights.app, name="weights")
 app.add_typer(data.app, name="data")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from steelyard import accelerators, engines
+from steelyard import accelerators, engines, plugins
 from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
 from steelyard.case.precision import name_of
@@ -11,6 +11,7 @@ from steelyard.case.resolve import Resolved
 from steelyard.data.corpus import IDS
 from steelyard.engines import EngineRow
 from steelyard.errors import EngineError, RequestError
+from steelyard.models import families
 from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Scope
@@ -64,6 +65,7 @@ def ready(request: Request) -> Ready:
     passes = _passes(request, engine)
     earlier = _resume(request)
     _check_files(request, launcher)
+    _check_weights(request, launcher)
     _check_numbers(request)
     accelerator = accelerators.named(request.accelerator) if request.accelerator else None
     if not launcher.remote:
@@ -191,6 +193,14 @@ def _check_files(request: Request, launcher: Launcher) -> None:
             raise RequestError(f"{option} {str(path)!r} does not exist; check the path")
     if case.size == "full" and request.data is None:
         raise RequestError(f"{case.name} at size full needs its data: give their folder with --data, or try --size smoke")
+
+
+def _check_weights(request: Request, launcher: Launcher) -> None:
+    """Weights of another model are named as such before anybody asks whether the case's has room."""
+    model = request.resolved.case.question.model
+    check = families.row(model.family).check_folder
+    if check is not None and request.weights is not None and not launcher.remote and request.weights.is_dir():
+        plugins.load(check)(request.weights, model)
 
 
 def _check_numbers(request: Request) -> None:
