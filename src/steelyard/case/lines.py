@@ -7,6 +7,7 @@ begins outside of strings, brackets and comments.
 import re
 import tomllib
 from collections.abc import Iterator
+from typing import Any
 
 Place = tuple[str | int, ...]
 
@@ -68,7 +69,7 @@ def _keys(statement: str) -> tuple[str, ...]:
     """The dotted key that a statement begins with, by the parser itself: what stands before its first `=` that is in no
     quotes."""
     quoted = re.match(r"""(?:[^"'=]|"(?:\\.|[^"\\])*"|'[^']*')*""", statement)
-    node = tomllib.loads(f"{quoted[0] if quoted else ''} = 0")
+    node: Any = tomllib.loads(f"{quoted[0] if quoted else ''} = 0")
     out: list[str] = []
     while isinstance(node, dict):
         ((key, node),) = node.items()

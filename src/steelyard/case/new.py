@@ -135,7 +135,7 @@ def _smoke(shipped: Mapping[str, Any], model: Model, table: Mapping[str, Any], a
     if model.smoke is None:
         assumed.append("no size smoke: this model could not be made tiny")
         return {}
-    out = deepcopy(shipped["smoke"])
+    out: dict[str, Any] = deepcopy(shipped["smoke"])
     out.pop("devices", None)
     tiny = {**model.smoke}
     for key, value in out["question"]["model"].items():

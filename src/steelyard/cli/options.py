@@ -35,8 +35,8 @@ EngineOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="torch (ours, the default), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: every "
-        "one that can run the case, side by side.",
+        help="torch (ours, the default), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: "
+        "every one that can run the case, side by side.",
         rich_help_panel=MAIN,
         autocompletion=complete.engines_or_all,
     ),

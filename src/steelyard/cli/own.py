@@ -96,7 +96,9 @@ def _auto(found: "Folder", why: str) -> "Model":
     comments = {
         "family": f"run by engine transformers alone: {why.split(': ', 1)[-1].split(';')[0]}",
         "parameters": "counted by torch",
-        **dict.fromkeys(("token_flops", "pair_flops", "logit_flops"), "counted by torch on meta tensors; see docs/own-model.md"),
+        **dict.fromkeys(
+            ("token_flops", "pair_flops", "logit_flops"), "counted by torch on meta tensors; see docs/own-model.md"
+        ),
         "config": "config.json, as far as it says what is computed",
     }
     assumed = ["engine transformers, which alone has this model; FLOPs are those that torch's counter counts on meta tensors"]

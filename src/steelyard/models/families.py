@@ -37,7 +37,7 @@ class Family:
     random_init: str | None  # (model, seed): random weights
     placements: str | None  # how a tensor-parallel group divides each parameter; None: it cannot
     holds: str | None  # (folder): whether the folder holds weights of this family, by names of files and tensors alone
-    checkpoint: str | None  # (folder): its checkpoint, headers read
+    checkpoint: str  # (folder): its checkpoint, headers read
     check_folder: str | None = None  # (folder, shape): refuses weights of another model by config.json alone, without torch
     forward: Callable[[Any], Forward] | None = None  # of a shape: FLOPs, where matrices do not tell them
 
@@ -115,7 +115,7 @@ AUTO = Family(
     random_init=None,
     placements=None,
     holds=None,
-    checkpoint=None,
+    checkpoint="steelyard.weights.load:open_folder",
     check_folder="steelyard.weights.hf_folder:check_auto",
     forward=_auto_forward,
 )

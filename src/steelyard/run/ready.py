@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from steelyard import accelerators, engines, plugins
+from steelyard import accelerators, engines
 from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
 from steelyard.case.precision import name_of
@@ -11,7 +11,6 @@ from steelyard.case.resolve import Resolved
 from steelyard.data.corpus import IDS
 from steelyard.engines import EngineRow
 from steelyard.errors import EngineError, RequestError
-from steelyard.models import families
 from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Scope
@@ -197,10 +196,8 @@ def _check_files(request: Request, launcher: Launcher) -> None:
 
 def _check_weights(request: Request, launcher: Launcher) -> None:
     """Weights of another model are named as such before anybody asks whether the case's has room."""
-    model = request.resolved.case.question.model
-    check = families.row(model.family).check_folder
-    if check is not None and request.weights is not None and not launcher.remote and request.weights.is_dir():
-        plugins.load(check)(request.weights, model)
+    if request.weights is not None and not launcher.remote and request.weights.is_dir():
+        request.resolved.case.question.check_weights(request.weights)
 
 
 def _check_numbers(request: Request) -> None:

@@ -88,11 +88,12 @@ def check_auto(folder: Path, model: AutoModel) -> None:
     check_code(folder, config)
     found = config.get("model_type")
     if found != model.model_type:
-        raise RequestError(f"{path}: model_type is {shown(found)}, the case's is {model.model_type!r}; give weights of its model")
+        raise RequestError(
+            f"other weights, of model_type {shown(found)}: {path}: the case's model_type is {model.model_type!r}; {OWN}"
+        )
     ours, theirs = dict(model.config), wanted(config)
     for key in sorted({*ours, *theirs} - {"model_type"}):
         if ours.get(key) != theirs.get(key):
             raise RequestError(
-                f"{path}: {key} is {shown(theirs.get(key))}, the case's is {shown(ours.get(key))}; "
-                "give weights of the case's model, or make a case of theirs with steelyard case new"
+                f"other weights: {path}: {key} is {shown(theirs.get(key))}, the case's is {shown(ours.get(key))}; {OWN}"
             )

@@ -7,6 +7,7 @@ safetensors.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,8 @@ def count(config: Any) -> Counted:
     with torch.device("meta"):
         model = make(config, experts="batched_mm")
     base = model.base_model
-    forwards = [_flops(lambda tokens=tokens: _forward(base, tokens)) for tokens in LENGTHS]
-    one, two, three = LENGTHS
+    forwards = [_flops(partial(_forward, base, tokens)) for tokens in LENGTHS]
+    one, two = LENGTHS[:2]
     pair, left = divmod(forwards[1] * one - forwards[0] * two, one * two * (two - one))
     token = forwards[0] // one - pair * one
     if left or [token * tokens + pair * tokens**2 for tokens in LENGTHS] != forwards:
