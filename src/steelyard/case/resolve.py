@@ -256,7 +256,8 @@ def settable() -> list[str]:
         out |= _keys("question.data", task.data)
         out |= {f"published.{name}" for name in task.published_facts}
     for family in families.table().values():
-        out |= _keys("question.model", family.shape)
+        if family.forward is None:  # else what was counted is of the whole model as it stands
+            out |= _keys("question.model", family.shape)
     return sorted(out)
 
 
