@@ -154,7 +154,9 @@ def test_a_missing_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -
 
 def test_types_without_a_causal_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(RequestError, match="model_type is 'vit', and transformers .* has no causal language model of that type"):
+    with pytest.raises(
+        RequestError, match="model_type is 'vit', and transformers .* has no causal language model of that type"
+    ):
         probe.describe(tmp_path)
 
 
