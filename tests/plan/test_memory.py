@@ -226,7 +226,7 @@ def test_a_plan_that_cannot_be_has_no_prediction(pp):
         predict(SMALL, over=over)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: object) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: object, window: object) -> Tensor:
     """Attention whose output is what it saved, as that of fused kernels on packed rows is."""
     q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

@@ -25,12 +25,17 @@ def parameters(model: LlamaModel | GlmModel) -> int:
 
 def attention(model: LlamaModel | GlmModel, counts: Counts) -> int:
     """Of a forward, over the pairs that the mask leaves."""
-    return 4 * model.layers * model.hidden * counts["pairs"]
+    return _pair(model) * counts["pairs"]
+
+
+def _pair(model: LlamaModel | GlmModel) -> int:
+    """FLOPs of one query and one key in all layers: their product, and that with the value."""
+    return 4 * model.layers * model.heads * model.dim
 
 
 def counted(model: LlamaModel | GlmModel, counts: Counts) -> int:
     """Matmul FLOPs of a forward as a profiler sees them: attention over the whole square, masked or not."""
-    return weight_flops(model, counts) + 4 * model.layers * model.hidden * counts["square"]
+    return weight_flops(model, counts) + _pair(model) * counts["square"]
 
 
 def causal(model: LlamaModel | GlmModel, counts: Counts) -> int:
@@ -39,10 +44,10 @@ def causal(model: LlamaModel | GlmModel, counts: Counts) -> int:
 
 
 def palm(model: LlamaModel | GlmModel, counts: Counts) -> int:
-    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, N without the input table unless
-    tied; tables of positions are in it."""
+    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, h being the width of all heads, N
+    without the input table unless tied; tables of positions are in it. A window does not change it."""
     without_table = parameters(model) - (0 if model.tied else model.vocab * model.hidden)
-    return 2 * without_table * counts["tokens"] + 4 * model.layers * model.hidden * counts["square"]
+    return 2 * without_table * counts["tokens"] + _pair(model) * counts["square"]
 
 
 def nominal(model: LlamaModel | GlmModel, counts: Counts) -> int | None:

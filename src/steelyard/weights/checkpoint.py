@@ -21,8 +21,8 @@ from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box
-from steelyard.models.shapes import LinearRope, Llama3Rope, RopeScaling
-from steelyard.schema import first_problem
+from steelyard.models.shapes import VARIANTS, LinearRope, Llama3Rope, RopeScaling
+from steelyard.schema import Frozen, first_problem
 from steelyard.weights.settings import agree as agree
 from steelyard.weights.settings import allow as allow
 from steelyard.weights.settings import shown as shown
@@ -43,6 +43,12 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 OPTIONAL = ("window", "rope_scaling")  # fields of a shape that may be None
 TOP = ("embed.weight", "norm.weight")
+# Parameters of a layer that not every shape has.
+OPTIONAL_WEIGHTS: dict[str, Callable[[LlamaShape], bool]] = {
+    "qkv.bias": lambda shape: shape.qkv_bias,
+    "q_norm.weight": lambda shape: shape.qk_norm,
+    "k_norm.weight": lambda shape: shape.qk_norm,
+}
 SCALING: TypeAdapter[LinearRope | Llama3Rope] = TypeAdapter(RopeScaling)
 
 
@@ -186,7 +192,7 @@ def count(source: Checkpoint) -> int:
 def parameters(shape: LlamaShape) -> list[str]:
     """The names of a whole model's parameters; a tied output is none."""
     leaves = [name for name in placements.PLACEMENTS if name not in (*TOP, "output.weight")]
-    layer = [name for name in leaves if shape.qkv_bias or name != "qkv.bias"]
+    layer = [name for name in leaves if name not in OPTIONAL_WEIGHTS or OPTIONAL_WEIGHTS[name](shape)]
     within = [f"layers.{i}.{name}" for i in range(shape.layers) for name in layer]
     return ["embed.weight", *within, "norm.weight", *(() if shape.tied else ("output.weight",))]
 
@@ -260,6 +266,12 @@ def _scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
         raise RequestError(
             f"{path}: rope_scaling is {shown(value)} ({first_problem(error)}); download the file again"
         ) from error
+
+
+def as_table(shape: LlamaShape) -> dict[str, Any]:
+    """A shape as JSON has it, without what it does without."""
+    told = {name: value.model_dump() if isinstance(value, Frozen) else value for name, value in vars(shape).items()}
+    return {name: value for name, value in told.items() if value or name not in VARIANTS}
 
 
 def by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:

@@ -75,9 +75,10 @@ LAYER = {
     "mlp.up_proj.weight": Slot("gate_up.weight", 0, lambda s: (1, 2)),
     "mlp.down_proj.weight": Slot("down.weight"),
 }
-LAYER_BIAS = {
+# Those that only some shapes have; the names are the same in all model types.
+OPTIONAL = {
     f"self_attn.{which}_proj.bias": Slot("qkv.bias", 1, LAYER[f"self_attn.{which}_proj.weight"].span) for which in "qkv"
-}
+} | {f"self_attn.{which}_norm.weight": Slot(f"{which}_norm.weight") for which in "qk"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class SafetensorsFile:
 
 def parts(shape: LlamaShape) -> dict[str, TensorPart]:
     """Every tensor a checkpoint of this shape must have, and what it covers: each parameter is covered exactly once."""
-    layer = LAYER | (LAYER_BIAS if shape.qkv_bias else {})
+    layer = LAYER | {name: slot for name, slot in OPTIONAL.items() if checkpoint.OPTIONAL_WEIGHTS[slot.parameter](shape)}
     top = {name: slot for name, slot in TOP.items() if not (shape.tied and name == "lm_head.weight")}
     out = {name: slot.part(shape) for name, slot in top.items()}
     for i in range(shape.layers):

@@ -112,6 +112,7 @@ class Megatron:
         return checkpoint.typed(rank.path, megatron_args.config(rank.args, shapes, self.tp))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
+        megatron_args.check_plain(shape)
         for rank in self.ranks:
             megatron_args.check(rank.path, rank.args, shape, self.tp)
         rows = self._rows(shape)

@@ -1,4 +1,5 @@
-"""Engine `transformers`, scoring: LlamaForCausalLM as users run it today. Eager for val, torch.compile for infer.
+"""Engine `transformers`, scoring: the library's class of the model's type as users run it today. Eager for val, compiled for
+infer.
 
 Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
 as `padded`. Layers are compiled one by one, which shares one graph among them: compiling the whole model took minutes, and
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from steelyard.data.batches import sorted_batches
 from steelyard.engines.job import Job, Part
@@ -25,6 +26,7 @@ from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.shapes import GlmModel, LlamaModel
 from steelyard.models.tensors import DTYPES, dtype_names, send
 from steelyard.weights import load
+from steelyard.weights.hf_families import written
 from steelyard.weights.model import build
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
@@ -97,7 +99,7 @@ class TransformersScore:
         shape = load.shape_of(question.model)
         ours, self.weights = build(shape, self.device, dtype, question.seed, self.job.weights, progress=self.job.loading)
         with torch.device("meta"):
-            model: Any = LlamaForCausalLM(config(self.question.model))  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(config(self.question.model))  # type: ignore[no-untyped-call]
         model = model.to(dtype).to_empty(device=self.device).eval().requires_grad_(False)
         _restore_buffers(model)
         model.tie_weights()
@@ -146,23 +148,11 @@ class TransformersScore:
         return {"attention": self.attention, "batches": len(self.bins), **counts}
 
 
-def config(model: LlamaModel | GlmModel) -> LlamaConfig:
-    if not isinstance(model, LlamaModel):
-        raise TypeError(f"a model of family {model.family!r} is no Llama")
-    return LlamaConfig(
-        vocab_size=model.vocab,
-        hidden_size=model.hidden,
-        intermediate_size=model.ffn,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        max_position_embeddings=model.positions,
-        rms_norm_eps=model.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
-        tie_word_embeddings=model.tied,
-        attention_bias=model.qkv_bias,
-        attn_implementation="sdpa",  # type: ignore[call-arg]
-    )
+def config(model: LlamaModel | GlmModel) -> PretrainedConfig:
+    """Of the library's class for the model."""
+    told = written(load.shape_of(model))
+    made: PretrainedConfig = AutoConfig.for_model(told.pop("model_type"), **told, attn_implementation="sdpa")
+    return made
 
 
 def _restore_buffers(model: nn.Module) -> None:
