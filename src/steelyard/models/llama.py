@@ -103,9 +103,9 @@ def heads(
     """Queries and keys, normed where the model does so, and rotated, and values, of all groups that are there: a share has
     fewer."""
     grouped = qkv.unflatten(-1, (-1, shape.heads // shape.kv_heads + 2, shape.head_dim))  # type: ignore[no-untyped-call]
-    q, k = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2]
+    q, k = grouped[:, :, :-2], grouped[:, :, -2]
     q, k = q if of_q is None else of_q(q), k if of_k is None else of_k(k)
-    return rotate(q, cos, sin), rotate(k, cos, sin), grouped[:, :, -1]
+    return rotate(q.flatten(1, 2), cos, sin), rotate(k, cos, sin), grouped[:, :, -1]
 
 
 class Llama(nn.Module):
@@ -188,10 +188,11 @@ def _linear(speeds: Tensor, scaling: LinearRope) -> Tensor:
 
 
 def _llama3(speeds: Tensor, scaling: Llama3Rope) -> Tensor:
-    """How many waves the original positions hold says how much of a frequency is kept: from `low`, nothing, to `high`, all."""
-    waves = scaling.original_positions * speeds / (2 * math.pi)
+    """How many waves the original positions hold says how much of a frequency is kept: from `low`, nothing, to `high`, all.
+    In the order in which transformers computes it: at long positions the last bit of a frequency is seen in an angle."""
+    waves = scaling.original_positions / (2 * math.pi / speeds)
     kept = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-    return speeds * ((1 - kept) / scaling.factor + kept)
+    return (1 - kept) * speeds / scaling.factor + kept * speeds
 
 
 SCALED: dict[str, Callable[[Tensor, Any], Tensor]] = {"linear": _linear, "llama3": _llama3}
