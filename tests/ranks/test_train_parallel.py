@@ -342,8 +342,8 @@ def test_gradients_are_those_of_transformers(monkeypatch, variant):
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
-        assert apart[-1] <= 2e-6 * size[-1], name  # what fp32 leaves of the deepest
-    assert torch.stack(apart).norm() <= 1e-6 * torch.stack(size).norm()
+        assert apart[-1] <= 4e-6 * size[-1], name  # what fp32 leaves of the deepest
+    assert torch.stack(apart).norm() <= 2e-6 * torch.stack(size).norm()
 
 
 def test_documents_of_a_row_do_not_see_each_other():

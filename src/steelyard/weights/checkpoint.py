@@ -26,6 +26,7 @@ from steelyard.schema import Frozen, first_problem
 from steelyard.weights.settings import agree as agree
 from steelyard.weights.settings import allow as allow
 from steelyard.weights.settings import shown as shown
+from steelyard.weights.torch_archive import TensorRef
 
 ByteProgress = Callable[[int, int], None]
 
@@ -34,6 +35,7 @@ MAX_JOURNAL_BYTES = 64 << 20
 
 # The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without their scales.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMED = {dtype: name for name, dtype in DTYPES.items()}
 # What a field of a shape may be in a file, and in words.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number above 0"),
@@ -83,6 +85,14 @@ class Stored:
 
     def __str__(self) -> str:
         return f"{self.path}: tensor {shown(self.name)} {self.dtype} {list(self.shape)}"
+
+
+def saved_tensor(path: Path, name: str, value: Any) -> Stored:
+    """What a file of torch.save holds under a name."""
+    if not isinstance(value, TensorRef):
+        raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint that is not quantised")
+    dtype = NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    return Stored(path, name, dtype, value.shape, value.open)
 
 
 @dataclass(frozen=True)
