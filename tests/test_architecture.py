@@ -103,7 +103,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"case", "models"},
     "case": {"data", "models", "tasks"},
     "tasks": {"data"},
-    "engines": {"accelerators", "case", "plan"},
+    "engines": {"accelerators", "case", "models", "plan"},
     "engines.torch": {*WORK, "accelerators"},
     "engines.transformers": WORK,
     "engines.reference": WORK,

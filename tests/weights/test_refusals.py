@@ -131,8 +131,9 @@ def test_no_weights(tmp_path: Path) -> None:
     (write(tmp_path) / "model.safetensors").unlink()
     neither = "has neither model.safetensors nor model.safetensors.index.json; "
     refused(tmp_path, neither + "give a Hugging Face folder")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    refused(tmp_path, neither + "only safetensors are read, convert 'pytorch_model.bin' with transformers'")
+    (tmp_path / "consolidated.00.pth").write_bytes(b"\x80")
+    known = "only model.safetensors and pytorch_model.bin are read, convert 'consolidated.00.pth' with transformers'"
+    refused(tmp_path, neither + known)
 
 
 Tensors = dict[str, Tensor]

@@ -47,19 +47,17 @@ class Family:
 
 
 def _llama_layer(model: LlamaModel) -> tuple[Matrix, ...]:
-    dim = model.hidden // model.heads
     return (
-        Matrix("qkv", (model.heads + 2 * model.kv_heads) * dim, model.hidden, "outputs"),
-        Matrix("out", model.hidden, model.hidden, "inputs"),
+        Matrix("qkv", (model.heads + 2 * model.kv_heads) * model.dim, model.hidden, "outputs"),
+        Matrix("out", model.hidden, model.heads * model.dim, "inputs"),
         Matrix("gate+up", 2 * model.ffn, model.hidden, "outputs"),
         Matrix("down", model.hidden, model.ffn, "inputs"),
     )
 
 
 def _llama_others(model: LlamaModel) -> int:
-    dim = model.hidden // model.heads
-    norms = (2 * model.layers + 1) * model.hidden
-    biases = model.layers * (model.heads + 2 * model.kv_heads) * dim if model.qkv_bias else 0
+    norms = (2 * model.layers + 1) * model.hidden + model.layers * (2 * model.dim if model.qk_norm else 0)
+    biases = model.layers * (model.heads + 2 * model.kv_heads) * model.dim if model.qkv_bias else 0
     return norms + biases + model.vocab * model.hidden * (1 if model.tied else 2)
 
 

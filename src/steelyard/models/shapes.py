@@ -11,6 +11,9 @@ Dimension = Annotated[int, Field(ge=1, le=10**9)]  # beyond all use, and no numb
 VOCAB_MULTIPLE = 64  # a divided vocabulary is padded to a multiple of this in every shard, as Megatron does
 
 
+VARIANTS = ("head_dim", "qk_norm", "window", "rope_scaling")
+
+
 class LinearRope(Frozen):
     """Every position divided by `factor`."""
 
@@ -70,6 +73,11 @@ class LlamaModel(Frozen):
         """Of a head."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """In which fields it differs from a plain Llama: what not every engine computes."""
+        return tuple(name for name in VARIANTS if getattr(self, name))
+
     @model_validator(mode="before")
     @classmethod
     def _one_spelling(cls, value: Any) -> Any:
@@ -116,10 +124,6 @@ class GlmModel(Frozen):
     def dim(self) -> int:
         """Of a head."""
         return self.hidden // self.heads
-
-    @property
-    def window(self) -> None:
-        return None
 
     @property
     def tied(self) -> bool:

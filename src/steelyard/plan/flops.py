@@ -31,7 +31,9 @@ def forward(model: Model) -> Forward:
     counted_of = families.row(model.family).forward
     if counted_of is not None:
         return counted_of(model)
-    return Forward(2 * layer_parameters(model), 4 * model.layers * model.hidden, 2 * model.vocab * model.hidden)
+    # A pair of a query and a key: their product, and that with the value.
+    pair = 4 * model.layers * model.heads * model.dim
+    return Forward(2 * layer_parameters(model), pair, 2 * model.vocab * model.hidden)
 
 
 def attention(model: Model, counts: Counts) -> int:
@@ -50,8 +52,8 @@ def causal(model: Model, counts: Counts) -> int:
 
 
 def palm(model: Model, counts: Counts) -> int:
-    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, N without the input table unless
-    tied; tables of positions are in it."""
+    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, h being the width of all heads, N
+    without the input table unless tied; tables of positions are in it. A window does not change it."""
     without_table = parameters(model) - (0 if model.tied else model.vocab * model.hidden)
     return 2 * without_table * counts["tokens"] + forward(model).pair * counts["square"]
 

@@ -165,17 +165,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path, ending: str = ".safetensors") -> dict[str, str]:
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise RequestError(f"{index}: has no table weight_map of tensor name to file name; fetch the index again")
     for file in where.values():
         # A plain name cannot leave the folder. A link of that name may: Hugging Face's own cache is made of such links.
         plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\")
-        if not plain or not file.endswith(".safetensors"):
+        if not plain or not file.endswith(ending):
             raise RequestError(
-                f"{index}: names the shard {shown(file)}, allowed: a plain file name ending in .safetensors; "
-                "fetch the index again"
+                f"{index}: names the shard {shown(file)}, allowed: a plain file name ending in {ending}; fetch the index again"
             )
     return where
 

@@ -96,7 +96,7 @@ class HfFamily:
     window: Callable[[Config, Fields], int | None] = _never
     out_bias: bool = False  # with biases of queries, keys and values comes one of the output projection, which ours has not
     writes: Callable[[Any], bool] = lambda shape: False
-    extra: Callable[[Any], dict[str, Any]] = lambda shape: {}  # what config.json says beyond what all types say
+    beyond: Callable[[Any], dict[str, Any]] = lambda shape: {}  # what config.json says beyond what all types say
 
 
 def _qwen_window(shape: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ ROWS = {
             {"qk_norm": False},
             out_bias=True,
             writes=lambda shape: True,
-            extra=lambda shape: {"attention_bias": shape.qkv_bias, "mlp_bias": False},
+            beyond=lambda shape: {"attention_bias": shape.qkv_bias, "mlp_bias": False},
         ),
         HfFamily("aquila", "LlamaForCausalLM", _LLAMA, 2048, {"qk_norm": False}, out_bias=True),
         HfFamily(
@@ -133,7 +133,7 @@ ROWS = {
             {"qkv_bias": False, "qk_norm": False},
             window=_every_layer,
             writes=lambda shape: shape.window is not None,
-            extra=lambda shape: {"sliding_window": shape.window},
+            beyond=lambda shape: {"sliding_window": shape.window},
         ),
         HfFamily(
             "qwen2",
@@ -143,7 +143,7 @@ ROWS = {
             {"qkv_bias": True, "qk_norm": False},
             window=_some_layers,
             writes=lambda shape: shape.qkv_bias,
-            extra=_qwen_window,
+            beyond=_qwen_window,
         ),
         HfFamily(
             "qwen3",
@@ -154,7 +154,7 @@ ROWS = {
             window=_some_layers,
             out_bias=True,
             writes=lambda shape: shape.qk_norm,
-            extra=lambda shape: {"attention_bias": shape.qkv_bias} | _qwen_window(shape),
+            beyond=lambda shape: {"attention_bias": shape.qkv_bias} | _qwen_window(shape),
         ),
     )
 }
@@ -200,6 +200,30 @@ def _linear(table: Config, config: Config) -> Any:
 
 def _written_linear(scaling: LinearRope) -> dict[str, Any]:
     return {"factor": scaling.factor}
+
+
+def written(shape: Any) -> dict[str, Any]:
+    """What config.json says of a shape."""
+    row, scaling = written_as(shape), shape.rope_scaling
+    told = None if scaling is None else {"rope_type": scaling.kind, **SCALED[scaling.kind].write(scaling)}
+    return {
+        "architectures": [row.architecture],
+        "model_type": row.model_type,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.positions,
+        "rope_theta": shape.rope_base,
+        "rope_scaling": told,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        **row.beyond(shape),
+    }
 
 
 SCALED = {"linear": RopeKind(_linear, _written_linear), "llama3": RopeKind(_llama3, _written_llama3)}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steelyard.errors import RequestError
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Shard
 from steelyard.weights import checkpoint
@@ -100,6 +101,15 @@ def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
     for key, allowed in (COMPUTED | {"tensor_model_parallel_size": (tp,)}).items():
         if key not in older:
             checkpoint.allow(path, key, args.get(key), allowed)
+
+
+def check_plain(shape: LlamaShape) -> None:
+    """Refuse a shape whose files of this format we neither read nor write."""
+    for field in ("qk_norm", "window", "rope_scaling"):
+        if getattr(shape, field):
+            raise RequestError(
+                f"a model with {field} has no Megatron checkpoint here; give or write a Hugging Face folder (--to hf)"
+            )
 
 
 def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Engine `transformers`, scoring: LlamaForCausalLM, or any AutoModelForCausalLM, as users run it today. Eager for val,
-torch.compile for infer.
+"""Engine `transformers`, scoring: the library's class of the model's type as users run it today. Eager for val, compiled for
+infer. Weights of a Llama come through our own loader; a model of any other type is the library's alone (auto.py).
 
 Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
 as `padded`. Layers are compiled one by one, which shares one graph among them: compiling the whole model took minutes, and
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from steelyard.data.batches import sorted_batches
 from steelyard.engines.job import Job, Part
@@ -29,6 +29,7 @@ from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.shapes import GlmModel, LlamaModel
 from steelyard.models.tensors import DTYPES, dtype_names, send
 from steelyard.weights import load
+from steelyard.weights.hf_families import written
 from steelyard.weights.model import build
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
@@ -146,7 +147,7 @@ def _llama(engine: TransformersScore) -> Divided:
     shape = load.shape_of(question.model)
     ours, engine.weights = build(shape, device, dtype, question.seed, job.weights, progress=job.loading)
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config(question.model))  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(config(question.model))  # type: ignore[no-untyped-call]
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     _restore_buffers(model)
     model.tie_weights()
@@ -176,23 +177,11 @@ def _auto(engine: TransformersScore) -> Divided:
 LOADERS = {"llama": _llama, "auto": _auto}
 
 
-def config(model: LlamaModel | GlmModel) -> LlamaConfig:
-    if not isinstance(model, LlamaModel):
-        raise TypeError(f"a model of family {model.family!r} is no Llama")
-    return LlamaConfig(
-        vocab_size=model.vocab,
-        hidden_size=model.hidden,
-        intermediate_size=model.ffn,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        max_position_embeddings=model.positions,
-        rms_norm_eps=model.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
-        tie_word_embeddings=model.tied,
-        attention_bias=model.qkv_bias,
-        attn_implementation="sdpa",  # type: ignore[call-arg]
-    )
+def config(model: LlamaModel | GlmModel) -> PretrainedConfig:
+    """Of the library's class for the model."""
+    told = written(load.shape_of(model))
+    made: PretrainedConfig = AutoConfig.for_model(told.pop("model_type"), **told, attn_implementation="sdpa")
+    return made
 
 
 def _restore_buffers(model: nn.Module) -> None:
