@@ -143,7 +143,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         own.new_case(tmp_path, "mmlu")
     with pytest.raises(RequestError, match="no tokenizer found"):
         own.new_case(folder_of(tmp_path), "mmlu")
-    with pytest.raises(RequestError, match="--task 'mmul': did you mean 'mmlu'?"):
+    with pytest.raises(RequestError, match=r"--task 'mmul': did you mean 'mmlu'\?"):
         own.new_case(tmp_path, "mmul")
 
 

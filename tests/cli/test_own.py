@@ -51,6 +51,23 @@ def test_wrong_requests(arguments: tuple[str, ...], line: str, shell: Shell) -> 
     assert done.err.count("\n") == 1
 
 
+def test_problems_of_a_file_are_shown_one_a_line(shell: Shell, qwen2: Path, tmp_path: Path) -> None:
+    shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path)
+    path = tmp_path / "mine.toml"
+    path.write_text(path.read_text().replace("\nlayers = 2 ", "\nnum_hidden_layers = 2 ").replace("\nheads = 4 ", "\nheads = 0 "))
+    done = shell.ask("run", path, "--data", "x")
+    lines = path.read_text().splitlines()
+    first = 1 + next(i for i, line in enumerate(lines) if line.startswith("num_hidden_layers"))
+    assert (done.code, done.err.splitlines()) == (
+        2,
+        [
+            f"error: case {str(path)!r}: 2 problems; see docs/cases.md",
+            f"  line {first}: unknown key 'question.model.num_hidden_layers'; here it is called layers",
+            f"  line {first + 2}: question.model.heads: must be at least 1 (it is 0)",
+        ],
+    )
+
+
 def test_weights_of_another_model_are_named_before_memory(shell: Shell, qwen2: Path, gpt2: Path) -> None:
     """The three causes that used to be named wrongly: a Qwen2 with biases, and types that are no Llama at all. The case's model
     would not fit into the memory of any machine."""

@@ -134,10 +134,10 @@ def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path
     resolved = case_of(folders["gpt2"], "mmlu", *MADE["mmlu"])
     check = resolved.case.question.check_weights
     check(folders["gpt2"])
-    with pytest.raises(RequestError, match="other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'"):
+    with pytest.raises(RequestError, match=r"other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'"):
         check(folders["phi3"])
     other = folder_of("gpt2", tmp_path, n_layer=3)
-    with pytest.raises(RequestError, match="other weights: .*n_layer is 3, the case's is 2"):
+    with pytest.raises(RequestError, match=r"other weights: .*n_layer is 3, the case's is 2"):
         check(other)
 
 
@@ -155,7 +155,7 @@ def test_a_missing_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -
 def test_types_without_a_causal_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(
-        RequestError, match="model_type is 'vit', and transformers .* has no causal language model of that type"
+        RequestError, match=r"model_type is 'vit', and transformers .* has no causal language model of that type"
     ):
         probe.describe(tmp_path)
 
