@@ -54,7 +54,8 @@ def test_wrong_requests(arguments: tuple[str, ...], line: str, shell: Shell) -> 
 def test_problems_of_a_file_are_shown_one_a_line(shell: Shell, qwen2: Path, tmp_path: Path) -> None:
     shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path)
     path = tmp_path / "mine.toml"
-    path.write_text(path.read_text().replace("\nlayers = 2 ", "\nnum_hidden_layers = 2 ").replace("\nheads = 4 ", "\nheads = 0 "))
+    text = path.read_text().replace("\nlayers = 2 ", "\nnum_hidden_layers = 2 ")
+    path.write_text(text.replace("\nheads = 4 ", "\nheads = 0 "))
     done = shell.ask("run", path, "--data", "x")
     lines = path.read_text().splitlines()
     first = 1 + next(i for i, line in enumerate(lines) if line.startswith("num_hidden_layers"))
