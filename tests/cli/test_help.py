@@ -14,14 +14,14 @@ from steelyard.case import resolve
 from steelyard.cli import VERBS, app, terminal
 from steelyard.cli.commands import Command
 
-GROUPS = {"weights": ("inspect", "convert"), "data": ("pack", "inspect")}
+GROUPS = {"case": ("new",), "weights": ("inspect", "convert"), "data": ("pack", "inspect")}
 EVERY = (
     (),
     *((verb,) for verb in VERBS),
     *((group,) for group in GROUPS),
     *((g, v) for g, verbs in GROUPS.items() for v in verbs),
 )
-FIRST = ("--data", "--weights", "--size", "--engine", "--devices")
+FIRST = ("--data", "--weights", "--size", "--engine", "--devices", "--model", "--task")
 
 
 def examples(text: str) -> list[str]:

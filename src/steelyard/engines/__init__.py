@@ -70,12 +70,14 @@ class EngineRow:
             return None
         able = [row.name for row in table().values() if row._runs(question)]
         why = ""
-        if question.row.work in self.works and question.row.batch_unit not in self.batches_of:
+        if question.model.family not in self.families and hasattr(question.model, "model_type"):
+            why = f": it has no model of type {question.model.model_type!r}"
+        elif question.row.work in self.works and question.row.batch_unit not in self.batches_of:
             why = f": its global batch counts {question.row.batch_unit}, several to a row that do not see each other"
         lacks = sorted(_variants(question) - set(self.variants))
         if question.row.work in self.works and question.model.family in self.families and lacks:
             why = f": its model has {', '.join(f'question.model.{name}' for name in lacks)}"
-        return f"engine {self.name!r} does not run {case.name}{why}; allowed: {', '.join(able)}"
+        return f"engine {self.name!r} does not run {case.name}{why}; allowed: {', '.join(able) or 'none'}"
 
     def _runs(self, question: Question) -> bool:
         row = question.row
@@ -131,7 +133,7 @@ TRANSFORMERS = EngineRow(
         "score_texts": "steelyard.engines.transformers.score:TransformersScore",
         "train_rows": "steelyard.engines.transformers.train:TransformersTrain",
     },
-    families=("llama",),
+    families=("llama", "auto"),
     variants=VARIANTS,
     needs=("torch", "transformers"),
     extra="transformers",

@@ -13,6 +13,7 @@ from steelyard.case.case import Case, Tune
 from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
+from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
 from steelyard.plan import flops, memory_glm
 from steelyard.plan.degrees import Plan, shard_degree, stage_layers
@@ -226,7 +227,17 @@ def need(case: Case, plan: Plan) -> Parts:
         return max(stages, key=lambda stage: stage.total)
     if isinstance(question.model, LlamaModel):
         return _scoring(question.model, question.precision, case.tune, plan)
+    if isinstance(question.model, AutoModel):
+        return _scoring_auto(question.model, question.precision, case.tune)
     return _held(case, plan)
+
+
+def _scoring_auto(model: AutoModel, precision: Precision, tune: Tune) -> Parts:
+    """Of a model of which only FLOPs are known: results of a layer's products, were they all as wide as its input."""
+    size = BYTES[precision.weights]
+    layer = 2 * model.hidden + model.token_flops // (2 * model.layers * model.hidden)
+    logits = LOGITS_AT_ONCE * model.vocab * size
+    return Parts(model.parameters * size, 0, 0, 0, tune.batch_tokens * layer * size, logits)
 
 
 def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> Parts:
@@ -250,6 +261,8 @@ def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
         stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=fused, units=fused)
         return max(stage.total for stage in stages)
     held = need(case, plan)
+    if isinstance(question.model, AutoModel):
+        return held.parameters + int(SCATTER * (held.total - held.parameters))
     if isinstance(question.model, LlamaModel):
         shared = _shared(question.model, question.precision, case.tune, plan) if question.division == "open" else 0
         return held.parameters + int(SCATTER * (held.total - held.parameters + shared))

@@ -64,6 +64,7 @@ def ready(request: Request) -> Ready:
     passes = _passes(request, engine)
     earlier = _resume(request)
     _check_files(request, launcher)
+    _check_weights(request, launcher)
     _check_numbers(request)
     accelerator = accelerators.named(request.accelerator) if request.accelerator else None
     if not launcher.remote:
@@ -191,6 +192,12 @@ def _check_files(request: Request, launcher: Launcher) -> None:
             raise RequestError(f"{option} {str(path)!r} does not exist; check the path")
     if case.size == "full" and request.data is None:
         raise RequestError(f"{case.name} at size full needs its data: give their folder with --data, or try --size smoke")
+
+
+def _check_weights(request: Request, launcher: Launcher) -> None:
+    """Weights of another model are named as such before anybody asks whether the case's has room."""
+    if request.weights is not None and not launcher.remote and request.weights.is_dir():
+        request.resolved.case.question.check_weights(request.weights)
 
 
 def _check_numbers(request: Request) -> None:
