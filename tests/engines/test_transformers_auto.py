@@ -81,11 +81,10 @@ def test_choices_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) 
             logits = model(torch.tensor([row])).logits[0, -1]
         assert found["best"][i] == int(logits.argmax())
         assert found["choice"][i] == int(logits[list(texts.letters)].argmax())
-    assert len(set(found["best"])) > 1
     assert one.weights["source"] == "huggingface"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", TYPES)
 def test_losses_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -> None:
     one = engine(case_of(folders[name], "lambada", *MADE["lambada"], "tune.batch_tokens=300"), folders[name])
     found, texts, model = answers(one), one.job.inputs, plain(folders[name])
@@ -93,7 +92,8 @@ def test_losses_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -
         with torch.inference_mode():
             logits = model(torch.tensor([row])).logits[0].double().log_softmax(-1)
         expected = -sum(float(logits[at - 1, row[at]]) for at in range(1, len(row)))
-        assert found["nll"][i] == pytest.approx(expected, abs=1e-3)
+        assert found["nll"][i] == pytest.approx(expected, rel=1e-5)
+    assert len({round(loss, 3) for loss in found["nll"]}) == len(texts.rows)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -134,10 +134,10 @@ def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path
     resolved = case_of(folders["gpt2"], "mmlu", *MADE["mmlu"])
     check = resolved.case.question.check_weights
     check(folders["gpt2"])
-    with pytest.raises(RequestError, match="other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'"):
+    with pytest.raises(RequestError, match=r"other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'"):
         check(folders["phi3"])
     other = folder_of("gpt2", tmp_path, n_layer=3)
-    with pytest.raises(RequestError, match="other weights: .*n_layer is 3, the case's is 2"):
+    with pytest.raises(RequestError, match=r"other weights: .*n_layer is 3, the case's is 2"):
         check(other)
 
 
@@ -155,7 +155,7 @@ def test_a_missing_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -
 def test_types_without_a_causal_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(
-        RequestError, match="model_type is 'vit', and transformers .* has no causal language model of that type"
+        RequestError, match=r"model_type is 'vit', and transformers .* has no causal language model of that type"
     ):
         probe.describe(tmp_path)
 

@@ -11,26 +11,27 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 def write(table: Mapping[str, Any], comments: Mapping[str, str]) -> str:
     """The text of a table. `comments`: by dotted key; those of a table stand behind its header."""
-    return "\n".join(_lines(table, comments, "")).strip("\n") + "\n"
+    return "\n".join(_lines(table, comments, ())).strip("\n") + "\n"
 
 
-def _lines(table: Mapping[str, Any], comments: Mapping[str, str], prefix: str) -> list[str]:
+def _lines(table: Mapping[str, Any], comments: Mapping[str, str], place: tuple[str, ...]) -> list[str]:
     """Values first: what follows a header of a table inside would be that table's."""
     out = []
     for key, value in table.items():
         if value is not None and not isinstance(value, dict):
-            out.append(f"{_key(key)} = {_value(value)}{_comment(comments, prefix + key)}")
+            out.append(f"{_key(key)} = {_value(value)}{_comment(comments, (*place, key))}")
     for key, value in table.items():
         if isinstance(value, dict):
-            whole, inner = prefix + key, _lines(value, comments, f"{prefix}{key}.")
+            whole = (*place, key)
+            inner = _lines(value, comments, whole)
             plain = any(not isinstance(one, dict) and one is not None for one in value.values())
-            header = f"[{'.'.join(map(_key, whole.split('.')))}]{_comment(comments, whole)}"
-            out += ["", header, *inner] if plain or not value else inner
+            out += ["", f"[{'.'.join(map(_key, whole))}]{_comment(comments, whole)}", *inner] if plain or not value else inner
     return out
 
 
-def _comment(comments: Mapping[str, str], key: str) -> str:
-    return f" # {' '.join(comments[key].split())}" if comments.get(key) else ""
+def _comment(comments: Mapping[str, str], place: tuple[str, ...]) -> str:
+    text = comments.get(".".join(place))
+    return f" # {' '.join(text.split())}" if text else ""
 
 
 def _key(key: str) -> str:

@@ -1,5 +1,6 @@
 """The verb case new."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,8 @@ def new(
         return 0
     lines = [f"{one_line(path)}: {one_line(name)}, sizes {' and '.join(sizes)}", "assumed:"]
     lines += [f"  {one_line(one)}" for one in made.assumed]
-    lines += [f"try it:  steelyard run {one_line(path)} --size smoke", "run it:  steelyard run "
-              f"{one_line(path)} --weights {one_line(source)} --data PATH"]  # fmt: skip
+    run = f"steelyard run {shlex.quote(str(path))}"
+    weights = "" if made.random else f" --weights {shlex.quote(str(source))}"
+    lines += [f"try it:  {one_line(run)} --size smoke", f"run it:  {one_line(run + weights)} --data PATH"]
     answer("\n".join(lines))
     return 0

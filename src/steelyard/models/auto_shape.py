@@ -58,6 +58,15 @@ class AutoModel(Frozen):
     def kv_heads(self) -> int:
         return self.heads
 
+    @property
+    def dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def window(self) -> None:
+        """Pairs are counted over all that is before a token: which layers see less, only the library knows."""
+        return None
+
     @model_validator(mode="after")
     def _plain(self) -> Self:
         found = unwanted(self.config)

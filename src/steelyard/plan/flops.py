@@ -31,9 +31,9 @@ def forward(model: Model) -> Forward:
     counted_of = families.row(model.family).forward
     if counted_of is not None:
         return counted_of(model)
-    # All heads are as wide as the model, unless it tells the size of one.
-    width = model.heads * model.dim if isinstance(model, LlamaModel) else model.hidden
-    return Forward(2 * layer_parameters(model), 4 * model.layers * width, 2 * model.vocab * model.hidden)
+    # A pair of a query and a key: their product, and that with the value.
+    pair = 4 * model.layers * model.heads * model.dim
+    return Forward(2 * layer_parameters(model), pair, 2 * model.vocab * model.hidden)
 
 
 def attention(model: Model, counts: Counts) -> int:

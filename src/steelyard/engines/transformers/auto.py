@@ -168,6 +168,11 @@ def load(
             made = make(of_shape(model))
         return made.to(dtype).requires_grad_(False), {"source": "random", "seed": seed}
     hf_folder.check_auto(folder, model)
+    if not any((folder / name).is_file() for name in (hf_config.SINGLE_NAME, hf_config.INDEX_NAME)):
+        raise RequestError(
+            f"{folder}: engine transformers reads a model of type {model.model_type!r} from safetensors alone; "
+            "convert it with transformers' save_pretrained"
+        )
     shards = huggingface.shards_in(folder)
     read: Any = AutoModelForCausalLM.from_pretrained
     told = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}

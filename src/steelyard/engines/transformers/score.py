@@ -1,5 +1,5 @@
 """Engine `transformers`, scoring: the library's class of the model's type as users run it today. Eager for val, compiled for
-infer.
+infer. Weights of a Llama come through our own loader; a model of any other type is the library's alone (auto.py).
 
 Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
 as `padded`. Layers are compiled one by one, which shares one graph among them: compiling the whole model took minutes, and
