@@ -25,6 +25,16 @@ def test_a_query_behind_a_shared_prefix_sees_it_and_its_own_past():
     assert of.stop.tolist() == [4, 5, 8]
 
 
+def test_with_a_window_a_query_sees_the_last_keys_alone():
+    of = layout([5, 2], None, CPU).borders(7, 3)
+    assert of.begin.tolist() == [0, 0, 0, 1, 2, 5, 5]
+    assert of.stop.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert of.end.tolist() == [3, 4, 5, 5, 5, 7, 7]
+    of = layout([2, 1], [5, 3], CPU).borders(3, 2)
+    assert of.begin.tolist() == [2, 3, 6]
+    assert of.stop.tolist() == [4, 5, 8]
+
+
 def test_it_is_refused_where_it_cannot_be():
     q = torch.randn(8, 2, 32, dtype=torch.bfloat16)
     assert not packed_attention.serves(CPU, torch.bfloat16, 128)

@@ -12,10 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fixtures.hf_families import MODELS, ours, theirs
+from models.test_llama import shared_batch
 from steelyard.data import batches
+from steelyard.errors import RequestError
 from steelyard.models.attention import layout
 from steelyard.models.llama import Llama
 from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
+from steelyard.models.shapes import LinearRope
 from steelyard.plan import flops
 from steelyard.weights import convert, hf_config, hf_families, load
 
@@ -23,6 +26,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 1, 40, 12]
+PLAIN: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 112,
+    "vocab_size": 131,
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -122,6 +134,85 @@ def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
                 logits.square().sum().backward()
         assert counter.get_total_flops() == flops.counted(model, batch.counts) * (3 if backward else 1)
     assert flops.parameters(model) == sum(one.numel() for one in made.parameters())
+
+
+def test_a_shared_prefix_changes_no_answer(saved: tuple[str, Path, Any]) -> None:
+    """Longer than a window, and shorter than rows: the prefix is computed once, then read."""
+    name, folder, model = saved
+    made = loaded(name, folder)
+    prefix, *tails = rows_of([23, 5, 1, 9, 14], 131)
+    room = made.empty_prefix(len(prefix) + 2)
+    found = shared_batch(made, room, prefix, tails[:2], with_prefix=True)
+    found += shared_batch(made, room, prefix, tails[2:], with_prefix=False)
+    for tail, logits in zip(tails, found, strict=True):
+        assert gap(logits, answered(model, [torch.cat((prefix, tail))])[len(prefix) :]) <= 1e-5
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma": ({"model_type": "gemma3_text"}, "model_type is 'gemma3_text', allowed: 'llama', 'aquila', 'mistral', "),
+    "no type": ({"model_type": None}, "model_type is 'absent', allowed: "),
+    "a type that is none": ({"model_type": ["llama"]}, "model_type is ['llama'], allowed: "),
+    "no size": ({"hidden_size": None, "vocab_size": None}, "does not tell hidden_size, vocab_size; "),
+    "text": ({"hidden_size": "64"}, "hidden_size is '64', no hidden that a model has; "),
+    "true": ({"num_hidden_layers": True}, "num_hidden_layers is True, no layers that a model has; "),
+    "negative": ({"num_attention_heads": -4}, "num_attention_heads is -4, no heads that a model has; "),
+    "odd": ({"num_attention_heads": 3}, "head_dim 21 must be even, and heads 3 a multiple of kv_heads 2; "),
+    "dynamic": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic' (depends on the length of the batch), allowed: 'default', 'linear', 'llama3'; ",
+    ),
+    "half a scaling": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling is {'kind': 'llama3', "),
+    "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', allowed: 'silu'; "),
+    "some windows": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "some layers have a sliding window and others none; ",
+    ),
+    "some windows by name": (
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "some layers have a sliding window and others none; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configurations_that_are_refused(name: str) -> None:
+    changes, said = REFUSED[name]
+    with pytest.raises(RequestError) as caught:
+        hf_config.model_of(Path("config.json"), PLAIN | changes)
+    line = str(caught.value)
+    assert line.startswith("config.json: ")
+    assert "\n" not in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"model_type": "mistral"}, {"window": 4096, "kv_heads": 2, "positions": 131072}),
+        ({"model_type": "mistral", "sliding_window": None}, {"window": None}),
+        ({"model_type": "mistral", "max_position_embeddings": 4096}, {"window": None}),
+        ({"model_type": "mistral", "num_key_value_heads": None, "num_attention_heads": 8}, {"kv_heads": 8}),
+        ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 0}, {"window": None, "qkv_bias": True}),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            {"window": None},
+        ),
+        ({"model_type": "qwen3"}, {"head_dim": 128, "qk_norm": True, "qkv_bias": False}),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": LinearRope(kind="linear", factor=2.0)}),
+        ({}, {"norm_eps": 1e-6, "rope_base": 10000.0, "positions": 2048, "tied": False}),
+    ],
+)
+def test_what_is_not_told_is_what_transformers_takes(changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    config = {key: value for key, value in (PLAIN | changes).items() if value is not None or key in ("sliding_window",)}
+    if "num_key_value_heads" in changes:
+        config["num_key_value_heads"] = None
+    model = hf_config.model_of(Path("config.json"), config)
+    assert {name: getattr(model, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 39, 40, 41, None])
