@@ -107,7 +107,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"case", "models"},
     "case": {"data", "models", "tasks"},
     "tasks": {"data"},
-    "engines": {"accelerators", "case", "plan"},
+    "engines": {"accelerators", "case", "models", "plan"},
     "engines.torch": {*WORK, "accelerators"},
     "engines.transformers": WORK,
     "engines.reference": WORK,
@@ -129,7 +129,7 @@ FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
     *("training/__init__.py", "training/checkpoints.py", "training/loop.py", "training/packing.py"),
-    *("weights/__init__.py", "weights/hf_config.py", "weights/settings.py", "kernels/__init__.py"),
+    *("weights/__init__.py", "weights/hf_config.py", "weights/hf_families.py", "weights/settings.py", "kernels/__init__.py"),
 }
 
 

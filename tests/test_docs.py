@@ -46,7 +46,7 @@ VERBS = (
         "conform",
     ),
 )
-GROUPS = ("weights", "data")
+GROUPS = ("case", "weights", "data")
 
 
 def test_every_metric_is_documented():

@@ -14,6 +14,11 @@ def known(name: str, names: Iterable[str], word: str = "known") -> str:
 class RequestError(Exception):
     """One line: the value, what is allowed, the next step. The command ends with exit code 2 and leaves no record."""
 
+    @property
+    def lines(self) -> list[str]:
+        """As it is printed: a file with several problems has a line for each."""
+        return [str(self)]
+
 
 class EngineError(RequestError):
     """What this engine cannot do, or does not have here; another engine may."""

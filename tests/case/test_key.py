@@ -17,6 +17,7 @@ from steelyard.case.key import LATER, key_of
 from steelyard.case.question import Question
 from steelyard.case.resolve import changed_question, names, resolve
 from steelyard.metrics.shipped import later
+from steelyard.models import families
 from steelyard.models.shapes import LlamaModel
 from steelyard.record import record
 from steelyard.tasks.mmlu.fields import MmluData
@@ -252,11 +253,13 @@ def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
 
 
 def test_every_later_field_is_a_field_with_that_default() -> None:
-    """A field of data is one of a task's."""
+    """A field of data is one of a task's, and a field of a model one of a family's."""
     for place, default in LATER:
         models: list[Any] = [Question]
         if place[0] == "data":
             models = [task.data for task in tasks.table().values() if place[1] in task.data.model_fields]
+        elif place[0] == "model":
+            models = [row.shape for row in families.table().values() if place[1] in row.shape.model_fields]
         elif place[1:]:
             models = [kind for kind in get_args(Question.model_fields[place[0]].annotation) if issubclass(kind, BaseModel)]
         assert [model.model_fields[place[-1]].default for model in models] == [default]

@@ -53,7 +53,7 @@ def test_run_json(shell: Shell) -> None:
         (("run", CASE, "--devices"), "Option '--devices' requires an argument"),
         ((*SMOKE, "--engine", "torhc"), "no engine 'torhc'; did you mean 'torch'?"),
         (("show", "smoke", "--size", "full"), "smoke runs every case at size smoke; name a case to use --size full"),
-        (("run",), "Missing argument"),
+        (("run",), "name a case, or smoke for every case, tiny; or a model's folder with --model and --task"),
         (("run", "lama2-7b-mmlu"), "no case 'lama2-7b-mmlu'; did you mean 'llama2-7b-mmlu'?"),
         (("show", "nothing-like-it"), "no case 'nothing-like-it'; known cases: "),
         (("show", "./none.toml"), "case file './none.toml' does not exist"),

@@ -14,14 +14,18 @@ from steelyard.case import resolve
 from steelyard.cli import VERBS, app, terminal
 from steelyard.cli.commands import Command
 
-GROUPS = {"weights": ("get", "list", "inspect", "convert"), "data": ("get", "list", "pack", "inspect")}
+GROUPS = {
+    "case": ("new",),
+    "weights": ("get", "list", "inspect", "convert"),
+    "data": ("get", "list", "pack", "inspect"),
+}
 EVERY = (
     (),
     *((verb,) for verb in VERBS),
     *((group,) for group in GROUPS),
     *((g, v) for g, verbs in GROUPS.items() for v in verbs),
 )
-FIRST = ("--data", "--weights", "--size", "--engine", "--devices")
+FIRST = ("--data", "--weights", "--size", "--engine", "--devices", "--model", "--task")
 
 
 def examples(text: str) -> list[str]:

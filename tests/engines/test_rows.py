@@ -64,6 +64,15 @@ def test_what_a_row_does_not_say_is_refused(request_: Request, said: str) -> Non
     assert refusal(request_) == said
 
 
+@pytest.mark.parametrize("engine", ["megatron", "paddle", "flagscale"])
+def test_engines_that_compute_a_plain_llama_alone_say_so(engine: str) -> None:
+    resolved = resolve(CORPUS, "smoke", settings=["question.model.window=9", "question.model.qk_norm=true"])
+    assert refusal(Request(resolved, engine=engine, accelerator="cpu", devices=1)) == (
+        f"engine {engine!r} does not run {CORPUS}: its model has question.model.qk_norm, question.model.window; "
+        "allowed: torch, transformers"
+    )
+
+
 def test_precisions_are_refused_by_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = replace(engines.TORCH, precisions=("fp32", "bf16"))
     monkeypatch.setattr(engines, "TORCH", narrow)

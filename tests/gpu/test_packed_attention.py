@@ -15,7 +15,8 @@ LENGTHS = [700, 13, 1, 900, 386, 48]
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 4, 128), (4, 2, 64), (2, 1, 32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_and_gradients(heads, groups, dim, dtype):
+@pytest.mark.parametrize("window", [None, 2, 65, 300])
+def test_outputs_and_gradients(heads, groups, dim, dtype, window):
     device = torch.device("cuda")
     rows = steady_layout(LENGTHS, 2048, device)
     torch.manual_seed(3)
@@ -24,7 +25,7 @@ def test_outputs_and_gradients(heads, groups, dim, dtype):
 
     def computed(kernel, kind):
         leaves = [one.to(kind, copy=True).requires_grad_(True) for one in given]
-        out = attend(*leaves, rows, kernel)
+        out = attend(*leaves, rows, kernel, window=window)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))]
 
     for one, exact in zip(computed("packed", dtype), computed("rows", torch.float64), strict=True):
@@ -32,7 +33,8 @@ def test_outputs_and_gradients(heads, groups, dim, dtype):
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 1)])
-def test_rows_with_shared_prefixes(heads):
+@pytest.mark.parametrize("window", [None, 100])
+def test_rows_with_shared_prefixes(heads, window):
     """As scoring lays them out: keys of a prefix before each row's own."""
     device = torch.device("cuda")
     more = [n + extra for n, extra in zip(LENGTHS, (300, 0, 64, 1, 129, 500), strict=True)]
@@ -41,5 +43,6 @@ def test_rows_with_shared_prefixes(heads):
     q = torch.randn(sum(LENGTHS), heads[0], 128, device=device, dtype=torch.bfloat16)
     k, v = (torch.randn(sum(more), heads[1], 128, device=device, dtype=torch.bfloat16) for _ in range(2))
     with torch.no_grad():
-        one, exact = attend(q, k, v, rows, "packed"), attend(q.double(), k.double(), v.double(), rows, "rows")
+        one = attend(q, k, v, rows, "packed", window=window)
+        exact = attend(q.double(), k.double(), v.double(), rows, "rows", window=window)
     assert (one.double() - exact).norm() / exact.norm() < 5e-3

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fixtures import report
@@ -12,8 +13,9 @@ from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from fixtures.liars import liar_engine
 from steelyard import words
-from steelyard.data import batches
-from steelyard.data.counting import TextCounts
+from steelyard.data import batches, counting
+from steelyard.data.counting import COUNTERS, TextCounts
+from steelyard.data.rows import Row
 from steelyard.metrics import plausible
 from steelyard.record.facts import MatmulRate, RankFacts
 from steelyard.record.record import Record, Window
@@ -196,3 +198,16 @@ def test_texts_count_as_their_batches_do() -> None:
     for pieces in bins:
         one = batches.open_batch(made.rows, pieces, None, shared, 0)
         assert TextCounts(made, "open", lambda length: 1).of("val", one.items, one.prefixes) == one.counts
+
+
+def test_a_window_leaves_fewer_pairs_of_texts_and_rows() -> None:
+    """Of rows of 4, 5, 2 and 6 tokens, 3 keys at most: 9, 12, 3 and 15. Of a shared beginning of 3 tokens, 6, and behind it 3
+    and 6."""
+    made = Made()
+    whole, window = (COUNTERS["score_choices"](made, "closed", size).of("val", [0, 1, 2, 3], []) for size in (None, 3))
+    assert (whole["pairs"], window["pairs"]) == (10 + 15 + 3 + 21, 9 + 12 + 3 + 15)
+    assert {**whole, "pairs": 0} == {**window, "pairs": 0}
+    shared = COUNTERS["score_choices"](made, "open", 3).of("val", [0, 1], [0])
+    assert shared["pairs"] == 6 + 3 + 6
+    row = Row(np.arange(9), np.arange(9), (4, 5), 9, 1)
+    assert counting.of_row(row, 3)["pairs"] == 9 + 12

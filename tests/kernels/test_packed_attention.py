@@ -12,16 +12,26 @@ CPU = torch.device("cpu")
 
 def test_of_every_token_the_borders_of_its_row():
     rows = steady_layout([3, 1, 4], 8, CPU)  # with empty rows behind
-    of = rows.borders(8)
+    of = rows.borders(8, None)
     assert of.begin.tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
     assert of.stop.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert of.end.tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
-    assert rows.borders(8) is of  # once for all layers
+    assert rows.borders(8, None) is of  # once for all layers
 
 
 def test_a_query_behind_a_shared_prefix_sees_it_and_its_own_past():
-    of = layout([2, 1], [5, 3], CPU).borders(3)
+    of = layout([2, 1], [5, 3], CPU).borders(3, None)
     assert of.begin.tolist() == [0, 0, 5]
+    assert of.stop.tolist() == [4, 5, 8]
+
+
+def test_with_a_window_a_query_sees_the_last_keys_alone():
+    of = layout([5, 2], None, CPU).borders(7, 3)
+    assert of.begin.tolist() == [0, 0, 0, 1, 2, 5, 5]
+    assert of.stop.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert of.end.tolist() == [3, 4, 5, 5, 5, 7, 7]
+    of = layout([2, 1], [5, 3], CPU).borders(3, 2)
+    assert of.begin.tolist() == [2, 3, 6]
     assert of.stop.tolist() == [4, 5, 8]
 
 

@@ -5,11 +5,14 @@ import sys
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from steelyard import plugins
 from steelyard.errors import RequestError
 from steelyard.models import families
+from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, padded_vocab_rows, vocab_rows
+from steelyard.plan import flops
 
 FAMILIES = families.table()
 SHAPES = {
@@ -18,17 +21,44 @@ SHAPES = {
     ),
     "glm": GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=61, positions=24),
 }
-REFERENCES = ("build", "random_init", "placements", "holds", "checkpoint")
+COUNTED = AutoModel(
+    family="auto", model_type="gpt2", layers=2, hidden=32, heads=4, vocab=61, positions=24, parameters=99_000,
+    token_flops=50_000, pair_flops=256, logit_flops=3904, config={"n_layer": 2},
+)  # fmt: skip
+REFERENCES = ("build", "random_init", "placements", "holds", "checkpoint", "check_folder")
 
 
 def test_every_family_is_here() -> None:
-    assert set(SHAPES) == set(FAMILIES)
-    assert all(name == row.name and isinstance(SHAPES[name], row.shape) for name, row in FAMILIES.items())
+    assert {*SHAPES, "auto"} == set(FAMILIES)
+    shapes = {**SHAPES, "auto": COUNTED}
+    assert all(name == row.name and isinstance(shapes[name], row.shape) for name, row in FAMILIES.items())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def test_a_counted_model_costs_what_was_counted() -> None:
+    counts = {"tokens": 10, "pairs": 55, "square": 100, "logits": 3}
+    assert flops.causal(COUNTED, counts) == 10 * 50_000 + 55 * 256 + 3 * 3904
+    assert flops.counted(COUNTED, counts) == 10 * 50_000 + 100 * 256 + 3 * 3904
+    assert flops.parameters(COUNTED) == 99_000
+    assert flops.nominal(COUNTED, counts) is None
+
+
+@pytest.mark.parametrize(
+    "key", ["auto_map", "_attn_implementation", "attn_implementation", "quantization_config", "kernel_config"]
+)
+def test_a_counted_model_has_no_key_that_names_code(key: str) -> None:
+    """A case may come from a stranger, and the library fetches and runs what some keys name."""
+    for config in ({key: "x"}, {"text_config": {key: {"a": 1}}}):
+        with pytest.raises(ValidationError, match=f"{key} does not belong in a case"):
+            AutoModel.model_validate(COUNTED.model_dump() | {"config": config})
+    with pytest.raises(ValidationError, match="does not belong in a case"):
+        AutoModel.model_validate(COUNTED.model_dump() | {"null": [key]})
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_build_and_random_init(name: str) -> None:
     row, shape = families.row(name), SHAPES[name]
+    assert row.build is not None
+    assert row.random_init is not None
     model, again = (plugins.load(row.build)(shape, torch.device("cpu"), torch.float32) for _ in range(2))
     for made in (model, again):
         plugins.load(row.random_init)(made, 3)
@@ -42,11 +72,11 @@ def test_references(name: str) -> None:
     for field in REFERENCES:
         reference = getattr(FAMILIES[name], field)
         assert reference is None or plugins.load(reference) is not None
-    assert (FAMILIES[name].placements is None) == (name == "glm")
+    assert (FAMILIES[name].placements is None) == (name in ("glm", "auto"))
 
 
 def test_unknown() -> None:
-    with pytest.raises(RequestError, match="no family 'bert'; known: llama, glm"):
+    with pytest.raises(RequestError, match="no family 'bert'; known: llama, glm, auto"):
         families.row("bert")
 
 

@@ -117,14 +117,18 @@ def learned(monkeypatch, kind: str, recompute: str = "none", kept: torch.dtype =
     return found
 
 
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "window": 5}], ids=["plain", "varied"])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_gradients_are_near_those_of_fp32(monkeypatch, kind):
+def test_gradients_are_near_those_of_fp32(monkeypatch, kind, changes):
     """By the norm of each gradient. In bf16 alone the same distances are 0.007 to 0.011."""
+    monkeypatch.setitem(globals(), "SHAPE", replace(SHAPE, **changes))
     plain = block_of(SHAPE)
     expected = gradients(plain, streams(torch.float32)) | {name: p.grad for name, p in plain.named_parameters()}
     found = learned(monkeypatch, kind)
     distances = {name: apart(found[name], one) for name, one in expected.items()}
+    of_heads = {name: distances.pop(name) for name in ("q_norm.weight", "k_norm.weight") if name in distances}
     assert max(distances.values()) <= 0.1, distances
+    assert max(of_heads.values(), default=0) <= 0.13, of_heads  # sums over all heads, of both signs
     assert distances["out"] <= 0.08
     assert min(distances["down.weight"], distances["gate_up.weight"], distances["x"]) >= 0.03  # fp8 it was
 
@@ -166,11 +170,11 @@ def test_copies_are_not_kept_where_weights_are_not():
     assert not copies.made
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_scoring_by_kernels_is_scoring_as_written(bias):
+@pytest.mark.parametrize("changes", [{"qkv_bias": False}, {}, {"qk_norm": True, "window": 5}], ids=["plain", "bias", "varied"])
+def test_scoring_by_kernels_is_scoring_as_written(changes):
     """Hooks of modules run in both."""
     torch.manual_seed(1)
-    model = Llama(replace(SHAPE, qkv_bias=bias)).to(torch.bfloat16)
+    model = Llama(replace(SHAPE, **changes)).to(torch.bfloat16)
     for block in model.layers:
         block.down.register_forward_hook(lambda module, inputs, out: 2 * out)
     llama_fp8.keep_fp8(model)

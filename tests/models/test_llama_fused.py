@@ -18,7 +18,14 @@ from steelyard.models.llama_fused import Accumulating, BlockKernels, FusedBlock,
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BASE = LlamaShape(layers=1, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=160, vocab=131, positions=64)
-SHAPES = {"mha": BASE, "gqa": replace(BASE, kv_heads=2), "mqa": replace(BASE, kv_heads=1), "bias": replace(BASE, qkv_bias=True)}
+SHAPES = {
+    "mha": BASE,
+    "gqa": replace(BASE, kv_heads=2),
+    "mqa": replace(BASE, kv_heads=1),
+    "bias": replace(BASE, qkv_bias=True),
+    "norms": replace(BASE, kv_heads=2, qk_norm=True, head_dim=24),
+    "window": replace(BASE, kv_heads=2, window=5),
+}
 LENGTHS = [7, 1, 19, 12]
 
 
@@ -78,9 +85,9 @@ def test_gradients_are_those_of_the_plain_block(name, recompute):
         torch.testing.assert_close(found[key], one, rtol=1e-10, atol=1e-10, msg=key)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_compiled_pieces_do_not_change_them(recompute):
-    found, expected = both(SHAPES["gqa"], torch.float32, recompute, compiled=True)
+@pytest.mark.parametrize(("name", "recompute"), [("gqa", "none"), ("gqa", "selective"), ("norms", "none")])
+def test_compiled_pieces_do_not_change_them(name, recompute):
+    found, expected = both(SHAPES[name], torch.float32, recompute, compiled=True)
     for key, one in expected.items():
         torch.testing.assert_close(found[key], one, rtol=1e-4, atol=1e-4, msg=key)
 

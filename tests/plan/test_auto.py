@@ -155,5 +155,5 @@ def test_show_says_what_one_device_here_would_get() -> None:
 @pytest.mark.parametrize("text", ["most", "Auto", "0", "1.5"])
 def test_other_words_are_refused(text: str) -> None:
     line = refusal(LLAMA, "full", f"tune.micro_batch={text}")
-    assert line.startswith("case 'llama1-7b-openwebtext': tune.micro_batch: Input should be ")
-    assert line.endswith("; or auto; see docs/cases.md")
+    assert line.startswith("case 'llama1-7b-openwebtext', command line: tune.micro_batch: must be ")
+    assert ", or auto (it is " in line

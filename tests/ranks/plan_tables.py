@@ -63,6 +63,29 @@ UNPADDED = plans("""
 for one in UNPADDED:
     one |= {"name": f"{one['name']} unpadded", "case": "aquila2-7b-alpaca", "grain": SMALL_GRAIN}
 
+# What makes a model another than a plain Llama; each is tried under some plans.
+LLAMA3 = '{kind = "llama3", factor = 8.0, low = 1.0, high = 4.0, original_positions = 24}'
+VARIANTS = {
+    "qwen2": {"qkv_bias": "true", "rope_scaling": LLAMA3},
+    "qwen3": {"qk_norm": "true", "head_dim": 12},
+    "mistral": {"window": 9, "rope_scaling": '{kind = "linear", factor = 4.0}'},
+}
+
+
+def of_variant(name: str) -> dict[str, object]:
+    return {f"question.model.{key}": value for key, value in VARIANTS[name].items()}
+
+
+VARIED = [
+    one | {"name": f"{one['name']} {name}", "settings": one["settings"] | of_variant(name) | FEW_STEPS}
+    for name in VARIANTS
+    for one in plans("""
+    DP8       3 - none      2 -
+    TP4DP2    1 - selective 4 -
+    TP2PP2DP2 2 - full      2 -
+""")
+]
+
 # Runs that keep a checkpoint, and runs that go on from it under another plan.
 KEPT = ("TP2PP2DP2 2 - none      2 -", "DP8       3 - none      4 -", "PP2DP4    0 - none      2 fp16")
 RESUMED = {

@@ -27,7 +27,9 @@ def main() -> None:
     out = {}
     for one in asked["runs"]:
         resolved = resolve.resolve(
-            one["case"], "smoke", settings=[*asked["settings"][one["case"]], f"tune.parallel={one['parallel']}"]
+            one["case"],
+            "smoke",
+            settings=[*asked["settings"][one["case"]], *one.get("more", []), f"tune.parallel={one['parallel']}"],
         ).case
         layout = degrees.make(resolved, 1, world)
         prepared = resolved.question.row.prepare(resolved.question.asked(Sources(None, None, None), None, True, {}))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
+from ranks.plan_tables import VARIANTS, of_variant
 from steelyard.case import resolve
 from steelyard.engines.transformers.score import config
 from steelyard.models.tensors import DTYPES
@@ -21,10 +22,18 @@ CASES = {
     "llama2-7b-mmlu": ["question.model.vocab=251", "question.model.heads=16", "question.model.kv_heads=8"],
 }
 DEGREES = ("TP1", "TP2", "TP4", "TP8")
+OF_VARIANTS = [f"{name} {p}" for name in VARIANTS for p in ("TP8", "TP2")]
 
 
-def question(name: str):
-    return resolve.resolve(name, "smoke", settings=CASES[name]).case.question
+VARIED = "aquila2-34b-lambada"  # the case that other models than plain Llamas are tried with
+
+
+def changes(variant: str | None) -> list[str]:
+    return [] if variant is None else [f"{key}={value}" for key, value in of_variant(variant).items()]
+
+
+def question(name: str, variant: str | None = None):
+    return resolve.resolve(name, "smoke", settings=[*CASES[name], *changes(variant)]).case.question
 
 
 def texts(name: str):
@@ -32,13 +41,18 @@ def texts(name: str):
     return asked.row.prepare(asked.asked(Sources(None, None, None), None, True, {})).inputs
 
 
-def transformers_model(folder: Path | None = None):
-    """A plain LlamaForCausalLM with the weights that the case makes from its seed; written to a folder where one is named."""
-    asked = question("aquila2-34b-lambada")
+def transformers_model(folder: Path | None = None, variant: str | None = None):
+    """The library's model with the weights that the case makes from its seed, norms and biases moved where it is no plain
+    Llama; written to a folder where one is named."""
+    asked = question(VARIED, variant)
     shape = load.shape_of(asked.model)
     ours = load.build(shape, torch.device("cpu"), DTYPES["fp32"])
     load.fill_random(ours, asked.seed)
-    theirs = LlamaForCausalLM(config(asked.model)).eval()
+    with torch.no_grad():
+        for parameter in ours.parameters() if variant else ():
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
+    theirs = AutoModelForCausalLM.from_config(config(asked.model)).eval()
     load.copy_to_hf(ours, dict(theirs.named_parameters(remove_duplicate=False)))
     if folder is not None:
         theirs.save_pretrained(folder)
@@ -51,6 +65,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     transformers_model(folder / "hf")
     runs = [{"name": f"{name} {p}", "case": name, "parallel": p, "weights": None} for name in CASES for p in DEGREES]
     runs += [{**runs[0], "name": f"loaded {p}", "parallel": p, "weights": str(folder / "hf")} for p in ("TP8", "TP2")]
+    for name in VARIANTS:
+        transformers_model(folder / name, name)
+        loaded = {"case": VARIED, "weights": str(folder / name), "more": changes(name)}
+        runs += [{**loaded, "name": f"{name} {p}", "parallel": p} for p in ("TP8", "TP2")]
     (folder / "asked.json").write_text(json.dumps({"runs": runs, "settings": CASES}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--max-restarts=0"]
     command += [str(Path(__file__).parent / "score_plans.py"), str(folder / "asked.json"), str(folder)]
@@ -75,12 +93,13 @@ def merged(ranks: list[dict], name: str) -> dict[int, tuple]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [f"aquila2-34b-lambada {p}" for p in DEGREES] + ["loaded TP8", "loaded TP2"])
+@pytest.mark.parametrize("name", [f"aquila2-34b-lambada {p}" for p in DEGREES] + ["loaded TP8", "loaded TP2"] + OF_VARIANTS)
 def test_losses_are_those_of_transformers_at_every_degree(ranks, name):
     passages = texts("aquila2-34b-lambada")
     found = merged(ranks, name)
     assert sorted(found) == list(range(len(passages.rows)))
-    model = transformers_model()
+    variant = name.split()[0]
+    model = transformers_model(variant=variant if variant in VARIANTS else None)
     losses = set()
     for i, row in enumerate(passages.rows):
         ids = torch.tensor([row])

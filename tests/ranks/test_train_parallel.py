@@ -13,9 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from ranks.plan_tables import FEW_STEPS, HUGE, LOADED, PLANS, RESUMED, ROUNDED, SMALL_GRAIN, UNPADDED, keeping, spelled
+from ranks.plan_tables import (
+    FEW_STEPS,
+    HUGE,
+    LOADED,
+    PLANS,
+    RESUMED,
+    ROUNDED,
+    SMALL_GRAIN,
+    UNPADDED,
+    VARIANTS,
+    VARIED,
+    keeping,
+    of_variant,
+    spelled,
+)
 from ranks.train_plans import KEEP_EVERY, build, train, whole_weights
 from steelyard.data.rows import Row
 from steelyard.engines.transformers.score import config
@@ -51,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What eight processes left of all plans."""
     folder = tmp_path_factory.mktemp("ranks")
     LlamaForCausalLM(config(build({"settings": {}}, 0, 1).job.case.question.model)).save_pretrained(folder / "hf")
-    asked = [*keeping(folder), *UNPADDED, *[one | {"weights": str(folder / "hf")} for one in LOADED]]
+    asked = [*keeping(folder), *UNPADDED, *VARIED, *[one | {"weights": str(folder / "hf")} for one in LOADED]]
     (folder / "asked.json").write_text(json.dumps(asked))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--max-restarts=0"]
     command += [str(Path(__file__).parent / "train_plans.py"), str(folder / "asked.json"), str(folder)]
@@ -148,6 +162,39 @@ def test_rows_without_padding_under_every_plan(folder, name):
     for rank in ranks:
         assert furthest(rank["losses"], expected["losses"]) <= EXACT
         assert furthest(rank["norms"], expected["norms"]) <= EXACT
+
+
+@cache
+def alone_as(variant: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """What one process learns with another model than a plain Llama."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tensors.DTYPES, "fp32", torch.float64)
+        engine = build({"settings": of_variant(variant) | FEW_STEPS}, 0, 1)
+        return train(engine), whole_weights(engine)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [one["name"] for one in VARIED])
+def test_every_variant_learns_what_one_process_learns(folder, alone, name):
+    expected, weights_alone = alone_as(name.split()[-1])
+    for rank in of_ranks(folder, name):
+        assert furthest(rank["losses"], expected["losses"]) <= EXACT
+        assert furthest(rank["norms"], expected["norms"]) <= EXACT
+    found = gathered(folder, name)
+    assert found.keys() == weights_alone.keys()
+    assert max(float((found[key] - weights_alone[key]).abs().max()) for key in found) <= EXACT
+    assert furthest(expected["losses"], alone[0]["losses"][:4]) > 1e-3  # it is another model
+
+
+def test_norms_of_heads_are_learned_by_one_rank_as_by_several():
+    """With divided weights and the collectives of several, in a group of one; under recomputation as without."""
+    expected, weights = alone_as("qwen3")
+    more = {"tune.distributed": "true", "tune.sharding": 3, "tune.recompute": "full"}
+    engine = build({"settings": of_variant("qwen3") | FEW_STEPS | more}, 0, 1)
+    assert furthest(train(engine)["losses"], expected["losses"]) <= EXACT
+    found = whole_weights(engine)
+    assert max(float((one - weights[key]).abs().max()) for key, one in found.items()) <= EXACT
+    assert float((found["layers.0.q_norm.weight"] - 1).abs().max()) > 1e-4  # they were learned
 
 
 @pytest.mark.parametrize("sharding", range(4))
@@ -264,19 +311,24 @@ def test_rows_have_segments_of_many_lengths():
     assert len({row.tokens.tobytes() for row in found}) == 16
 
 
-def test_gradients_are_those_of_transformers(monkeypatch):
+@pytest.mark.parametrize("variant", [None, *VARIANTS])
+def test_gradients_are_those_of_transformers(monkeypatch, variant):
     """One step in fp32 on rows without borders, which transformers has no name for."""
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float32)
-    engine = build({"settings": {}}, 0, 1)
+    engine = build({"settings": {} if variant is None else of_variant(variant)}, 0, 1)
     engine.prepare("before", lambda part: nullcontext())
     model, train_length = engine.trainer.model.module, engine.train.length
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases away from where they begin
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 251, (3, train_length))
     targets = np.concatenate([tokens[:, 1:], np.full((3, 1), -100)], axis=1)
     rows = [Row(t, y, (train_length,), train_length, 1) for t, y in zip(tokens, targets, strict=True)]
     pack = packed(rows)
     loss = engine.trainer.learn([engine.batches.to_device(pack)], engine.trainer.total(len(pack.pick)))
-    theirs = LlamaForCausalLM(config(engine.job.case.question.model)).train()
+    theirs = AutoModelForCausalLM.from_config(config(engine.job.case.question.model)).train()
     load.copy_to_hf(model, dict(theirs.named_parameters(remove_duplicate=False)))
     ids = torch.from_numpy(tokens)
     expected = theirs(input_ids=ids, labels=ids).loss
@@ -290,8 +342,8 @@ def test_gradients_are_those_of_transformers(monkeypatch):
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
-        assert apart[-1] <= 2e-6 * size[-1], name  # what fp32 leaves of the deepest
-    assert torch.stack(apart).norm() <= 1e-6 * torch.stack(size).norm()
+        assert apart[-1] <= 4e-6 * size[-1], name  # what fp32 leaves of the deepest
+    assert torch.stack(apart).norm() <= 2e-6 * torch.stack(size).norm()
 
 
 def test_documents_of_a_row_do_not_see_each_other():

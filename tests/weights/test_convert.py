@@ -140,7 +140,7 @@ def test_transformers_answers_the_same(kind: str, tmp_path: Path) -> None:
     shape = replace(SHAPES[kind], rope_base=500000.0, norm_eps=1e-6)
     write_megatron(tmp_path / "from", shape, 2, args={"rotary_base": 500000, "layernorm_epsilon": 1e-6})
     convert.convert(tmp_path / "from", tmp_path / "hf", "hf", 1)
-    theirs, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert theirs.config.max_position_embeddings == shape.positions
@@ -216,7 +216,8 @@ def test_inspect(tmp_path: Path) -> None:
     shape = replace(SHAPES["bias"], rope_base=500000.0)
     write_megatron(tmp_path / "m", shape, 2, args={"rotary_base": 500000})
     found = inspect(tmp_path / "m")
-    dims = {key: value for key, value in asdict(shape).items() if key != "head_dim"}
+    unusual = ("head_dim", "qk_norm", "window", "rope_scaling")
+    dims = {key: value for key, value in asdict(shape).items() if key not in unusual}
     files = [
         (f"mp_rank_{i:02}/{FILE}", (tmp_path / "m/iter_0135000" / f"mp_rank_{i:02}" / FILE).stat().st_size) for i in range(2)
     ]
@@ -256,7 +257,7 @@ def test_inspect_what_says_little(tmp_path: Path) -> None:
 def test_inspect_another_model(tmp_path: Path) -> None:
     config = {"model_type": "gemma", "max_position_embeddings": 32}
     write(tmp_path, SHAPE, **config)
-    assert "model_type is 'gemma', allowed: 'llama', 'aquila'; " in inspect(tmp_path).notes[-1]
+    assert "model_type is 'gemma', allowed: 'llama', 'aquila', 'mistral', 'qwen2', 'qwen3'; " in inspect(tmp_path).notes[-1]
 
 
 MEMORY = """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fixtures.huggingface import Q0, SHAPE, TIED, assert_holds, load, refused, tensors_of, write, write_index, write_sharded
 
+TYPES = "allowed: 'llama', 'aquila', 'mistral', 'qwen2', 'qwen3'; "
 CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden": ({"hidden_size": 64}, "hidden_size is 64, the case's hidden is 32; "),
     "layers": ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the case's layers is 2; "),
@@ -30,12 +31,32 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "theta": ({"rope_theta": 5e5}, "rope_theta is 500000.0, the case's rope_base is 10000.0; "),
     "theta, new": ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0, "),
     "theta, old": ({"rope_scaling": {"rope_theta": 5e5}}, "rope_theta is 500000.0, "),
-    "scaled, new": ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3', allowed: 'default'; "),
-    "scaled, old": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type is 'linear', allowed: 'default'; "),
+    "scaled, new": ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling is {'kind': 'llama3', 'factor': None, "),
+    "scaled, old": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling is {'kind': 'linear', 'factor': 2.0}, the case's rope_scaling is None; ",
+    ),
+    "dynamic": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic' (depends on the length of the batch), allowed: 'default', 'linear', 'llama3'; ",
+    ),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', allowed: 'default', 'linear', 'llama3'; "),
     "rope": ({"rope_scaling": [1]}, "rope_scaling is [1], not a table; "),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, allowed: 1.0; "),
-    "type": ({"model_type": "gemma"}, "model_type is 'gemma', allowed: 'llama', 'aquila'; "),
-    "no type": ({"model_type": None}, "model_type is 'absent', allowed: 'llama', 'aquila'; "),
+    "type": ({"model_type": "gemma", "hidden_size": 64}, f"model_type is 'gemma', {TYPES}"),
+    "no type": ({"model_type": None, "hidden_size": 64}, f"model_type is 'absent', {TYPES}"),
+    "mistral": (
+        {"model_type": "mistral", "sliding_window": None},
+        "qkv_bias of model_type 'mistral' is False, the case's qkv_bias is True; ",
+    ),
+    "window": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        "window is 8, ",
+    ),
+    "half a window": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "some layers have a sliding window and others none; ",
+    ),
     "act": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', allowed: 'silu'; "),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias is True, allowed: False; "),
     "long": ({"hidden_size": "x\n" * 9999}, "hidden_size is 'x\\nx\\n"),
@@ -110,8 +131,9 @@ def test_no_weights(tmp_path: Path) -> None:
     (write(tmp_path) / "model.safetensors").unlink()
     neither = "has neither model.safetensors nor model.safetensors.index.json; "
     refused(tmp_path, neither + "give a Hugging Face folder")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    refused(tmp_path, neither + "only safetensors are read, convert 'pytorch_model.bin' with transformers'")
+    (tmp_path / "consolidated.00.pth").write_bytes(b"\x80")
+    known = "only model.safetensors and pytorch_model.bin are read, convert 'consolidated.00.pth' with transformers'"
+    refused(tmp_path, neither + known)
 
 
 Tensors = dict[str, Tensor]

@@ -15,6 +15,10 @@ LATER: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("train",), None),  # scoring has none, and had keys before there was training
     (("data", "joint"), "\n"),  # alpaca's
     (("data", "last_target"), False),
+    (("model", "head_dim"), None),
+    (("model", "qk_norm"), False),
+    (("model", "window"), None),
+    (("model", "rope_scaling"), None),
 )
 
 

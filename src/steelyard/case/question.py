@@ -1,10 +1,11 @@
 """What a case asks: model, data, precision, and how a model is trained. Everything here, and nothing else, is in the key."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from steelyard import tasks
+from steelyard import plugins, tasks
 from steelyard.case.precision import Precision
 from steelyard.data.division import Division
 from steelyard.errors import RequestError
@@ -100,6 +101,12 @@ class Question(Frozen):
     def row(self) -> Task:
         """The task's row."""
         return tasks.row(self.task)
+
+    def check_weights(self, folder: Path) -> None:
+        """Refuse a folder that says it holds another model, without reading a tensor of it."""
+        check = families.row(self.model.family).check_folder
+        if check is not None:
+            plugins.load(check)(folder, self.model)
 
     def asked(self, sources: Sources, sample: int | None, pack: bool, published: dict[str, int]) -> Asked:
         """The question as its task is told it."""

@@ -5,7 +5,9 @@ command line: later wins, and every value remembers where it came from.
 """
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -13,8 +15,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from steelyard import tasks
+from steelyard.case import problems
 from steelyard.case.case import AUTO, UNKNOWN_MEMORY, Case, Falling, Gate, Target, Tune
 from steelyard.case.precision import PRESETS, name_of
+from steelyard.case.problems import shown
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
 from steelyard.errors import RequestError, known
@@ -23,6 +27,7 @@ from steelyard.schema import Frozen
 
 MAX_CASE_BYTES = 64 << 10  # the TOML parser's time grows with the square of a dotted key
 MAX_DEPTH = 16  # of its tables
+CASE = "case"  # the origin of what a case file says
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,31 @@ def names() -> list[str]:
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
-def read(name: str) -> tuple[dict[str, Any], str]:
-    """A case file as a table, by the name of a shipped case or by the path of a user's own file."""
+@dataclass(frozen=True)
+class Source:
+    """A case as text, before anything is made of it. `origins`: where values came from, of a case that is in no file."""
+
+    path: str
+    text: str
+    table: dict[str, Any]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def sized(self, size: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """The table of a size, and where each of its values stands."""
+        table, origins = deepcopy(self.table), dict[str, str]()
+        smoke = table.pop("smoke", {})
+        if not isinstance(smoke, dict):
+            raise RequestError(f"case {self.path!r}: smoke is {shown(smoke)}; it must be a table: what size smoke changes")
+        _note(table, CASE, origins)
+        if size == "smoke":
+            table = _merge(table, smoke)
+            _note(smoke, f"{CASE}, size smoke", origins)
+        table["size"] = size
+        return table, {key: self.origins.get(key, found) if found == CASE else found for key, found in origins.items()}
+
+
+def read(name: str) -> Source:
+    """A case file, by the name of a shipped case or by the path of a user's own file."""
     if name.endswith(".toml"):
         path = Path(name)
         if not path.is_file():
@@ -59,12 +87,13 @@ def read(name: str) -> tuple[dict[str, Any], str]:
         hint = known(name, [*names(), "smoke"], "known cases")
         raise RequestError(f"no case {name!r}; {hint} (a file of your own ends in .toml)")
     try:
-        table = tomllib.loads(raw.decode("utf-8"))
+        text = raw.decode("utf-8")
+        table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"case file {name!r} is not TOML: {error}") from error
     if _deeper(table, MAX_DEPTH):
         raise RequestError(f"case file {name!r}: tables nested more than {MAX_DEPTH} deep; a case has four")
-    return table, name
+    return Source(name, text, table)
 
 
 def _deeper(value: Any, most: int) -> bool:
@@ -77,27 +106,19 @@ def _deeper(value: Any, most: int) -> bool:
 
 
 def resolve(
-    name: str,
+    name: str | Source,
     size: str | None = None,
     precision: str | None = None,
     division: str | None = None,
     settings: list[str] | None = None,
 ) -> Resolved:
     """A case as it will be run: file, size (full unless told), then what the command line says."""
-    table, path = read(name)
-    origins: dict[str, str] = {}
-    smoke = table.pop("smoke", {})
-    if not isinstance(smoke, dict):
-        raise RequestError(f"case {path!r}: smoke is {_shown(smoke)}; it must be a table: what size smoke changes")
-    _note(table, "case", origins)
+    source = read(name) if isinstance(name, str) else name
+    table, origins = source.sized("smoke" if size == "smoke" else "full")
     if size not in (None, "smoke", "full"):
         raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
     if division not in (None, *get_args(Division)):
         raise RequestError(f"--division {division!r} is not known; allowed: {', '.join(get_args(Division))}")
-    if size == "smoke":
-        table = _merge(table, smoke)
-        _note(smoke, "case, size smoke", origins)
-    table["size"] = size or "full"
     origins["size"] = "command line" if size else "default"
     question = table.get("question")
     if isinstance(question, dict):
@@ -109,12 +130,31 @@ def resolve(
             origins["question.precision"] = "command line"
     for setting in settings or []:
         _apply(table, setting, origins)
+    case, auto = _validate(table, origins, source)
+    _note_defaults(case.model_dump(mode="json"), origins)
+    return Resolved(case, origins, source.path, auto)
+
+
+def _validate(table: dict[str, Any], origins: dict[str, str], source: Source) -> tuple[Case, tuple[str, ...]]:
+    """The case of a table, and its tunes that are auto; or all that is wrong with its file, at either size."""
+    try:
+        return _case(table, origins)
+    except ValidationError as error:
+        size = str(table["size"])
+        every = problems.collect(error, source.text, origins, size, _keys_of_cases())
+        try:
+            other = source.sized("full" if size == "smoke" else "smoke")
+            _case(*other)
+        except ValidationError as second:
+            every += problems.collect(second, source.text, other[1], str(other[0]["size"]), _keys_of_cases())
+        raise problems.CaseError(source.path, problems.in_order(every)) from error
+
+
+def _case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case, tuple[str, ...]]:
     _expand_precision(table, origins)
     _forget_nominal(table, origins)
     auto = _take_auto(table, origins)
-    case = _validate(table, path)
-    _note_defaults(case.model_dump(mode="json"), origins)
-    return Resolved(case, origins, path, auto)
+    return Case.model_validate(table), auto
 
 
 def _take_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...]:
@@ -163,30 +203,13 @@ def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
         return
     presets = PRESETS.get(str(question.get("kind")), {})
     name = question["precision"]
-    if name not in presets:
+    if name not in presets and origins.get("question.precision") == "command line":
         raise RequestError(f"precision {name!r} is not known; allowed for {question.get('kind')}: {', '.join(presets)}")
+    if name not in presets:
+        return  # one of the problems of the file
     question["precision"] = presets[name].model_dump(mode="json")
     where = origins.pop("question.precision", "case")
     _note(question["precision"], f"preset {name} ({where})", origins, "question.precision.")
-
-
-def _validate(table: dict[str, Any], path: str) -> Case:
-    try:
-        return Case.model_validate(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        if first["type"] == "extra_forbidden":
-            raise RequestError(f"case {path!r}: unknown key {where!r}{more}; remove it, or see docs/cases.md") from error
-        shown = "" if first["type"] in ("missing", "value_error") else f" (it is {_shown(first['input'])})"
-        shown += f"; or {AUTO}" if where.removeprefix("tune.") in UNKNOWN_MEMORY else ""
-        raise RequestError(f"case {path!r}: {where}: {first['msg']}{shown}{more}; see docs/cases.md") from error
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
@@ -196,7 +219,7 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
     check_key(key, settable(), "--set")
     value = typed(text)
     if key.count(".") + 1 > MAX_DEPTH or _deeper(value, MAX_DEPTH):
-        raise RequestError(f"--set {_shown(setting)}: nested more than {MAX_DEPTH} deep; a case has four")
+        raise RequestError(f"--set {shown(setting)}: nested more than {MAX_DEPTH} deep; a case has four")
     if key.startswith("tune.env.") and not isinstance(value, str):
         value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")
@@ -213,7 +236,7 @@ def check_key(key: str, allowed: list[str], option: str) -> None:
     """Whether an option takes a key. Variables of the workers' environment are not listed one by one."""
     if key in allowed or key.startswith("tune.env."):
         return
-    raise RequestError(f"{option}: no key {_shown(key)}; {known(key, allowed, 'allowed')}")
+    raise RequestError(f"{option}: no key {shown(key)}; {known(key, allowed, 'allowed')}")
 
 
 def typed(text: str) -> Any:
@@ -233,8 +256,15 @@ def settable() -> list[str]:
         out |= _keys("question.data", task.data)
         out |= {f"published.{name}" for name in task.published_facts}
     for family in families.table().values():
-        out |= _keys("question.model", family.shape)
+        if family.forward is None:  # else what was counted is of the whole model as it stands
+            out |= _keys("question.model", family.shape)
     return sorted(out)
+
+
+def _keys_of_cases() -> list[str]:
+    """Every key of a case file, but for those of published rows."""
+    told = {"question.kind", "question.task", "question.model.family", "question.data.kind"}
+    return sorted({*settable(), *Case.model_fields, *told, "smoke"} - {"size"})
 
 
 def _keys(prefix: str, model: type[Frozen]) -> set[str]:

@@ -99,4 +99,6 @@ def named(point: Point) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"point {text(point)}: {error}" if point else str(error)) from error
+        if not point:
+            raise
+        raise RequestError(f"point {text(point)}: {error}") from error

@@ -11,6 +11,7 @@ import typer
 
 from steelyard import __version__
 from steelyard.cli import (
+    case,
     check,
     compare,
     conform,
@@ -70,6 +71,7 @@ VERBS: dict[str, Callable[..., int | None]] = {
 }
 for _name, _verb in VERBS.items():  # in the order in which --help lists them
     app.command(_name, cls=Command)(_verb)
+app.add_typer(case.app, name="case")
 app.add_typer(weights.app, name="weights")
 app.add_typer(data.app, name="data")
 
@@ -89,7 +91,8 @@ def _main() -> None:
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except RequestError as error:
-        say(f"error: {one_line(error)}")
+        first, *more = error.lines
+        say("\n".join((f"error: {one_line(first)}", *(f"  {one_line(line)}" for line in more))))
         sys.exit(2)
     except LostError as error:
         if error.left is not None:

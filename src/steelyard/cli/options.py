@@ -14,6 +14,45 @@ PART = "How much of it"
 PLACE = "Devices and hosts"
 OUTPUT = "Output"
 
+Cases = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CASE",
+        help="Cases, your own .toml files, or smoke: every case, tiny. None with --model.",
+        autocompletion=complete.cases,
+        show_default=False,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Hugging Face safetensors, Megatron shards, GLM's layout, or random. Default: random; with --model its folder.",
+        rich_help_panel=MAIN,
+    ),
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="torch (ours, the default), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: "
+        "every one that can run the case, side by side.",
+        rich_help_panel=MAIN,
+        autocompletion=complete.engines_or_all,
+    ),
+]
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Instead of CASE: a model of your own, a Hugging Face folder. Its case is made in memory; see steelyard case new.",
+        rich_help_panel=MAIN,
+    ),
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option(metavar="TASK", help="With --model: mmlu, lambada, openwebtext or alpaca.", rich_help_panel=MAIN),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[
     bool,

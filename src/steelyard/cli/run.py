@@ -15,10 +15,13 @@ from steelyard.cli.options import (
     PLACE,
     QUESTION,
     AcceleratorOption,
+    Cases,
     DataOption,
     DivisionOption,
+    EngineOption,
     HangAfter,
     Json,
+    ModelFolder,
     Out,
     Passes,
     PrecisionOption,
@@ -28,7 +31,9 @@ from steelyard.cli.options import (
     Settings,
     Steps,
     Subjects,
+    TaskOption,
     TimeLimit,
+    Weights,
     Wide,
 )
 from steelyard.cli.out import Output, begin, dump, one_line, paged, say, tell
@@ -53,19 +58,9 @@ DETAIL = "Detail"
 
 
 def run(
-    cases: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CASE", help="Cases, your own .toml files, or smoke: every case, tiny.", autocompletion=complete.cases
-        ),
-    ],
+    cases: Cases = None,
     data: DataOption = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR", help="Hugging Face safetensors, Megatron shards, GLM's layout, or random.", rich_help_panel=MAIN
-        ),
-    ] = "random",
+    weights: Weights = None,
     size: Annotated[
         str | None,
         typer.Option(
@@ -75,16 +70,7 @@ def run(
             autocompletion=complete.sizes,
         ),
     ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="torch (ours), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: every one "
-            "that can run the case, side by side.",
-            rich_help_panel=MAIN,
-            autocompletion=complete.engines_or_all,
-        ),
-    ] = "torch",
+    engine: EngineOption = None,
     devices: Annotated[
         int | None,
         typer.Option(
@@ -93,6 +79,8 @@ def run(
             rich_help_panel=MAIN,
         ),
     ] = None,
+    model: ModelFolder = None,
+    task: TaskOption = None,
     precision: PrecisionOption = None,
     division: DivisionOption = None,
     settings: Settings = None,
@@ -201,6 +189,7 @@ def run(
       steelyard run llama2-7b-mmlu --data auto --weights Llama-2-7b-hf/
       steelyard run llama2-7b-mmlu --data mmlu/ --tokenizer tokenizer.model
       steelyard run llama2-7b-mmlu --data mmlu/ --subjects anatomy,virology
+      steelyard run --model SmolLM2-135M/ --task mmlu --data mmlu/
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8
       steelyard run llama2-7b-mmlu --data mmlu/ --engine all --repeat 3
       steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 \\
@@ -212,11 +201,16 @@ def run(
     from steelyard.case.request import Request
     from steelyard.cli.engines import check_all, chosen
     from steelyard.cli.get import data_of
-    from steelyard.cli.wanted import at
+    from steelyard.cli.wanted import at, what
     from steelyard.data import selection
     from steelyard.record.signature import try_key
     from steelyard.run import site as sites
 
+    asked = what(cases, model, task, engine, weights, size)
+    engine = asked.engine
+    if not output.silent:
+        for line in asked.said:
+            say(line)
     check_all(engine, bool(sweeps), resume is not None)
     engines, settings = chosen(engine, settings or [])
     axes = sweep.axes(sweeps or [], _given(settings, devices, nodes, parallel, checkpoint_every, precision, division))
@@ -247,7 +241,7 @@ def run(
             subjects=named,
             rows=ids,
             resume=resume,
-            weights=None if weights == "random" else Path(weights),
+            weights=asked.weights,
             data=data_of(data, resolved.case),
             tokenizer=tokenizer,
             site=where,
@@ -259,7 +253,7 @@ def run(
             point=point,
             sign=sign,
         )
-        for name in cases
+        for name in asked.cases
         for point in sweep.grid(axes)
         for engine_name, of_engine in engines
         for resolved, number in at(point, name, engine_name, size, precision, division, settings, devices, accelerator)

@@ -1,20 +1,58 @@
 """What the names on a command line stand for: cases, and for `smoke` every case that an engine runs at that size."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
     from steelyard.case.case import Case
-    from steelyard.case.resolve import Resolved
+    from steelyard.case.resolve import Resolved, Source
     from steelyard.case.sweep import Point
 
 SMOKE = "smoke"
+RANDOM = "random"
+ENGINE = "torch"
+
+
+@dataclass(frozen=True)
+class What:
+    """What a command line asks to run: cases by name or as text, and what follows from a model's folder."""
+
+    cases: "tuple[str | Source, ...]"
+    engine: str
+    weights: Path | None
+    said: tuple[str, ...] = ()
+
+
+def what(
+    cases: list[str] | None, model: Path | None, task: str | None, engine: str | None, weights: str | None, size: str | None
+) -> What:
+    """Cases that are named, or the one of a model's folder and a task."""
+    given = None if weights in (None, RANDOM) else Path(str(weights))
+    if model is None:
+        if task is not None:
+            raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
+        if not cases:
+            raise RequestError("name a case, or smoke for every case, tiny; or a model's folder with --model and --task")
+        return What(tuple(cases), engine or ENGINE, given)
+    if cases:
+        raise RequestError(f"--model and {cases[0]!r}: a model's case is made of its folder; drop one of them")
+    if task is None:
+        raise RequestError("--model needs --task: mmlu, lambada, openwebtext or alpaca")
+    from steelyard.cli.own import AUTO, new_case
+
+    made = new_case(model, task, check_tokenizer=False)
+    only = made.source.table["question"]["model"]["family"] == AUTO
+    folder = given if weights is not None or size == SMOKE or made.random else model
+    said = (f"case {made.name}, made in memory as steelyard case new makes it", *(f"  assumed: {one}" for one in made.assumed))
+    return What((made.source,), engine or ("transformers" if only else ENGINE), folder, said)
 
 
 def at(
     point: "Point",
-    name: str,
+    name: "str | Source",
     engine: str,
     size: str | None,
     precision: str | None,
@@ -33,7 +71,7 @@ def at(
 
 
 def resolved(
-    name: str,
+    name: "str | Source",
     engine: str,
     size: str | None,
     precision: str | None,

@@ -77,16 +77,22 @@ def closed_batch(rows: list[list[int]], items: list[int]) -> Batch:
     )
 
 
-def counts(q_lens: list[int], k_lens: list[int], samples: int, padded: int = 0) -> dict[str, int]:
+def counts(q_lens: list[int], k_lens: list[int], samples: int, padded: int = 0, window: int | None = None) -> dict[str, int]:
     """What a batch's FLOPs are counted from: tokens, query-key pairs under the causal mask and without it, logits."""
     return {
         "tokens": sum(q_lens),
         "samples": samples,
         "padded": padded,
         "logits": samples,
-        "pairs": sum(q * (k - q) + q * (q + 1) // 2 for q, k in zip(q_lens, k_lens, strict=True)),
+        "pairs": sum(seen(k, window) - seen(k - q, window) for q, k in zip(q_lens, k_lens, strict=True)),
         "square": sum(q * k for q, k in zip(q_lens, k_lens, strict=True)),
     }
+
+
+def seen(length: int, window: int | None) -> int:
+    """Query-key pairs of a row of so many tokens: each sees itself and what is before it, or the window's last ones of that."""
+    short = length if window is None else min(length, window)
+    return short * (short + 1) // 2 + (length - short) * short
 
 
 def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from steelyard.data.batches import counts, prefixes
+from steelyard.data.batches import counts, prefixes, seen
 from steelyard.data.cloze import ClozeRows
 from steelyard.data.division import Division
 from steelyard.data.rows import IGNORED, Key, Row, Rows
@@ -29,8 +29,8 @@ class Counter(Protocol):
 class TextCounts:
     """Of texts that are scored: in division closed every token of each, in open the tokens behind what its group shares."""
 
-    def __init__(self, texts: Texts, division: Division, logits: Callable[[int], int]) -> None:
-        self.texts, self.division, self.logits = texts, division, logits
+    def __init__(self, texts: Texts, division: Division, logits: Callable[[int], int], window: int | None = None) -> None:
+        self.texts, self.division, self.logits, self.window = texts, division, logits, window
 
     @cached_property
     def shared(self) -> list[int]:
@@ -39,25 +39,25 @@ class TextCounts:
     def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
         lens = [len(self.texts.rows[i]) for i in rows]
         common = [self.shared[group] for group in prefixes]
-        seen = [0 if self.division == "closed" else self.shared[self.texts.groups[i]] for i in rows]
-        own = [length - before for length, before in zip(lens, seen, strict=True)]
-        made = counts([*common, *own], [*common, *lens], len(rows))
+        before = [0 if self.division == "closed" else self.shared[self.texts.groups[i]] for i in rows]
+        own = [length - known for length, known in zip(lens, before, strict=True)]
+        made = counts([*common, *own], [*common, *lens], len(rows), window=self.window)
         return made | {"logits": sum(map(self.logits, lens))}
 
     def wanted(self, name: str, steps: range) -> list[Counts]:
         """As if nothing were shared, which in division open is the most that there can be."""
-        whole = TextCounts(self.texts, "closed", self.logits)
+        whole = TextCounts(self.texts, "closed", self.logits, self.window)
         return [whole.of(name, range(len(self.texts.rows)))]
 
 
 class RowCounts:
     """Of rows to train on."""
 
-    def __init__(self, rows: Rows, division: Division) -> None:
-        self.rows = rows
+    def __init__(self, rows: Rows, division: Division, window: int | None = None) -> None:
+        self.rows, self.window = rows, window
 
     def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
-        return _sum(of_row(self.rows.row(key)) for key in rows)
+        return _sum(of_row(self.rows.row(key), self.window) for key in rows)
 
     def wanted(self, name: str, steps: range) -> list[Counts]:
         drawn = [self.rows.batch(step) for step in steps] if name == "train" else [self.rows.held_out()]
@@ -67,7 +67,7 @@ class RowCounts:
 class ClozeCounts:
     """Of contexts with candidates."""
 
-    def __init__(self, rows: ClozeRows, division: Division) -> None:
+    def __init__(self, rows: ClozeRows, division: Division, window: int | None = None) -> None:
         self.rows = rows
 
     def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
@@ -78,7 +78,7 @@ class ClozeCounts:
         return [_sum(self.of(name, [key]) for key in keys) for keys in drawn]
 
 
-def of_row(row: Row) -> Counts:
+def of_row(row: Row, window: int | None = None) -> Counts:
     """Padding, a last segment of its own, is no work."""
     real = row.lens if row.real == len(row.tokens) else row.lens[:-1]
     return {
@@ -86,7 +86,7 @@ def of_row(row: Row) -> Counts:
         "samples": row.samples,
         "padded": 0,
         "logits": int(np.count_nonzero(row.targets != IGNORED)),
-        "pairs": sum(n * (n + 1) // 2 for n in real),
+        "pairs": sum(seen(n, window) for n in real),
         "square": sum(n * n for n in real),
     }
 
@@ -99,10 +99,10 @@ def _sum(every: Iterable[Counts]) -> Counts:
     return out
 
 
-# Kind of work → what counts it. Every loss of a text needs the logits of the token before.
-COUNTERS: dict[str, Callable[[Any, Division], Counter]] = {
-    "score_choices": lambda texts, division: TextCounts(texts, division, lambda length: 1),
-    "score_texts": lambda texts, division: TextCounts(texts, division, lambda length: length - 1),
+# Kind of work → what counts it, with the window of the model. Every loss of a text needs the logits of the token before.
+COUNTERS: dict[str, Callable[[Any, Division, int | None], Counter]] = {
+    "score_choices": lambda texts, division, window: TextCounts(texts, division, lambda length: 1, window),
+    "score_texts": lambda texts, division, window: TextCounts(texts, division, lambda length: length - 1, window),
     "train_rows": RowCounts,
     "train_cloze": ClozeCounts,
 }

@@ -16,6 +16,7 @@ from steelyard.engines.bench import Ceilings
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job
 from steelyard.errors import RequestError, known
+from steelyard.models.shapes import VARIANTS
 from steelyard.plan.degrees import Plan
 
 # Kinds of work: what an engine is given, and what it must answer. docs/engines.md says each in detail.
@@ -45,6 +46,7 @@ class EngineRow:
     framework: str
     works: Mapping[str, str]  # kind of work → `module:Class`, called with a Job
     families: tuple[str, ...]
+    variants: tuple[str, ...] = ()  # fields in which a Llama may differ from a plain one
     divisions: tuple[str, ...] = ("closed",)
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")  # of matmuls
     trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")  # names of precisions of training
@@ -68,14 +70,20 @@ class EngineRow:
             return None
         able = [row.name for row in table().values() if row._runs(question)]
         why = ""
-        if question.row.work in self.works and question.row.batch_unit not in self.batches_of:
+        if question.model.family not in self.families and hasattr(question.model, "model_type"):
+            why = f": it has no model of type {question.model.model_type!r}"
+        elif question.row.work in self.works and question.row.batch_unit not in self.batches_of:
             why = f": its global batch counts {question.row.batch_unit}, several to a row that do not see each other"
-        return f"engine {self.name!r} does not run {case.name}{why}; allowed: {', '.join(able)}"
+        lacks = sorted(_variants(question) - set(self.variants))
+        if question.row.work in self.works and question.model.family in self.families and lacks:
+            why = f": its model has {', '.join(f'question.model.{name}' for name in lacks)}"
+        return f"engine {self.name!r} does not run {case.name}{why}; allowed: {', '.join(able) or 'none'}"
 
     def _runs(self, question: Question) -> bool:
         row = question.row
         counts = row.kind != "train" or row.batch_unit in self.batches_of
-        return row.work in self.works and question.model.family in self.families and counts
+        computed = question.model.family in self.families and _variants(question) <= set(self.variants)
+        return row.work in self.works and computed and counts
 
     def divides(self, plan: Plan) -> bool:
         """Whether it can divide a model so."""
@@ -84,6 +92,10 @@ class EngineRow:
     def missing(self) -> str | None:
         """The first module that it needs and that is not installed."""
         return next((module for module in self.needs if not _installed(module)), None)
+
+
+def _variants(question: Question) -> set[str]:
+    return set(getattr(question.model, "variants", ()))
 
 
 def _installed(module: str) -> bool:
@@ -104,6 +116,7 @@ TORCH = EngineRow(
         "train_cloze": "steelyard.engines.torch.glm:TorchCloze",
     },
     families=("llama", "glm"),
+    variants=VARIANTS,
     divisions=("closed", "open"),
     precisions=("fp32", "tf32", "fp16", "bf16", "fp8"),
     trains_in=("fp32", "tf32", "fp16", "bf16", "bf16-pure", "fp8", "fp8-pure"),
@@ -120,7 +133,8 @@ TRANSFORMERS = EngineRow(
         "score_texts": "steelyard.engines.transformers.score:TransformersScore",
         "train_rows": "steelyard.engines.transformers.train:TransformersTrain",
     },
-    families=("llama",),
+    families=("llama", "auto"),
+    variants=VARIANTS,
     needs=("torch", "transformers"),
     extra="transformers",
 )

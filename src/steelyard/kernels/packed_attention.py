@@ -31,14 +31,18 @@ class Borders:
 
     begin: Tensor  # [Tq]: its first key
     stop: Tensor  # [Tq]: one behind its last key
-    end: Tensor  # [Tk]: one behind the last query of its row; its first is itself, where no prefix is shared
+    end: Tensor  # [Tk]: one behind the last query that sees it; its first is itself, where no prefix is shared
 
 
-def borders(cu_q: Tensor, cu_k: Tensor, queries: int) -> Borders:
-    """From the cumulative lengths of rows, each aligned at its end."""
+def borders(cu_q: Tensor, cu_k: Tensor, queries: int, window: int | None = None) -> Borders:
+    """From the cumulative lengths of rows, each aligned at its end; with a window, a query sees the last so many keys. Where
+    a prefix is shared, `end` is read by nobody."""
     at = torch.arange(queries, dtype=cu_q.dtype, device=cu_q.device)
     row = torch.searchsorted(cu_q, at, right=True)
-    return Borders(cu_k[row - 1], at + 1 + cu_k[row] - cu_q[row], cu_q[row])
+    made = Borders(cu_k[row - 1], at + 1 + cu_k[row] - cu_q[row], cu_q[row])
+    if window is None:
+        return made
+    return Borders(torch.maximum(made.begin, made.stop - window), made.stop, torch.minimum(made.end, at + window))
 
 
 def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:

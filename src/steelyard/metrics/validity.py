@@ -7,7 +7,7 @@ from math import fsum
 from steelyard import words
 from steelyard.accelerators import nvml
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import busy, clocks, fit, plausible, readings, shipped, stats, stragglers, training
+from steelyard.metrics import busy, clocks, fit, own, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import Finding, Judged, Rule, failed, judged, note
 from steelyard.record.facts import Restart, StepDown
@@ -366,7 +366,7 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
         out.append(Message("note.selected"))
     if str(record.engine.details.get("fp8", "")).startswith("emulated"):
         out.append(Message("note.emulated"))
-    return [note(one) for one in out]
+    return [note(one) for one in (*out, *own.notes(record))]
 
 
 def _stepped_down(record: Record, first: StepDown) -> Message:

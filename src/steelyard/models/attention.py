@@ -1,7 +1,8 @@
 """Attention over packed rows: tokens of many sequences end to end, no padding between them.
 
 A kernel is a row of KERNELS. Every kernel takes q [Tq, H, D], k and v [Tk, G, D] and a `Layout`, and computes causal
-attention inside each row, aligned at the row's end: the last query of a row sees all of that row's keys.
+attention inside each row, aligned at the row's end: the last query of a row sees all of that row's keys, or with a window the
+last so many of them.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from steelyard.errors import RequestError
 from steelyard.kernels import packed_attention
 from steelyard.kernels.packed_attention import Borders
+from steelyard.models.shapes import real_window
 from steelyard.models.tensors import cumulative
 
 SEGMENTS = 64  # a steady layout has a multiple of so many rows
@@ -28,13 +30,13 @@ class Layout:
     max_q: int
     max_k: int
     gather: Tensor | None = None  # int64 [Tk]: which of (cached prefix rows ++ this batch's rows) each key is
-    made: list[Borders] = field(default_factory=list, repr=False, compare=False)
+    made: dict[int | None, Borders] = field(default_factory=dict, repr=False, compare=False)
 
-    def borders(self, queries: int) -> Borders:
+    def borders(self, queries: int, window: int | None) -> Borders:
         """Of every token, for kernels that need them: made once, and read by all layers."""
-        if not self.made:
-            self.made.append(packed_attention.borders(self.cu_q, self.cu_k, queries))
-        return self.made[0]
+        if window not in self.made:
+            self.made[window] = packed_attention.borders(self.cu_q, self.cu_k, queries, window)
+        return self.made[window]
 
 
 Prefix = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G, D] each
@@ -56,10 +58,10 @@ def steady_layout(lens: list[int], longest: int, device: torch.device) -> Layout
     return Layout(cu, cu, longest, longest)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Layout, int | None], Tensor]
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
+def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
     """Row by row through SDPA: for a CPU, and the plain meaning of every other kernel."""
     out = []
     q_ends, k_ends = rows.cu_q.tolist(), rows.cu_k.tolist()
@@ -69,7 +71,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
         n, m = queries.stop - queries.start, keys.stop - keys.start
         if n == 0:
             continue
-        mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+        mask = None if n == m and real_window(window, m) is None else _mask(n, m, window, q.device)
         one = F.scaled_dot_product_attention(
             q[queries].transpose(0, 1)[None],
             k[keys].transpose(0, 1)[None],
@@ -82,18 +84,26 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
     return torch.cat(out)
 
 
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys of a row each query sees."""
+    last = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last)
+    return mask if window is None else mask.triu(last - window + 1)
+
+
 def _learns(q: Tensor) -> bool:
     """Whether a kernel must keep the sums of its softmax, which its backward pass reads."""
     return torch.is_grad_enabled() and q.requires_grad
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
     borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
-    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, True, False)[0]
+    before = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, True, False, **before)[0]
     return out
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
     """The only fused kernel that takes fp32. It knows no grouped keys, so they are repeated."""
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -105,16 +115,16 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
     return out[0]
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
     """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix only."""
     borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
     out: Tensor = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *borders, _learns(q), 0.0, True, False)[0]
     return out
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, rows: Layout) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
     """Our own. Rows with a shared prefix are scored and not learned from."""
-    return packed_attention.attend(q, k, v, rows.borders(len(q)))
+    return packed_attention.attend(q, k, v, rows.borders(len(q), window))
 
 
 KERNELS: dict[str, Kernel] = {
@@ -126,6 +136,8 @@ KERNELS: dict[str, Kernel] = {
 }
 # Its gradients of rows of several lengths are wrong or NaN (torch 2.11, cuDNN 9, one H200); its forward is right.
 FORWARD_ONLY = ("cudnn",)
+# cuDNN's has no window as torch calls it, and the gradient of `efficient` knows none (torch 2.11 to 2.13).
+WINDOWED = ("flash", "packed", "rows")
 
 
 def known(kernel: str, trains: bool, *others: str) -> str:
@@ -135,6 +147,18 @@ def known(kernel: str, trains: bool, *others: str) -> str:
         return kernel
     why = "has wrong gradients of rows of several lengths" if kernel in KERNELS else "is not known"
     raise RequestError(f"tune.attention={kernel!r} {why}; allowed: {', '.join(allowed)}")
+
+
+def with_window(kernel: str, window: int | None, longest: int, asked: str) -> str:
+    """The kernel, or one that has a window where rows of up to `longest` tokens need it and none was asked for."""
+    if real_window(window, longest) is None or kernel in WINDOWED:
+        return kernel
+    if asked == "auto":
+        return "rows"
+    raise RequestError(
+        f"tune.attention={kernel!r} has no window, and rows of {longest} tokens need the model's of {window}; "
+        f"allowed: auto, {', '.join(WINDOWED)}"
+    )
 
 
 @torch.library.custom_op("steelyard::packed_attention", mutates_args=())
@@ -150,9 +174,10 @@ def _packed_attention(
     prefix_k: Tensor | None,
     prefix_v: Tensor | None,
     kernel: str,
+    window: int | None,
 ) -> Tensor:
     prefix = None if prefix_k is None or prefix_v is None else (prefix_k, prefix_v)
-    return _plain(q, k, v, Layout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix).contiguous()
+    return _plain(q, k, v, Layout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix, window).contiguous()
 
 
 @_packed_attention.register_fake
@@ -168,11 +193,14 @@ def _(
     prefix_k: Tensor | None,
     prefix_v: Tensor | None,
     kernel: str,
+    window: int | None,
 ) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None = None, window: int | None = None
+) -> Tensor:
     """Attention of packed rows by the named kernel: [Tq, H, D]. Queries may come by key group: [Tq, G, H / G, D].
 
     Shared prefixes are laid out again before each row that sees them. That costs a copy, and buys the same order of sums as
@@ -183,13 +211,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: P
     before = prefix if rows.gather is not None else None
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled, and nothing to differentiate
         borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
-        out: Tensor = torch.ops.steelyard.packed_attention(q, k, v, *borders, rows.gather, *(before or (None, None)), kernel)
+        cached = before or (None, None)
+        out: Tensor = torch.ops.steelyard.packed_attention(q, k, v, *borders, rows.gather, *cached, kernel, window)
         return out
-    return _plain(q, k, v, rows, kernel, before)
+    return _plain(q, k, v, rows, kernel, before, window)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None, window: int | None) -> Tensor:
     """The same without the custom op, which would hide what is inside from a FLOP counter."""
     if rows.gather is not None and prefix is not None:
         k, v = (torch.cat((before, own)).index_select(0, rows.gather) for before, own in zip(prefix, (k, v), strict=True))
-    return KERNELS[kernel](q if q.dim() == 3 or kernel == "packed" else q.flatten(1, 2), k, v, rows)
+    q = q if q.dim() == 3 or kernel == "packed" else q.flatten(1, 2)
+    window = real_window(window, rows.max_k)
+    if window is not None and kernel not in WINDOWED:
+        raise ValueError(f"kernel {kernel!r} has no window")
+    return KERNELS[kernel](q, k, v, rows, window)

@@ -9,24 +9,37 @@ from typing import Any
 
 from steelyard import plugins
 from steelyard.errors import RequestError
+from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, Matrix
 from steelyard.schema import Frozen
 
 
 @dataclass(frozen=True)
+class Forward:
+    """FLOPs of a forward."""
+
+    token: int
+    pair: int  # of a query and a key, in all layers
+    logit: int
+
+
+@dataclass(frozen=True)
 class Family:
-    """A family of models. Strings are references, `module:function`, for `plugins.load`."""
+    """A family of models. Strings are references, `module:function`, for `plugins.load`; None, where an engine of another
+    library does it."""
 
     name: str
     shape: type[Frozen]  # its dimensions, as a case tells them
     works: tuple[str, ...]  # kinds of work it can do
     layer_matrices: Callable[[Any], tuple[Matrix, ...]]  # of a shape: those of one layer, as they are multiplied
     other_parameters: Callable[[Any], int]  # of a shape: all else that is trained, of the whole model
-    build: str  # (shape, device, dtype): a model whose memory is not initialised
-    random_init: str  # (model, seed): random weights
+    build: str | None  # (shape, device, dtype): a model whose memory is not initialised
+    random_init: str | None  # (model, seed): random weights
     placements: str | None  # how a tensor-parallel group divides each parameter; None: it cannot
-    holds: str  # (folder): whether the folder holds weights of this family, by names of files and tensors alone
+    holds: str | None  # (folder): whether the folder holds weights of this family, by names of files and tensors alone
     checkpoint: str  # (folder): its checkpoint, headers read
+    check_folder: str | None = None  # (folder, shape): refuses weights of another model by config.json alone, without torch
+    forward: Callable[[Any], Forward] | None = None  # of a shape: FLOPs, where matrices do not tell them
 
     def layer_parameters(self, model: Any) -> int:
         """Weights of the matrices of one layer."""
@@ -34,19 +47,17 @@ class Family:
 
 
 def _llama_layer(model: LlamaModel) -> tuple[Matrix, ...]:
-    dim = model.hidden // model.heads
     return (
-        Matrix("qkv", (model.heads + 2 * model.kv_heads) * dim, model.hidden, "outputs"),
-        Matrix("out", model.hidden, model.hidden, "inputs"),
+        Matrix("qkv", (model.heads + 2 * model.kv_heads) * model.dim, model.hidden, "outputs"),
+        Matrix("out", model.hidden, model.heads * model.dim, "inputs"),
         Matrix("gate+up", 2 * model.ffn, model.hidden, "outputs"),
         Matrix("down", model.hidden, model.ffn, "inputs"),
     )
 
 
 def _llama_others(model: LlamaModel) -> int:
-    dim = model.hidden // model.heads
-    norms = (2 * model.layers + 1) * model.hidden
-    biases = model.layers * (model.heads + 2 * model.kv_heads) * dim if model.qkv_bias else 0
+    norms = (2 * model.layers + 1) * model.hidden + model.layers * (2 * model.dim if model.qk_norm else 0)
+    biases = model.layers * (model.heads + 2 * model.kv_heads) * model.dim if model.qkv_bias else 0
     return norms + biases + model.vocab * model.hidden * (1 if model.tied else 2)
 
 
@@ -57,6 +68,20 @@ def _glm_layer(model: GlmModel) -> tuple[Matrix, ...]:
         Matrix("up", model.ffn, model.hidden, "outputs"),
         Matrix("down", model.hidden, model.ffn, "inputs"),
     )
+
+
+def _auto_layer(model: AutoModel) -> tuple[Matrix, ...]:
+    """One product with as many FLOPs as those of a layer: which they are, only the library knows."""
+    return (Matrix("layer", max(1, model.token_flops // (2 * model.layers * model.hidden)), model.hidden, "outputs"),)
+
+
+def _auto_others(model: AutoModel) -> int:
+    one = _auto_layer(model)[0]
+    return model.parameters - model.layers * one.outputs * one.inputs
+
+
+def _auto_forward(model: AutoModel) -> Forward:
+    return Forward(model.token_flops, model.pair_flops, model.logit_flops)
 
 
 def _glm_others(model: GlmModel) -> int:
@@ -76,6 +101,21 @@ LLAMA = Family(
     placements="steelyard.models.placements:PLACEMENTS",
     holds="steelyard.weights.load:holds",
     checkpoint="steelyard.weights.load:open_folder",
+    check_folder="steelyard.weights.hf_folder:check_llama",
+)
+AUTO = Family(
+    name="auto",
+    shape=AutoModel,
+    works=("score_choices", "score_texts"),
+    layer_matrices=_auto_layer,
+    other_parameters=_auto_others,
+    build=None,
+    random_init=None,
+    placements=None,
+    holds=None,
+    checkpoint="steelyard.weights.load:open_folder",
+    check_folder="steelyard.weights.hf_folder:check_auto",
+    forward=_auto_forward,
 )
 GLM = Family(
     name="glm",
@@ -94,7 +134,7 @@ GROUP = "steelyard.families"
 
 def table() -> dict[str, Family]:
     """All rows by name."""
-    return plugins.table([LLAMA, GLM], GROUP, Family, "family")
+    return plugins.table([LLAMA, GLM, AUTO], GROUP, Family, "family")
 
 
 def row(name: str) -> Family:

@@ -1,4 +1,5 @@
-"""The Llama family: RMSNorm, rotary positions, SwiGLU, grouped keys, optional QKV bias, tied or untied output.
+"""The Llama family: RMSNorm, rotary positions, SwiGLU, grouped keys, tied or untied output; optional are a QKV bias (Qwen2),
+norms of query and key heads (Qwen3), a window (Mistral) and scaled rotary positions (Llama 3).
 
 Tokens are packed: a batch is one long row of tokens with a `Layout` that says where its sequences begin, so a linear layer
 sees one large matrix and nothing is padded. QKV is one matrix, stored by key group as (its query heads, key, value): a
@@ -9,6 +10,7 @@ the same reason.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 from steelyard.kernels.rotary import rotate
 from steelyard.kernels.swiglu import gated
 from steelyard.models.attention import Layout, Prefix, attend
+from steelyard.models.shapes import LinearRope, Llama3Rope
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class LlamaShape:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     tied: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    rope_scaling: LinearRope | Llama3Rope | None = None
 
     @property
     def ffn_block(self) -> int:
@@ -67,14 +73,16 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(dim, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(dim, shape.norm_eps) if shape.qk_norm else None
 
     def forward(
         self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
     ) -> Streams:
         """Returns x, delta, and this batch's keys and values."""
         x = x + delta
-        q, k, v = heads(self.qkv(self.attention_norm(x)), cos, sin, self.shape)
-        x = x + self.out(attend(q, k, v, rows, kernel, prefix).flatten(1))
+        q, k, v = heads(self.qkv(self.attention_norm(x)), cos, sin, self.shape, self.q_norm, self.k_norm)
+        x = x + self.out(attend(q, k, v, rows, kernel, prefix, self.shape.window).flatten(1))
         return x, self.down(swiglu(self.gate_up(self.ffn_norm(x)), self.shape)), k, v
 
 
@@ -86,11 +94,18 @@ def swiglu(gate_up: Tensor, shape: LlamaShape) -> Tensor:
     return F.silu(gate, inplace=True).mul_(up)
 
 
-def heads(qkv: Tensor, cos: Tensor, sin: Tensor, shape: LlamaShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values, of all groups that are there: a share has fewer."""
+Norm = Callable[[Tensor], Tensor]
+
+
+def heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, shape: LlamaShape, of_q: Norm | None = None, of_k: Norm | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normed where the model does so, and rotated, and values, of all groups that are there: a share has
+    fewer."""
     grouped = qkv.unflatten(-1, (-1, shape.heads // shape.kv_heads + 2, shape.head_dim))  # type: ignore[no-untyped-call]
-    q = rotate(grouped[:, :, :-2].flatten(1, 2), cos, sin)
-    return q, rotate(grouped[:, :, -2], cos, sin), grouped[:, :, -1]
+    q, k = grouped[:, :, :-2], grouped[:, :, -2]
+    q, k = q if of_q is None else of_q(q), k if of_k is None else of_k(k)
+    return rotate(q.flatten(1, 2), cos, sin), rotate(k, cos, sin), grouped[:, :, -1]
 
 
 class Llama(nn.Module):
@@ -161,5 +176,23 @@ def rotary(positions: Tensor, shape: LlamaShape, dtype: torch.dtype) -> tuple[Te
     """cos and sin of every token's angles, [T, 1, D/2], computed in fp32."""
     dim = shape.head_dim
     steps = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).float() / dim
-    angles = positions[:, None].float() * (1.0 / shape.rope_base**steps)
+    speeds = 1.0 / shape.rope_base**steps
+    if shape.rope_scaling is not None:
+        speeds = SCALED[shape.rope_scaling.kind](speeds, shape.rope_scaling)
+    angles = positions[:, None].float() * speeds
     return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
+
+
+def _linear(speeds: Tensor, scaling: LinearRope) -> Tensor:
+    return speeds / scaling.factor
+
+
+def _llama3(speeds: Tensor, scaling: Llama3Rope) -> Tensor:
+    """How many waves the original positions hold says how much of a frequency is kept: from `low`, nothing, to `high`, all.
+    In the order in which transformers computes it: at long positions the last bit of a frequency is seen in an angle."""
+    waves = scaling.original_positions / (2 * math.pi / speeds)
+    kept = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - kept) * speeds / scaling.factor + kept * speeds
+
+
+SCALED: dict[str, Callable[[Tensor, Any], Tensor]] = {"linear": _linear, "llama3": _llama3}

@@ -212,8 +212,9 @@ class Fp8Block:
         norm, weight, bias = block.attention_norm.weight, block.qkv.weight, block.qkv.bias
         x, qkv = _apply(NormLinear, x, delta, norm, weight, shape.norm_eps, code)
         qkv = qkv if bias is None else qkv + bias
-        q, k, v = heads(qkv, cos, sin, shape.heads // shape.kv_heads, code.kernels)
-        delta = _apply(Linear, attend(q, k, v, rows, kernel, prefix).flatten(1), block.out.weight, code)
+        q, k, v = heads(qkv, cos, sin, block, code.kernels)
+        seen = attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1)
+        delta = _apply(Linear, seen, block.out.weight, code)
         weights = block.gate_up.weight, block.down.weight
         x, delta = _apply(FeedForward, x, delta, block.ffn_norm.weight, *weights, shape, code)
         return x, delta, k, v
@@ -247,8 +248,8 @@ class Fp8ScoreBlock:
     ) -> Streams:
         block, kernels, shape = self.block, self.kernels, self.block.shape
         x, normed, _ = kernels.add_norm_fp8(x, delta, block.attention_norm.weight, shape.norm_eps)
-        q, k, v = heads(block.qkv(normed), cos, sin, shape.heads // shape.kv_heads, kernels)
-        seen = kernels.rows(attend(q, k, v, rows, kernel, prefix).flatten(1))
+        q, k, v = heads(block.qkv(normed), cos, sin, block, kernels)
+        seen = kernels.rows(attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1))
         x, normed, _ = kernels.add_norm_fp8(x, block.out(seen), block.ffn_norm.weight, shape.norm_eps)
         return x, block.down(kernels.gated_fp8(block.gate_up(normed), shape.ffn_block)), k, v
 

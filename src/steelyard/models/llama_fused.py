@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from steelyard.kernels import add_norm, jit, rotary, swiglu
+from steelyard.kernels import add_norm, head_norm, jit, rotary, swiglu
 from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Streams
 
@@ -75,8 +75,29 @@ class Heads(torch.autograd.Function):
         return context.kernels.join_heads(*grads, *context.saved_tensors), None, None, None, None
 
 
-def heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, kernels: "BlockKernels") -> tuple[Tensor, Tensor, Tensor]:
-    """Where nothing is learned they stay inside `qkv`, which nobody else reads."""
+class NormHeads(torch.autograd.Function):
+    """QKV with its queries and keys normed, head by head."""
+
+    @staticmethod
+    def forward(
+        context: Any, qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queries: int, kernels: "BlockKernels"
+    ) -> Tensor:
+        context.save_for_backward(qkv, of_q, of_k)
+        context.told, context.kernels = (eps, queries), kernels
+        out: Tensor = kernels.norm_heads(qkv, of_q, of_k, eps, queries)
+        return out
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = context.kernels.norm_heads_backward(*context.saved_tensors, grads[0], *context.told)
+        return *back, None, None, None
+
+
+def heads(qkv: Tensor, cos: Tensor, sin: Tensor, block: Block, kernels: "BlockKernels") -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, rotated, and values. Where nothing is learned they stay inside `qkv`, which nobody else reads."""
+    queries = block.shape.heads // block.shape.kv_heads
+    if block.q_norm is not None and block.k_norm is not None:
+        qkv = _apply(NormHeads, qkv, block.q_norm.weight, block.k_norm.weight, block.shape.norm_eps, queries, kernels)
     if torch.is_grad_enabled():
         made = _apply(Heads, qkv, cos, sin, queries, kernels)
     else:
@@ -125,6 +146,8 @@ class BlockKernels:
         self.split_heads = make(rotary.split_heads, rotary.triton_split_heads)
         self.rotate_heads = make(rotary.rotate_heads, rotary.triton_rotate_heads)
         self.join_heads = make(rotary.join_heads, rotary.triton_join_heads)
+        self.norm_heads = make(head_norm.norm_heads, head_norm.triton_norm_heads)
+        self.norm_heads_backward = make(head_norm.norm_heads_backward, head_norm.triton_norm_heads_backward)
         self.gated = make(swiglu.gated, swiglu.triton_gated)
         self.gated_backward = make(swiglu.gated_backward, swiglu.triton_gated_backward)
 
@@ -188,8 +211,8 @@ class FusedBlock:
     ) -> Streams:
         block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
         x, normed = _apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
-        q, k, v = heads(linears.linear(normed, block.qkv), cos, sin, shape.heads // shape.kv_heads, kernels)
-        seen = attend(q, k, v, rows, kernel, prefix).flatten(1)
+        q, k, v = heads(linears.linear(normed, block.qkv), cos, sin, block, kernels)
+        seen = attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1)
         x, normed = _apply(AddNorm, x, linears.linear(seen, block.out), block.ffn_norm.weight, shape.norm_eps, kernels)
         gate_up = linears.linear(normed, block.gate_up)
         return x, linears.swiglu_linear(gate_up, block.down, shape.ffn_block, kernels), k, v

@@ -18,8 +18,9 @@ def shape_of(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
         return model
     if not isinstance(model, LlamaModel):
         raise TypeError(f"a model of family {model.family!r} is no Llama")
-    dims = model.model_dump(exclude={"family", "nominal_parameters"})
-    return LlamaShape(**dims, head_dim=model.hidden // model.heads)
+    told = {name: getattr(model, name) for name in type(model).model_fields}
+    dims = {name: value for name, value in told.items() if name not in ("family", "nominal_parameters")}
+    return LlamaShape(**dims | {"head_dim": model.dim})
 
 
 def build(model: LlamaShape | LlamaModel, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE) -> Llama:

@@ -50,6 +50,8 @@ PLACEMENTS = {
     "attention_norm.weight": ParameterPlacement(lambda s: (s.hidden,), None),
     "qkv.weight": ParameterPlacement(lambda s: (*_qkv(s), s.hidden), 0),
     "qkv.bias": ParameterPlacement(_qkv, 0),
+    "q_norm.weight": ParameterPlacement(lambda s: (s.head_dim,), None),
+    "k_norm.weight": ParameterPlacement(lambda s: (s.head_dim,), None),
     "out.weight": ParameterPlacement(lambda s: (s.hidden, s.heads * s.head_dim), 1),
     "ffn_norm.weight": ParameterPlacement(lambda s: (s.hidden,), None),
     "gate_up.weight": ParameterPlacement(lambda s: (2, s.ffn // s.ffn_block, s.ffn_block, s.hidden), 1, swapped=True),

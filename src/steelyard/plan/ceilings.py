@@ -88,6 +88,6 @@ def case_heads(quick: bool) -> list[Heads]:
         model, train = case.question.model, case.question.train
         length = min(model.positions, SCORED_LENGTH) if train is None else train.length
         rows = max(1, matmuls.batch(case)[0] // length)
-        one = Heads(name, model.heads, model.kv_heads, model.hidden // model.heads, length, rows)
+        one = Heads(name, model.heads, model.kv_heads, model.dim, length, rows)
         out.setdefault((one.dim,) if quick else (one.heads, one.kv_heads, one.dim, length), one)
     return list(out.values())

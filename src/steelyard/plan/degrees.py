@@ -103,7 +103,7 @@ def degrees(text: str, world: int) -> tuple[int, int, int]:
 
 def _check_model(case: Case, tp: int, pp: int) -> None:
     model = case.question.model
-    sizes = {what: getattr(model, key) for what, key in DIVIDES["tp"]}
+    sizes = {what: getattr(model, key) for what, key in DIVIDES["tp"] if hasattr(model, key)}
     for what, size in sizes.items():
         if size % tp:
             allowed = [str(n) for n in range(1, model.kv_heads + 1) if not any(size % n for size in sizes.values())]

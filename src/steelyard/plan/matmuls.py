@@ -10,6 +10,7 @@ from pydantic import Field
 
 from steelyard.case.case import Case
 from steelyard.models import families
+from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
 from steelyard.schema import Frozen
 
@@ -46,7 +47,7 @@ def total(every: tuple[Matmul, ...]) -> int:
     return sum(one.count * one.flops for one in every)
 
 
-def of_model(model: LlamaModel | GlmModel, tokens: int, logits: int, kind: str, tp: int = 1) -> tuple[Matmul, ...]:
+def of_model(model: LlamaModel | GlmModel | AutoModel, tokens: int, logits: int, kind: str, tp: int = 1) -> tuple[Matmul, ...]:
     """Of one device of a tensor-parallel group, over all layers. A vocabulary that the group divides is padded, and what is
     computed of the padding is in it."""
     out: list[Matmul] = []

@@ -13,6 +13,7 @@ from steelyard.case.case import Case, Tune
 from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
+from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
 from steelyard.plan import flops, memory_glm
 from steelyard.plan.degrees import Plan, shard_degree, stage_layers
@@ -57,7 +58,7 @@ class Parts:
 class Saved:
     """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation it does. `fused` ones are
     computed again by a compiler, without being asked; `plain` ones are kept by models/llama.py's own block, and not by that of
-    models/llama_fused.py; `wide_only` ones are not kept by that of models/llama_fp8.py."""
+    models/llama_fused.py, `lean` ones the other way round; `wide_only` ones are not kept by that of models/llama_fp8.py."""
 
     name: str
     numbers: Callable[[LlamaModel], int]
@@ -65,11 +66,12 @@ class Saved:
     wide: bool = False
     fused: bool = False
     plain: bool = False
+    lean: bool = False
     wide_only: bool = False
 
 
-def _dim(model: LlamaModel) -> int:
-    return model.hidden // model.heads
+def _qkv(model: LlamaModel) -> int:
+    return (model.heads + 2 * model.kv_heads) * model.dim
 
 
 _BOTH: tuple[Recompute, ...] = ("none", "selective")  # results of matmuls and attention
@@ -79,9 +81,11 @@ SAVED = (
     Saved("input of the attention's norm", lambda m: m.hidden),
     Saved("scale of the attention's norm", lambda m: 1, wide=True),
     Saved("input of qkv", lambda m: m.hidden, wide_only=True),
-    Saved("output of qkv", lambda m: (m.heads + 2 * m.kv_heads) * _dim(m), _BOTH),
-    Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * _dim(m), plain=True),
-    Saved("output of attention", lambda m: m.hidden, _BOTH),
+    Saved("output of qkv", _qkv, _BOTH),
+    Saved("scales of the norms of queries and keys", lambda m: m.qk_norm * (m.heads + m.kv_heads), wide=True, plain=True),
+    Saved("input of the norms of queries and keys", lambda m: m.qk_norm * _qkv(m), lean=True),
+    Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * m.dim, plain=True),
+    Saved("output of attention", lambda m: m.heads * m.dim, _BOTH),
     Saved("log-sum-exp of attention", lambda m: m.heads, _BOTH, wide=True),
     Saved("output of out", lambda m: m.hidden, ("selective",)),
     Saved("input of the FFN's norm", lambda m: m.hidden),
@@ -99,7 +103,8 @@ def layer_bytes(
     """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of models/llama_fused.py."""
 
     def drops(part: Saved) -> bool:
-        return (part.fused and compiled) or (part.plain and lean) or (part.wide_only and fp8)
+        other = part.plain if lean else part.lean
+        return (part.fused and compiled) or other or (part.wide_only and fp8)
 
     kept = [part for part in SAVED if recompute in part.under and not drops(part)]
     return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
@@ -107,8 +112,9 @@ def layer_bytes(
 
 def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
     """Trained numbers on one device of a stage. Matrices are divided over a tensor-parallel group, norms are not."""
-    biases = (model.heads + 2 * model.kv_heads) * _dim(model) if model.qkv_bias else 0
-    layer = (flops.layer_parameters(model) // model.layers + biases) // plan.tp + 2 * model.hidden
+    biases = _qkv(model) if model.qkv_bias else 0
+    norms = 2 * model.hidden + (2 * model.dim if model.qk_norm else 0)
+    layer = (flops.layer_parameters(model) // model.layers + biases) // plan.tp + norms
     table = vocab_rows(model.vocab, plan.tp) * model.hidden
     first, last = stage == 0, stage == plan.pp - 1
     tables = (first + last) if not (first and last and model.tied) else 1
@@ -221,14 +227,23 @@ def need(case: Case, plan: Plan) -> Parts:
         return max(stages, key=lambda stage: stage.total)
     if isinstance(question.model, LlamaModel):
         return _scoring(question.model, question.precision, case.tune, plan)
+    if isinstance(question.model, AutoModel):
+        return _scoring_auto(question.model, question.precision, case.tune)
     return _held(case, plan)
+
+
+def _scoring_auto(model: AutoModel, precision: Precision, tune: Tune) -> Parts:
+    """Of a model of which only FLOPs are known: results of a layer's products, were they all as wide as its input."""
+    size = BYTES[precision.weights]
+    layer = 2 * model.hidden + model.token_flops // (2 * model.layers * model.hidden)
+    logits = LOGITS_AT_ONCE * model.vocab * size
+    return Parts(model.parameters * size, 0, 0, 0, tune.batch_tokens * layer * size, logits)
 
 
 def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> Parts:
     """Weights, one layer's activations of a batch, and the logits of a chunk of tokens."""
     size = BYTES[precision.weights]
-    heads = (model.heads + 2 * model.kv_heads) * _dim(model)
-    layer = 2 * model.hidden + (heads + model.hidden + 3 * model.ffn) // plan.tp
+    layer = 2 * model.hidden + (_qkv(model) + model.heads * model.dim + 3 * model.ffn) // plan.tp
     rows = vocab_rows(model.vocab, plan.tp)
     weights = stage_parameters(model, plan, 0) * size
     activations, logits = tune.batch_tokens * layer * size, LOGITS_AT_ONCE * rows * size
@@ -246,6 +261,8 @@ def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
         stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=fused, units=fused)
         return max(stage.total for stage in stages)
     held = need(case, plan)
+    if isinstance(question.model, AutoModel):
+        return held.parameters + int(SCATTER * (held.total - held.parameters))
     if isinstance(question.model, LlamaModel):
         shared = _shared(question.model, question.precision, case.tune, plan) if question.division == "open" else 0
         return held.parameters + int(SCATTER * (held.total - held.parameters + shared))
@@ -254,7 +271,7 @@ def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
 
 def _shared(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> int:
     """A prefix of every layer, and keys and values of one layer laid out for each question that sees it."""
-    pair = 2 * model.kv_heads * _dim(model) * BYTES[precision.weights] // plan.tp
+    pair = 2 * model.kv_heads * model.dim * BYTES[precision.weights] // plan.tp
     return pair * (model.layers * model.positions + SHARED_KEYS * tune.batch_tokens)
 
 

@@ -126,7 +126,8 @@ class Worker(RankProcess):
 
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
         self.outputs = prepared.outputs
-        self._counter = COUNTERS[self.task.work](prepared.inputs, self.case.question.division)
+        window = getattr(self.case.question.model, "window", None)  # of the families that have one
+        self._counter = COUNTERS[self.task.work](prepared.inputs, self.case.question.division, window)
         common = prepared.outputs.model_dump(mode="json") if self.rank == 0 else {}
         self._add(data=prepared.facts, common=common, beside={"data": time_s})
         return prepared

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from steelyard import files
@@ -20,9 +21,12 @@ from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box
+from steelyard.models.shapes import VARIANTS, LinearRope, Llama3Rope, RopeScaling
+from steelyard.schema import Frozen, first_problem
 from steelyard.weights.settings import agree as agree
 from steelyard.weights.settings import allow as allow
 from steelyard.weights.settings import shown as shown
+from steelyard.weights.torch_archive import TensorRef
 
 ByteProgress = Callable[[int, int], None]
 
@@ -31,13 +35,23 @@ MAX_JOURNAL_BYTES = 64 << 20
 
 # The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without their scales.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMED = {dtype: name for name, dtype in DTYPES.items()}
 # What a field of a shape may be in a file, and in words.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number above 0"),
     float: ((float, int), "a number above 0"),
     bool: ((bool,), "true or false"),
+    int | None: ((int,), "a whole number above 0, or none"),
 }
+OPTIONAL = ("window", "rope_scaling")  # fields of a shape that may be None
 TOP = ("embed.weight", "norm.weight")
+# Parameters of a layer that not every shape has.
+OPTIONAL_WEIGHTS: dict[str, Callable[[LlamaShape], bool]] = {
+    "qkv.bias": lambda shape: shape.qkv_bias,
+    "q_norm.weight": lambda shape: shape.qk_norm,
+    "k_norm.weight": lambda shape: shape.qk_norm,
+}
+SCALING: TypeAdapter[LinearRope | Llama3Rope] = TypeAdapter(RopeScaling)
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,14 @@ class Stored:
 
     def __str__(self) -> str:
         return f"{self.path}: tensor {shown(self.name)} {self.dtype} {list(self.shape)}"
+
+
+def saved_tensor(path: Path, name: str, value: Any) -> Stored:
+    """What a file of torch.save holds under a name."""
+    if not isinstance(value, TensorRef):
+        raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint that is not quantised")
+    dtype = NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    return Stored(path, name, dtype, value.shape, value.open)
 
 
 @dataclass(frozen=True)
@@ -160,7 +182,7 @@ def read_journal(path: Path) -> dict[str, Any]:
 def shape_in(source: Checkpoint) -> LlamaShape:
     """The whole model's, as its files tell it."""
     config, where = source.config(), source.folders[0]
-    missing = [field for field, value in config.items() if value is None]
+    missing = [field for field, value in config.items() if value is None and field not in OPTIONAL]
     if missing:
         raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
     if config["layers"] > len(source.tensors):  # a number of a stranger, before anything is made of that many
@@ -180,7 +202,7 @@ def count(source: Checkpoint) -> int:
 def parameters(shape: LlamaShape) -> list[str]:
     """The names of a whole model's parameters; a tied output is none."""
     leaves = [name for name in placements.PLACEMENTS if name not in (*TOP, "output.weight")]
-    layer = [name for name in leaves if shape.qkv_bias or name != "qkv.bias"]
+    layer = [name for name in leaves if name not in OPTIONAL_WEIGHTS or OPTIONAL_WEIGHTS[name](shape)]
     within = [f"layers.{i}.{name}" for i in range(shape.layers) for name in layer]
     return ["embed.weight", *within, "norm.weight", *(() if shape.tied else ("output.weight",))]
 
@@ -236,12 +258,30 @@ def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for field in fields(LlamaShape):
         value = values.get(field.name)
+        if field.name == "rope_scaling":
+            out[field.name] = _scaling(path, value)
+            continue
         kinds, words = KINDS[field.type]
         wrong = isinstance(value, bool) != (field.type is bool) or not isinstance(value, kinds)
         if value is not None and (wrong or (field.type is not bool and not 0 < value < 2**40)):
             raise RequestError(f"{path}: {field.name} is {shown(value)}, allowed: {words}; download the file again")
         out[field.name] = kinds[0](value) if value is not None else None
     return out
+
+
+def _scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
+    try:
+        return None if value is None else SCALING.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise RequestError(
+            f"{path}: rope_scaling is {shown(value)} ({first_problem(error)}); download the file again"
+        ) from error
+
+
+def as_table(shape: LlamaShape) -> dict[str, Any]:
+    """A shape as JSON has it, without what it does without."""
+    told = {name: value.model_dump() if isinstance(value, Frozen) else value for name, value in vars(shape).items()}
+    return {name: value for name, value in told.items() if value or name not in VARIANTS}
 
 
 def by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:

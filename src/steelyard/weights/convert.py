@@ -14,7 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def convert(
     opened.check_values(shape)
     plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), opened.iteration, opened.step), tp)
     _check_apart(target, (source, *opened.folders))
-    what = {"source": _identity(opened), "to": to, "tp": tp, "shape": asdict(shape)}
+    what = {"source": _identity(opened), "to": to, "tp": tp, "shape": checkpoint.as_table(shape)}
     journal = Journal.open(target, what, plan.names)
     kept = len(plan.names)
     if not journal.complete:

@@ -11,7 +11,7 @@ from steelyard.weights.checkpoint import readable
 def family_of(folder: Path) -> str | None:
     """The one family that knows a folder's names; None, if none does."""
     with readable(folder):
-        found = [name for name, row in families.table().items() if plugins.load(row.holds)(folder)]
+        found = [name for name, row in families.table().items() if row.holds and plugins.load(row.holds)(folder)]
     if len(found) > 1:
         raise RequestError(f"{folder}: holds checkpoints of the families {' and '.join(found)}; move one away")
     return found[0] if found else None

@@ -1,14 +1,18 @@
 """What a Hugging Face folder says of itself: config.json, the index of its shards, a digest of their headers. Without torch."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from steelyard import files
 from steelyard.errors import RequestError
-from steelyard.schema import canonical
+from steelyard.models.shapes import LlamaModel, real_window
+from steelyard.schema import Frozen, canonical
+from steelyard.weights.hf_families import NOT_SCALED, PLAIN_ROPE, ROPE_TABLES, ROPE_TYPES, ROWS, SCALED, HfFamily, mixes
 from steelyard.weights.settings import agree, allow, shown
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
@@ -16,49 +20,30 @@ MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+REQUIRED = ("hidden", "layers", "heads", "ffn", "vocab")  # no default is any model's own
 MAX_HEADER_BYTES = 32 << 20  # 130 a tensor; a model of 70B parameters has 100 KB in all
 
-# What models/llama.py computes: another model_type or rope type of the same dimensions would load and answer wrongly.
+# What models/llama.py computes of what any model type says: another activation would load and answer wrongly.
 COMPUTED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama", "aquila"),
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
-    "rope_type": ("default",),
-    "type": ("default",),  # the older spelling of rope_type
     "partial_rotary_factor": (1.0,),
 }
 
 
 @dataclass(frozen=True)
-class ConfigKey:
-    """A key of config.json, the field of the shape it must equal, and what Hugging Face takes if the key is absent."""
+class Told:
+    """What a key of config.json tells of a field of the model."""
 
     key: str
     field: str
-    absent: Callable[[Mapping[str, Any]], Any] = lambda config: None
-
-
-# Rows whose default is made of others come after them. Defaults: LlamaConfig of transformers.
-SETTINGS = (
-    ConfigKey("hidden_size", "hidden"),
-    ConfigKey("num_hidden_layers", "layers"),
-    ConfigKey("num_attention_heads", "heads"),
-    ConfigKey("num_key_value_heads", "kv_heads", lambda config: config["heads"]),
-    ConfigKey("intermediate_size", "ffn"),
-    ConfigKey("vocab_size", "vocab"),
-    ConfigKey("rope_theta", "rope_base", lambda config: 10000.0),
-    ConfigKey("rms_norm_eps", "norm_eps", lambda config: 1e-6),
-    ConfigKey("tie_word_embeddings", "tied", lambda config: False),
-    ConfigKey("attention_bias", "qkv_bias", lambda config: False),
-    ConfigKey("head_dim", "head_dim", lambda config: config["head_dim"]),
-)
-POSITIONS = ConfigKey("max_position_embeddings", "positions", lambda config: 2048)  # not compared: no weight depends on it
+    value: Any
 
 
 def tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     """Where a setting may be: at the top, or in a table of the newer or the older spelling."""
-    out = [{"model_type": "absent"} | config]
-    for key in ("rope_parameters", "rope_scaling"):
+    out = [config]
+    for key in ROPE_TABLES:
         table = config.get(key) or {}
         if not isinstance(table, dict):
             raise RequestError(f"{path}: {key} is {shown(table)}, not a table; download the file again")
@@ -70,14 +55,100 @@ def given(path: Path, config: dict[str, Any], key: str) -> list[Any]:
     return [table[key] for table in tables(path, config) if table.get(key) is not None]
 
 
-def check_config(path: Path, config: dict[str, Any], model: Mapping[str, Any]) -> None:
-    for setting in SETTINGS:
-        # A rope base may be spelled in several places: each one must be right.
-        for found in given(path, config, setting.key) or [setting.absent(model)]:
-            agree(path, setting.key, found, setting.field, model[setting.field])
+def family_of(config: Mapping[str, Any]) -> HfFamily | None:
+    """The row of a model type; None, if it is not one that this program's own model computes."""
+    found = config.get("model_type")
+    return ROWS.get(found) if isinstance(found, str) else None
+
+
+def told(path: Path, config: dict[str, Any]) -> list[Told]:
+    """Every field of the model, once for each place that tells it, sizes first; None where nothing does. Of a type that is not
+    known, as a Llama's would be."""
+    row = family_of(config) or ROWS["llama"]
+    out: list[Told] = []
+    fields: dict[str, Any] = {}
+
+    def tell(key: str, field: str, *values: Any) -> None:
+        out.extend(Told(key, field, value) for value in values)
+        fields[field] = values[0]
+
+    for setting in row.keys:
+        # A rope base may be spelled in several places.
+        tell(setting.key, setting.field, *given(path, config, setting.key) or [setting.absent(config, fields)])
+    for field, value in row.told.items():
+        tell(f"{field} of model_type {row.model_type!r}", field, value)
+    tell("max_position_embeddings", "positions", *given(path, config, "max_position_embeddings")[:1] or [row.positions])
+    tell("sliding_window", "window", row.window(config, fields))
+    tell("rope_scaling", "rope_scaling", *(_scalings(path, config) or (None,)))
+    return out
+
+
+def _scalings(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    named = [(kind, table) for table in tables(path, config)[1:] for kind in _rope_kinds(table)]
+    return [SCALED[kind].read(table, config) for kind, table in named if kind in SCALED]
+
+
+def _rope_kinds(table: dict[str, Any]) -> list[str]:
+    return [str(table[key]) for key in ROPE_TYPES if table.get(key) is not None][:1]
+
+
+def check_computed(path: Path, config: dict[str, Any]) -> HfFamily:
+    """Refuse what this program's own model does not compute, the model type first; the row of that type."""
+    row = family_of(config)
+    if row is None:
+        raise RequestError(
+            f"{path}: model_type is {shown(config.get('model_type') or 'absent')}, allowed: {', '.join(map(repr, ROWS))}; "
+            "give weights of one of these types"
+        )
     for key, allowed in COMPUTED.items():
         for table in tables(path, config):
             allow(path, key, table.get(key), allowed)
+    for kind in (kind for table in tables(path, config)[1:] for kind in _rope_kinds(table)):
+        if kind not in (PLAIN_ROPE, *SCALED):
+            why = f" ({NOT_SCALED[kind]})" if kind in NOT_SCALED else ""
+            others = ", ".join(map(repr, (PLAIN_ROPE, *SCALED)))
+            raise RequestError(f"{path}: rope_type is {shown(kind)}{why}, allowed: {others}; give weights of another model")
+    if mixes(config, first_told(path, config)):
+        raise RequestError(f"{path}: some layers have a sliding window and others none; allowed: all layers alike")
+    return row
+
+
+def first_told(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the model, each as it is told first."""
+    return {one.field: one.value for one in reversed(told(path, config))}
+
+
+def check_config(path: Path, config: dict[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse a folder whose config.json is not that of the model, whose fields are given."""
+    check_computed(path, config)
+    for one in told(path, config):
+        if one.field == "positions":  # no weight depends on them
+            continue
+        value: Any = one.value
+        wanted: Any = model[one.field]
+        wanted = wanted.model_dump() if isinstance(wanted, Frozen) else wanted
+        if one.field == "window" and type(value) is int:
+            value, wanted = real_window(value, model["positions"]), real_window(wanted, model["positions"])
+        agree(path, one.key, value, one.field, wanted)
+
+
+def model_of(path: Path, config: dict[str, Any]) -> LlamaModel:
+    """The model that a config.json describes, as a case tells it. Refuses one that is not computed here."""
+    check_computed(path, config)
+    fields, keys = first_told(path, config), {one.field: one.key for one in told(path, config)}
+    missing = [keys[name] for name in REQUIRED if fields[name] is None]
+    if missing:
+        raise RequestError(f"{path}: does not tell {', '.join(missing)}; give a complete config.json")
+    try:
+        return LlamaModel.model_validate(fields | {"family": "llama"}, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else None
+        if name is None:
+            raise RequestError(f"{path}: {first['msg'].removeprefix('Value error, ')}; download the file again") from error
+        raise RequestError(
+            f"{path}: {keys[name]} is {shown(fields[name])}, no {name} that a model has; download the file again"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -94,17 +165,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path, ending: str = ".safetensors") -> dict[str, str]:
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise RequestError(f"{index}: has no table weight_map of tensor name to file name; fetch the index again")
     for file in where.values():
         # A plain name cannot leave the folder. A link of that name may: Hugging Face's own cache is made of such links.
         plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\")
-        if not plain or not file.endswith(".safetensors"):
+        if not plain or not file.endswith(ending):
             raise RequestError(
-                f"{index}: names the shard {shown(file)}, allowed: a plain file name ending in .safetensors; "
-                "fetch the index again"
+                f"{index}: names the shard {shown(file)}, allowed: a plain file name ending in {ending}; fetch the index again"
             )
     return where
 

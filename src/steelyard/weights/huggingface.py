@@ -1,41 +1,31 @@
-"""Hugging Face folders: config.json and safetensors, read lazily. Names, boxes and settings are tables.
+"""Hugging Face folders: config.json and files of weights, read lazily. Names, boxes and settings are tables.
 
-What the digest covers: for every safetensors file, in order of name, its size and the sha256 of its header; and the name,
+What the digest covers: for every file of weights, in order of name, its size and the sha256 of its header; and the name,
 dtype and shape of every tensor, in order of name. It does not cover the values (hashing all of a large model takes long):
 two trainings of one architecture saved by the same tool have the same digest.
 """
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.weights import checkpoint
-from steelyard.weights.checkpoint import Piece, Stored, TensorPart, shown
+from steelyard.weights.checkpoint import Piece, Stored, TensorPart
 from steelyard.weights.hf_config import CONFIG_NAME as CONFIG_NAME
 from steelyard.weights.hf_config import INDEX_NAME as INDEX_NAME
-from steelyard.weights.hf_config import (
-    MAX_HEADER_BYTES,
-    POSITIONS,
-    SETTINGS,
-    check_config,
-    digest,
-    given,
-    read_json,
-    weight_map,
-)
 from steelyard.weights.hf_config import SINGLE_NAME as SINGLE_NAME
-
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+from steelyard.weights.hf_config import check_config, digest, first_told, read_json
+from steelyard.weights.hf_shards import WeightsFile
+from steelyard.weights.hf_shards import names_in as names_in
+from steelyard.weights.hf_shards import present as present
+from steelyard.weights.hf_shards import shards_in as shards_in
 
 EMBED = "model.embed_tokens.weight"
 
@@ -77,9 +67,10 @@ LAYER = {
     "mlp.up_proj.weight": Slot("gate_up.weight", 0, lambda s: (1, 2)),
     "mlp.down_proj.weight": Slot("down.weight"),
 }
-LAYER_BIAS = {
+# Those that only some shapes have; the names are the same in all model types.
+OPTIONAL = {
     f"self_attn.{which}_proj.bias": Slot("qkv.bias", 1, LAYER[f"self_attn.{which}_proj.weight"].span) for which in "qkv"
-}
+} | {f"self_attn.{which}_norm.weight": Slot(f"{which}_norm.weight") for which in "qk"}
 
 
 @dataclass(frozen=True)
@@ -101,19 +92,9 @@ TIED_HEAD = Redundant(
 )
 
 
-@dataclass(frozen=True)
-class SafetensorsFile:
-    """One safetensors file, as its header describes it."""
-
-    path: Path
-    size_bytes: int
-    header_sha256: str
-    tensors: dict[str, Stored]
-
-
 def parts(shape: LlamaShape) -> dict[str, TensorPart]:
     """Every tensor a checkpoint of this shape must have, and what it covers: each parameter is covered exactly once."""
-    layer = LAYER | (LAYER_BIAS if shape.qkv_bias else {})
+    layer = LAYER | {name: slot for name, slot in OPTIONAL.items() if checkpoint.OPTIONAL_WEIGHTS[slot.parameter](shape)}
     top = {name: slot for name, slot in TOP.items() if not (shape.tied and name == "lm_head.weight")}
     out = {name: slot.part(shape) for name, slot in top.items()}
     for i in range(shape.layers):
@@ -136,7 +117,7 @@ class HuggingFace:
 
     folder: Path
     settings: dict[str, Any]
-    shards: list[SafetensorsFile]
+    shards: list[WeightsFile]
 
     family = "llama"
     format = "huggingface"
@@ -157,18 +138,11 @@ class HuggingFace:
         return [stored for shard in self.shards for stored in shard.tensors.values()]
 
     def config(self) -> dict[str, Any]:
-        path, values = self.folder / CONFIG_NAME, dict[str, Any]()
-        found = {s.field: given(path, self.settings, s.key) for s in (*SETTINGS, POSITIONS)}
-        for setting in (*SETTINGS, POSITIONS):
-            if setting.field == "head_dim":
-                values = checkpoint.typed(path, values)
-                hidden, heads = values["hidden"], values["heads"]
-                values["head_dim"] = hidden // heads if hidden and heads else None
-            values[setting.field] = next(iter(found[setting.field]), setting.absent(values))
-        return checkpoint.typed(path, values)
+        path = self.folder / CONFIG_NAME
+        return checkpoint.typed(path, first_told(path, self.settings))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        check_config(self.folder / CONFIG_NAME, self.settings, asdict(shape))
+        check_config(self.folder / CONFIG_NAME, self.settings, vars(shape))
         wanted, known = parts(shape), redundant(shape)
         checkpoint.check_entries(self.tensors, wanted, lambda name: name in known)
         checkpoint.check_missing(self.folder, [stored.name for stored in self.tensors], wanted)
@@ -194,83 +168,11 @@ class HuggingFace:
         return []
 
 
-def present(folder: Path) -> bool:
-    """Whether a folder has a file of safetensors, or an index of some."""
-    return (folder / SINGLE_NAME).is_file() or (folder / INDEX_NAME).is_file()
-
-
-def names_in(folder: Path) -> set[str]:
-    """The names of a folder's tensors; none, if it has no safetensors."""
-    if (folder / SINGLE_NAME).is_file():
-        return set(_inspect(folder / SINGLE_NAME).tensors)
-    return set(weight_map(folder / INDEX_NAME)) if (folder / INDEX_NAME).is_file() else set()
-
-
 def holds(folder: Path) -> bool:
-    """Whether a folder holds safetensors of a Llama."""
+    """Whether a folder holds weights of a Llama."""
     return EMBED in names_in(folder)
 
 
 def read(folder: Path) -> HuggingFace:
     """A folder, its config and every header read."""
     return HuggingFace(folder, read_json(folder / CONFIG_NAME), shards_in(folder))
-
-
-def shards_in(folder: Path) -> list[SafetensorsFile]:
-    """The folder's safetensors files in order of name, each header read and checked."""
-    if (folder / SINGLE_NAME).is_file():
-        return [_inspect(folder / SINGLE_NAME)]
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
-        advice = "give a Hugging Face folder"
-        if pickles:
-            advice = f"only safetensors are read, convert {pickles[0]!r} with transformers' save_pretrained"
-        raise RequestError(f"weights folder {str(folder)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; {advice}")
-    where = weight_map(index)
-    shards = [_inspect(folder / name) for name in sorted(set(where.values()))]
-    found: dict[str, list[str]] = {}
-    for shard in shards:
-        for name in shard.tensors:
-            found.setdefault(name, []).append(shard.path.name)
-    for name in sorted(where.keys() | found.keys()):
-        if found.get(name) != [where.get(name)]:
-            raise RequestError(
-                f"{index}: tensor {shown(name)} should be in {shown(where.get(name))}, it is in "
-                f"{shown(found.get(name))}; fetch the index and the shards again"
-            )
-    return shards
-
-
-def _open(path: Path, name: str) -> Tensor:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise RequestError(
-            f"{path}: cannot be read ({shown(str(error))}); it changed since it was read, start again"
-        ) from error
-    return tensor
-
-
-def _inspect(path: Path) -> SafetensorsFile:
-    try:
-        if not path.is_file():
-            raise RequestError(f"{path}: shard is missing; download it again, or give a complete Hugging Face folder")
-        with path.open("rb") as raw:  # nothing is parsed before its length is known
-            length = int.from_bytes(raw.read(8), "little")
-        if MAX_HEADER_BYTES < length <= path.stat().st_size:
-            raise RequestError(f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
-        with safe_open(path, framework="pt", device="cpu") as file:  # checks the header against the file's size
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            tensors = {
-                name: Stored(path, name, str(s.get_dtype()), tuple(s.get_shape()), partial(_open, path, name))
-                for name, s in slices.items()
-            }
-        with path.open("rb") as raw:
-            header = raw.read(int.from_bytes(raw.read(8), "little"))
-        return SafetensorsFile(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
-    except (SafetensorError, OSError) as error:
-        raise RequestError(
-            f"{path}: is not a whole safetensors file ({shown(str(error))}); download it again and compare its size"
-        ) from error

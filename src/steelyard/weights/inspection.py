@@ -9,6 +9,8 @@ from typing import Any
 from steelyard import plugins
 from steelyard.errors import RequestError
 from steelyard.models import families
+from steelyard.models.shapes import VARIANTS
+from steelyard.schema import Frozen
 from steelyard.weights import detect
 from steelyard.weights.checkpoint import Headers
 
@@ -53,7 +55,19 @@ def inspect(folder: Path) -> Inspection:
         parameters=parameters,
         size_bytes=sum(size for _, size in source.files),
         files=source.files,
-        shape={field: value for field, value in config.items() if field != "head_dim"},
+        shape={field: _plain(value) for field, value in config.items() if field not in VARIANTS or _unusual(config, field)},
         notes=notes,
         header_sha256=source.digest(),
     )
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Frozen) else value
+
+
+def _unusual(config: dict[str, Any], field: str) -> bool:
+    """Whether a field in which few models differ from a plain Llama is told."""
+    if field != "head_dim":
+        return bool(config[field])
+    told = [config[name] for name in ("head_dim", "heads", "hidden")]
+    return None not in told and told[0] * told[1] != told[2]

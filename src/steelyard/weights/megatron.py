@@ -24,9 +24,8 @@ from steelyard.models.placements import Box, Shard
 from steelyard.models.shapes import vocab_rows
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, megatron_args
-from steelyard.weights.checkpoint import Piece, Stored, TensorPart, shown
+from steelyard.weights.checkpoint import Piece, Stored, TensorPart, saved_tensor, shown
 from steelyard.weights.megatron_names import ROOT, ours, theirs
-from steelyard.weights.torch_files import TensorRef
 from steelyard.weights.torch_files import read as read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -39,7 +38,6 @@ OLDEST = 2.0  # earlier versions order the rows of QKV otherwise
 BIASES = ("qkv.bias", "out.bias", "gate_up.bias", "down.bias")
 IGNORED = ("_extra_state", "rotary_pos_emb.inv_freq")  # computed again, or of fp8 scaling
 
-_NAMED = {dtype: name for name, dtype in checkpoint.DTYPES.items()}
 _ITERATION = re.compile(r"iter_([0-9]{7,})", re.ASCII)
 _RANK = re.compile(r"mp_rank_[0-9]{2,3}", re.ASCII)
 _STAGE = re.compile(r"mp_rank_[0-9]+(_[0-9]+)*", re.ASCII)
@@ -112,6 +110,7 @@ class Megatron:
         return checkpoint.typed(rank.path, megatron_args.config(rank.args, shapes, self.tp))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
+        megatron_args.check_plain(shape)
         for rank in self.ranks:
             megatron_args.check(rank.path, rank.args, shape, self.tp)
         rows = self._rows(shape)
@@ -296,7 +295,7 @@ def _rank(path: Path, iteration: int | None) -> Rank:
     if iteration not in (None, step):
         raise RequestError(f"{path}: is of iteration {shown(step)}, its folder of {iteration}; download it again")
     tensors: dict[str, Stored] = {}
-    for stored in (_stored(path, name, value) for name, value in leaves(model)):
+    for stored in (saved_tensor(path, name, value) for name, value in leaves(model)):
         name = ours(stored.name)
         if name is None:
             raise RequestError(f"{stored} has no place in this model; give weights of a plain Llama")
@@ -314,13 +313,6 @@ def leaves(table: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[
             yield from leaves(value, f"{name}.", depth + 1)
         elif not name.endswith(IGNORED):
             yield name, value
-
-
-def _stored(path: Path, name: str, value: Any) -> Stored:
-    if not isinstance(value, TensorRef):
-        raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint that is not quantised")
-    dtype = _NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
-    return Stored(path, name, dtype, value.shape, value.open)
 
 
 def _check_count(folder: Path, ranks: list[Rank]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steelyard.errors import RequestError
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Shard
 from steelyard.weights import checkpoint
@@ -102,10 +103,19 @@ def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
             checkpoint.allow(path, key, args.get(key), allowed)
 
 
+def check_plain(shape: LlamaShape) -> None:
+    """Refuse a shape whose files of this format we neither read nor write."""
+    for field in ("qk_norm", "window", "rope_scaling"):
+        if getattr(shape, field):
+            raise RequestError(
+                f"a model with {field} has no Megatron checkpoint here; give or write a Hugging Face folder (--to hf)"
+            )
+
+
 def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
     """Fields of a shape: what the arguments say, and else what the tensors of one of `tp` shards do."""
     out = {argument.field: argument.found(args)[1] for argument in (*ARGUMENTS, POSITIONS)}
-    out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1]}
+    out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1], "qk_norm": False}
     norm, gate_up = shapes.get("norm.weight", (None,)), shapes.get("layers.0.gate_up.weight", (0,))
     from_tensors = {
         "layers": len([name for name in shapes if name.endswith(".qkv.weight")]) or None,

@@ -19,6 +19,7 @@ from steelyard.models.placements import Shard
 from steelyard.models.shapes import padded_vocab_rows
 from steelyard.weights import huggingface, megatron, megatron_args
 from steelyard.weights.checkpoint import DTYPES, TensorPart
+from steelyard.weights.hf_families import written, written_as
 from steelyard.weights.megatron_names import ROOT, STACKS, theirs
 from steelyard.weights.torch_files import read as read_saved
 
@@ -84,7 +85,7 @@ def _json(value: Any) -> bytes:
 def plan_hf(planning: Planning, tp: int) -> FilePlan:
     shape = planning.shape
     parts = dict(huggingface.parts(shape))
-    if shape.qkv_bias:  # Hugging Face's Llama has a bias in the output projection too then; ours has none
+    if shape.qkv_bias and written_as(shape).out_bias:
         for i in range(shape.layers):
             zero = TensorPart(f"layers.{i}.out.bias", ((0, 0),), (shape.hidden,))
             parts[f"model.layers.{i}.self_attn.o_proj.bias"] = zero
@@ -101,7 +102,8 @@ def plan_hf(planning: Planning, tp: int) -> FilePlan:
         where = {planned.name: file.name for file in files for planned in file.tensors}
         index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
         last[huggingface.INDEX_NAME] = _json(index)
-    return FilePlan(files, last | {huggingface.CONFIG_NAME: _json(_config(shape, _usual(files)))})
+    config = written(shape) | {"torch_dtype": str(DTYPES[_usual(files)]).removeprefix("torch.")}
+    return FilePlan(files, last | {huggingface.CONFIG_NAME: _json(config)})
 
 
 def _usual(files: tuple[File, ...]) -> str:
@@ -112,31 +114,9 @@ def _usual(files: tuple[File, ...]) -> str:
     return count.most_common(1)[0][0]
 
 
-def _config(shape: LlamaShape, dtype: str) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.positions,
-        "rope_theta": shape.rope_base,
-        "rope_scaling": None,
-        "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.tied,
-        "attention_bias": shape.qkv_bias,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
-    }
-
-
 def plan_megatron(planning: Planning, tp: int) -> FilePlan:
     shape = planning.shape
+    megatron_args.check_plain(shape)
     rows = padded_vocab_rows(shape.vocab, tp)
     word = planning.iteration or megatron.RELEASE
     folder = word if word == megatron.RELEASE else f"iter_{int(word):07}"

@@ -82,6 +82,16 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "resumed.record": ("record {record}", "记录 {record}"),
     "resumed.folder": ("a folder of checkpoints", "检查点目录"),
+    "note.own_case": (
+        "case made in memory of a model's folder (run --model): the question is in this record, and in no file",
+        "用例由模型目录在内存中生成（run --model）：题目保存在本记录中，不在任何文件中",
+    ),
+    "note.counted": (
+        "model type {type}, run by transformers: FLOPs are those that torch's counter counts on meta tensors; attention is "
+        "counted over all pairs before a token, windows or not",
+        "模型类型 {type}，由 transformers 运行：FLOPs 由 torch 计数器在 meta 张量上得出；"
+        "注意力按每个 token 之前的全部位置计算，不论是否有窗口",
+    ),
     "note.sample": (
         "a sample shares fewer tokens than the whole set; its rate is not comparable with a full run",
         "抽样共享的 token 少于整个数据集，其吞吐量不可与完整运行比较",

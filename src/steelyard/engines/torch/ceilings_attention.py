@@ -42,7 +42,7 @@ def _inputs(place: torch.device, heads: Heads, lens: list[int], learn: bool) -> 
 
 def _work(place: torch.device, heads: Heads, kernel: str, lens: list[int], backward: bool) -> Callable[[], Any]:
     q, k, v = _inputs(place, heads, lens, backward)
-    run = partial(KERNELS[kernel], q, k, v, layout(lens, None, place))
+    run = partial(KERNELS[kernel], q, k, v, layout(lens, None, place), None)
     if not backward:
         return run
     out = run()
@@ -55,7 +55,7 @@ def _check(place: torch.device, heads: Heads, kernel: str, backward: bool) -> tu
     lens = list(CHECKED_ROWS)
     q, k, v = inputs = _inputs(place, heads, lens, backward)
     wide = [one.detach().double().requires_grad_(backward) for one in inputs]
-    told = KERNELS[kernel](q, k, v, layout(lens, None, place))
+    told = KERNELS[kernel](q, k, v, layout(lens, None, place), None)
     right = _reference(wide[0], wide[1], wide[2], lens)
     if not backward:
         return _apart(told, right), ATTENTION_BOUND

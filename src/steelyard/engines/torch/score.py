@@ -5,7 +5,6 @@ or, where the device runs no such kernels, compiled: one graph for all layers an
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from steelyard.errors import RequestError
 from steelyard.kernels import jit, packed_attention
 from steelyard.models import llama_fp8
 from steelyard.models.answers import READERS, Answers, Picked
-from steelyard.models.attention import Layout, Prefix, known, layout
+from steelyard.models.attention import Layout, Prefix, known, layout, with_window
 from steelyard.models.llama import GatesApart, Llama, Streams
 from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock
 from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
@@ -60,12 +59,13 @@ class TorchScore:
             raise RequestError(
                 "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, packed, flash, efficient, rows"
             )
-        return known(kernel, False)
+        longest = max(map(len, self.job.inputs.rows), default=0)
+        return with_window(known(kernel, False), self.question.model.window, longest, self.tune.attention)
 
     def _fastest(self, shared: bool) -> str:
         dtype, device, model = self.question.precision.weights, self.job.device, self.question.model
         kernel: str = device.attention(dtype, shared)
-        ours = packed_attention.serves(device.torch_device, DTYPES[dtype], model.hidden // model.heads)
+        ours = packed_attention.serves(device.torch_device, DTYPES[dtype], model.dim)
         return "packed" if kernel == "flash" and ours else kernel
 
     def _plan(self) -> list[Callable[[], Batch]]:
@@ -113,7 +113,7 @@ class TorchScore:
         question, group = self.question, self.job.group
         shape, dtype = load.shape_of(question.model), DTYPES[question.precision.weights]
         if self.device.type == "cpu" and group.share.count == 1:
-            shape = GatesApart(**asdict(shape))  # SiLU over blocks of eight numbers takes it five times as long
+            shape = GatesApart(**vars(shape))  # SiLU over blocks of eight numbers takes it five times as long
         given = (self.device, dtype, question.seed, self.job.weights, group.share, group.total, self.job.loading)
         model, source = build(shape, *given)
         if self.fp8:

@@ -9,7 +9,7 @@ from steelyard.engines.torch import exchange
 from steelyard.engines.torch.llama import StageLlama
 from steelyard.engines.torch.placed import Placed
 from steelyard.kernels import jit, packed_attention
-from steelyard.models.attention import known
+from steelyard.models.attention import known, with_window
 from steelyard.models.tensors import COMPUTED_IN, DTYPES
 from steelyard.plan.degrees import shard_degree
 from steelyard.training.loop import HeldOutLoss, Loop
@@ -48,12 +48,12 @@ def row_batches(job: Job) -> RowBatches:
 def choose_kernel(job: Job) -> str:
     """The kernel of attention that was asked for, or the one for the device."""
     question, device = job.case.question, job.device
-    kernel = job.case.tune.attention
+    kernel = asked = job.case.tune.attention
     if kernel == "auto":
         dtype = COMPUTED_IN[question.precision.matmul]
         kernel = device.attention(dtype, False)
         where: torch.device = device.torch_device
-        dim = question.model.hidden // question.model.heads
-        if kernel == "flash" and packed_attention.serves(where, DTYPES[dtype], dim):
+        if kernel == "flash" and packed_attention.serves(where, DTYPES[dtype], question.model.dim):
             kernel = "packed"
-    return known(kernel, True)
+    longest = question.model.positions if question.train is None else question.train.length
+    return with_window(known(kernel, True), question.model.window, longest, asked)

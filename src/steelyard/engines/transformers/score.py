@@ -1,4 +1,5 @@
-"""Engine `transformers`, scoring: LlamaForCausalLM as users run it today. Eager for val, torch.compile for infer.
+"""Engine `transformers`, scoring: the library's class of the model's type as users run it today. Eager for val, compiled for
+infer. Weights of a Llama come through our own loader; a model of any other type is the library's alone (auto.py).
 
 Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
 as `padded`. Layers are compiled one by one, which shares one graph among them: compiling the whole model took minutes, and
@@ -8,6 +9,7 @@ its graph cannot leave out the causal mask. `tune.batching`: `sorted` (what auto
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -15,16 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from steelyard.data.batches import sorted_batches
 from steelyard.engines.job import Job, Part
+from steelyard.engines.transformers import auto
+from steelyard.engines.transformers.auto import Divided
 from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.shapes import GlmModel, LlamaModel
 from steelyard.models.tensors import DTYPES, dtype_names, send
 from steelyard.weights import load
+from steelyard.weights.hf_families import written
 from steelyard.weights.model import build
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
@@ -58,16 +63,17 @@ class TransformersScore:
         self.pad_to = pad_to
         self.bins = bins[job.place.dp :: job.plan.dp][: job.steps]
         self.answers: dict[str, Answers] = {}
-        self.model: Any = None
+        self.model: Divided | None = None
         self.plain: nn.ModuleList = nn.ModuleList()
         self.compiled: nn.ModuleList | None = None
         self.weights: dict[str, Any] = {}
+        self.counted: dict[str, Any] = {}  # of a model whose FLOPs only the library tells
 
     def prepare(self, name: str, part: Part) -> None:
         if self.model is None:
             with part("weights"):
-                self.model = self._load()
-                self.plain = self.model.model.layers
+                self.model = LOADERS[self.question.model.family](self)
+                self.plain = getattr(self.model.owner, self.model.layers or "", nn.ModuleList())
                 self.job.device.synchronize()
         compiled = self._compiled(name)
         new = compiled and self.compiled is None
@@ -75,14 +81,15 @@ class TransformersScore:
             if new:
                 layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain]
                 self.compiled = nn.ModuleList(layers)
-            self.model.model.layers = self.compiled if compiled else self.plain
+            if self.model.layers is not None:
+                setattr(self.model.owner, self.model.layers, self.compiled if compiled else self.plain)
             for items in self._warmup() if compiled else self.bins[: self.tune.warmup]:
                 self._answer(*self._to_device(items), compiled)
             self.job.device.synchronize()
 
     def _compiled(self, name: str) -> bool:
-        """The val pass is the reference and never compiled."""
-        return self.tune.compile and name != "val"
+        """The val pass is the reference and never compiled; nor is a model whose layers are not a list."""
+        return self.tune.compile and name != "val" and len(self.plain) > 0
 
     def _warmup(self) -> list[list[int]]:
         """Batches of every extreme shape beside the first ones: a compiler meets its special cases here, not in the pass."""
@@ -90,21 +97,6 @@ class TransformersScore:
         keys = (len, lambda items: width[id(items)])
         extremes = [pick(self.bins, key=key) for key in keys for pick in (min, max)] if self.bins else []
         return [*extremes, *self.bins[: self.tune.warmup]]
-
-    def _load(self) -> Any:
-        """The same weights as every engine: read, checked or made by our own loader, then handed over."""
-        question, dtype = self.question, DTYPES[self.question.precision.weights]
-        shape = load.shape_of(question.model)
-        ours, self.weights = build(shape, self.device, dtype, question.seed, self.job.weights, progress=self.job.loading)
-        with torch.device("meta"):
-            model: Any = LlamaForCausalLM(config(self.question.model))  # type: ignore[no-untyped-call]
-        model = model.to(dtype).to_empty(device=self.device).eval().requires_grad_(False)
-        _restore_buffers(model)
-        model.tie_weights()
-        load.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
-        del ours
-        self.job.device.release_memory()
-        return model
 
     def total(self, name: str) -> int:
         return len(self.bins) + 1
@@ -133,36 +125,63 @@ class TransformersScore:
 
     def _answer(self, tokens: Tensor, asked: Picked, compiled: bool) -> Tensor:
         backends = ATTENTION[self.attention]
+        if self.model is None:
+            raise RuntimeError("answers before weights")
         with sdpa_kernel(backends) if backends else contextlib.nullcontext():
-            hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
-        return self.reader.answer(self.model.lm_head, hidden.flatten(0, 1)[asked.pick], asked, compiled)
+            hidden = self.model.base(input_ids=tokens, use_cache=False).last_hidden_state
+        return self.reader.answer(self.model.head, hidden.flatten(0, 1)[asked.pick], asked, compiled)
 
     def outputs(self, name: str) -> dict[str, Any]:
         return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
-        held = [] if self.model is None else list(self.model.parameters())
+        held = [] if self.model is None else list(self.model.model.parameters())
         counts = {"parameters": sum(one.numel() for one in held), "dtypes": {"parameters": dtype_names(held)}}
-        return {"attention": self.attention, "batches": len(self.bins), **counts}
+        return {"attention": self.attention, "batches": len(self.bins), **counts, **self.counted}
 
 
-def config(model: LlamaModel | GlmModel) -> LlamaConfig:
-    if not isinstance(model, LlamaModel):
-        raise TypeError(f"a model of family {model.family!r} is no Llama")
-    return LlamaConfig(
-        vocab_size=model.vocab,
-        hidden_size=model.hidden,
-        intermediate_size=model.ffn,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        max_position_embeddings=model.positions,
-        rms_norm_eps=model.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
-        tie_word_embeddings=model.tied,
-        attention_bias=model.qkv_bias,
-        attn_implementation="sdpa",  # type: ignore[call-arg]
-    )
+def _llama(engine: TransformersScore) -> Divided:
+    """The same weights as every engine: read, checked or made by our own loader, then handed over."""
+    question, job, device = engine.question, engine.job, engine.device
+    dtype = DTYPES[question.precision.weights]
+    shape = load.shape_of(question.model)
+    ours, engine.weights = build(shape, device, dtype, question.seed, job.weights, progress=job.loading)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config(question.model))  # type: ignore[no-untyped-call]
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    _restore_buffers(model)
+    model.tie_weights()
+    load.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
+    del ours
+    job.device.release_memory()
+    return Divided(model, model.model, model.lm_head, model.model, "layers")
+
+
+def _auto(engine: TransformersScore) -> Divided:
+    """The library's own model and loader. What the case says of its FLOPs is counted again: a record must not say more."""
+    question = engine.question
+    counted = asdict(auto.count(auto.of_shape(question.model)))
+    for name, value in counted.items():
+        if getattr(question.model, name) != value:
+            raise RequestError(
+                f"question.model.{name} is {getattr(question.model, name)}, and of this model {value} are counted here; make "
+                "the case again with steelyard case new"
+            )
+    dtype = DTYPES[question.precision.weights]
+    model, engine.weights = auto.load(question.model, engine.job.weights, engine.device, dtype, question.seed)
+    kernel = str(getattr(model.config, "_attn_implementation", engine.attention))
+    engine.counted = {"attention": kernel, "flops": auto.COUNTED_BY, "class": type(model).__name__}
+    return auto.divide(model, engine.device)
+
+
+LOADERS = {"llama": _llama, "auto": _auto}
+
+
+def config(model: LlamaModel | GlmModel) -> PretrainedConfig:
+    """Of the library's class for the model."""
+    told = written(load.shape_of(model))
+    made: PretrainedConfig = AutoConfig.for_model(told.pop("model_type"), **told, attn_implementation="sdpa")
+    return made
 
 
 def _restore_buffers(model: nn.Module) -> None:

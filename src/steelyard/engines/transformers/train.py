@@ -1,4 +1,4 @@
-"""Engine `transformers`, training: LlamaForCausalLM, its layers compiled one by one, fused AdamW.
+"""Engine `transformers`, training: the library's class of the model's type, its layers compiled one by one, fused AdamW.
 
 Rows are [rows, length], and segments of a row are told to the library as its users do: by positions that begin again. Its
 SDPA attention then makes a block-causal mask by itself, which keeps out the fastest kernels; so positions are passed only
@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from steelyard.engines.job import Job
 from steelyard.engines.transformers.score import config
 from steelyard.engines.transformers.sharded import ShardedLayers
 from steelyard.errors import RequestError
-from steelyard.models.attention import Layout, attend, known
+from steelyard.models.attention import Layout, attend, known, with_window
 from steelyard.models.llama_fused import Gradient
 from steelyard.models.tensors import DTYPES, compute_dtype
 from steelyard.training.loop import HeldOutLoss, Loop
@@ -68,7 +67,10 @@ def choose_kernel(job: Job) -> str:
     kernel = "sdpa" if tune.attention == "auto" else tune.attention
     if tune.recompute == "selective":
         raise RequestError("engine transformers recomputes whole layers; allowed: tune.recompute=none or full")
-    return known(kernel, True, "sdpa")
+    known(kernel, True, "sdpa")
+    question = job.case.question
+    longest = question.model.positions if question.train is None else question.train.length
+    return kernel if kernel == "sdpa" else with_window(kernel, question.model.window, longest, tune.attention)
 
 
 class TransformersLlama:
@@ -88,7 +90,7 @@ class TransformersLlama:
         shape, dtype = load.shape_of(question.model), DTYPES[precision.weights]
         ours, self.weights = build(shape, device, dtype, question.seed, job.weights, progress=job.loading)
         with torch.device("meta"):
-            model: Any = LlamaForCausalLM(made)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
         model.set_attn_implementation("sdpa" if self.kernel == "sdpa" else PACKED)
         model.to(dtype).to_empty(device=device).train()
         model.tie_weights()
@@ -100,7 +102,7 @@ class TransformersLlama:
         master = [p.detach() for p in model.parameters() if p.requires_grad]
         model.to(compute_dtype(precision.matmul))
         # A computed buffer, in no checkpoint: `to_empty` left it without values, and it is fp32 in every precision.
-        model.model.rotary_emb = LlamaRotaryEmbedding(made).to(device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=made).to(device)
         self.module = model
         has_master = master[0].dtype != model.lm_head.weight.dtype
         if self.layers is None:
@@ -176,12 +178,14 @@ def _packed_attention(
     max_length_q: int,
     max_length_k: int,
     kernel: str,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What the library calls, with [rows, heads, length, D]; it wants [rows, length, heads, D]. It makes no mask for names
     that it does not know."""
     q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
-    out = attend(q, k, v, Layout(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), kernel)
+    rows = Layout(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    out = attend(q, k, v, rows, kernel, window=sliding_window)
     return out.view(query.shape[0], -1, *out.shape[1:]), None
 
 

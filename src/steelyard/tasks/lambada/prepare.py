@@ -3,7 +3,7 @@
 from steelyard.data import selection
 from steelyard.tasks.lambada import data, score
 from steelyard.tasks.lambada.fields import LambadaData
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_published
 
 
 def prepare(asked: Asked) -> Prepared:
@@ -19,7 +19,7 @@ def prepare(asked: Asked) -> Prepared:
         rows_in_scope=len(passages.rows),
         tokens=sum(len(row) for row in passages.rows),
         fingerprint=fingerprint,
-        published=fingerprint == fields.fingerprint,
+        published=is_published(fingerprint, fields.fingerprint),
         tokenizer=TokenizerFacts.of(tokenizer),
     )
     common = score.outputs([len(row) - 1 for row in passages.rows], passages.last, passages.index)

@@ -3,7 +3,7 @@
 from steelyard.errors import RequestError
 from steelyard.tasks.mmlu import data, score
 from steelyard.tasks.mmlu.fields import MmluData
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_published
 
 
 def prepare(asked: Asked) -> Prepared:
@@ -23,7 +23,7 @@ def prepare(asked: Asked) -> Prepared:
         tokens=sum(len(row) for row in prompts.rows),
         shortened=prompts.shortened,
         fingerprint=fingerprint,
-        published=fingerprint == fields.fingerprint,
+        published=is_published(fingerprint, fields.fingerprint),
         tokenizer=TokenizerFacts.of(tokenizer),
     )
     common = score.outputs(prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters)

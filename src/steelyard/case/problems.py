@@ -1,0 +1,199 @@
+"""What is wrong with a case file: every problem at once, each with its line, in words of the file.
+
+The words of the library that finds them (types, unions, validators) mean nothing to whoever wrote the file, so each kind of
+problem has a sentence of its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from steelyard.case.case import AUTO, UNKNOWN_MEMORY
+from steelyard.case.lines import Place, numbers
+from steelyard.case.precision import PRESETS
+from steelyard.errors import RequestError, known
+
+SEE = "see docs/cases.md"
+LONGEST = 200  # characters of a value that are shown
+MOST = 50  # problems that are shown: a file may come from a stranger
+
+# By the library's name of a problem. Names in braces are what it tells of it.
+SENTENCES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("int_parsing_size", "float_parsing_size"), "is too large"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("string_type", "string_sub_type"), "must be text in quotes"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "must be a table"),
+    "list_type": "must be a list",
+    "literal_error": "allowed: {expected}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "greater_than": "must be more than {gt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "less_than": "must be less than {lt:g}",
+    "finite_number": "must be a finite number",
+    "string_pattern_mismatch": "must have the form {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+}
+# Names that config.json of Hugging Face and other programs have for what a case calls otherwise.
+ALIASES = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), "layers"),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), "hidden"),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), "heads"),
+    **dict.fromkeys(("num_key_value_heads", "num_query_groups", "n_kv_heads", "num_kv_heads"), "kv_heads"),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff"), "ffn"),
+    **dict.fromkeys(("vocab_size", "n_vocab"), "vocab"),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_length"), "positions"),
+    **dict.fromkeys(("rope_theta", "rotary_base", "theta"), "rope_base"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), "norm_eps"),
+    **dict.fromkeys(("attention_bias", "add_qkv_bias", "bias"), "qkv_bias"),
+    **dict.fromkeys(("tie_word_embeddings", "tie_embeddings"), "tied"),
+    **dict.fromkeys(("head_size", "kv_channels"), "head_dim"),
+    "model_type": "family",
+    **dict.fromkeys(("dtype", "torch_dtype"), "precision"),
+    **dict.fromkeys(("num_shots", "num_fewshot", "n_shot", "few_shot"), "shots"),
+    **dict.fromkeys(("seq_length", "sequence_length", "max_seq_length", "seq_len", "block_size"), "length"),
+    **dict.fromkeys(("global_batch_size", "batch_size", "train_batch_size"), "batch"),
+    **dict.fromkeys(("train_iters", "max_steps", "num_steps"), "steps"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
+    **dict.fromkeys(("warmup", "lr_warmup_iters", "num_warmup_steps"), "warmup_steps"),
+    "lr_decay_iters": "decay_steps",
+    **dict.fromkeys(("adam_beta1", "beta_1"), "beta1"),
+    **dict.fromkeys(("adam_beta2", "beta_2"), "beta2"),
+    **dict.fromkeys(("adam_eps", "adam_epsilon", "epsilon"), "eps"),
+    **dict.fromkeys(("clip_grad", "max_grad_norm", "grad_clip"), "clip"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_decay_style"), "schedule"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "micro_batch"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    where: str  # `line 12`, `--set`, or nothing where no place is known
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}" if self.where else self.text
+
+
+class CaseError(RequestError):
+    """A case that cannot be read. Several problems are shown one a line."""
+
+    def __init__(self, path: str, problems: list[Problem]) -> None:
+        self.title = f"case {path!r}"
+        self.problems = problems
+        first = problems[0]
+        comma = ", " if first.where else ": "
+        line = f"{self.title}{comma}{first}; {SEE}"
+        told = "; ".join(map(str, problems[:MOST]))
+        super().__init__(line if len(problems) == 1 else f"{self.title}: {len(problems)} problems: {told}; {SEE}")
+
+    @property
+    def lines(self) -> list[str]:
+        """As it is printed."""
+        if len(self.problems) == 1:
+            return [str(self)]
+        more = [f"… and {len(self.problems) - MOST} more"] if len(self.problems) > MOST else []
+        return [f"{self.title}: {len(self.problems)} problems; {SEE}", *map(str, self.problems[:MOST]), *more]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One of the library's problems, at a place of the table."""
+
+    place: Place
+    kind: str
+    told: dict[str, Any]
+    value: Any
+    message: str
+
+
+def collect(
+    error: ValidationError, text: str, origins: Mapping[str, str], size: str, allowed: Iterable[str]
+) -> list[tuple[int, Problem]]:
+    """Every problem of a table, with its line in the file. `size`: of which the table is, whose own tables stand below `smoke`
+    in the file. `allowed`: the keys that cases have."""
+    at, names = numbers(text), list(allowed)
+    every = _of_one_kind([_found(one) for one in error.errors()])
+    renamed = {(*one.place[:-1], ALIASES.get(str(one.place[-1]))) for one in every if one.kind == "extra_forbidden"}
+    left = [one for one in every if not (one.kind == "missing" and one.place in renamed)]
+    out = []
+    for one in left:
+        number, where = _line(one.place, at, origins, size)
+        out.append((number, Problem(where, _sentence(one, names))))
+    return out
+
+
+def in_order(every: Iterable[tuple[int, Problem]]) -> list[Problem]:
+    """In the order of the file, each once: two sizes of a case share most of it."""
+    return list(dict.fromkeys(problem for _, problem in sorted(every, key=lambda pair: pair[0])))
+
+
+def _found(one: Any) -> Found:
+    return Found(tuple(one["loc"]), one["type"], one.get("ctx") or {}, one.get("input"), one["msg"])
+
+
+def _of_one_kind(every: list[Found]) -> list[Found]:
+    """Of a table that may be one of several kinds (a gate), the problems of the kind that has fewest, without its name."""
+    out = [one for one in every if not _kind(one)]
+    for key in dict.fromkeys(one.place[0] for one in every if _kind(one)):
+        kinds: dict[str, list[Found]] = {}
+        for one in every:
+            if _kind(one) and one.place[0] == key:
+                kinds.setdefault(str(one.place[1]), []).append(one)
+        least = min(kinds.values(), key=len)
+        out += [Found((key, *one.place[2:]), one.kind, one.told, one.value, one.message) for one in least]
+    return out
+
+
+def _kind(one: Found) -> bool:
+    """Whether its place names a kind of table: such names are classes', and no key has a capital."""
+    return len(one.place) > 1 and isinstance(one.place[1], str) and one.place[1][:1].isupper()
+
+
+def _line(place: Place, at: dict[Place, int], origins: Mapping[str, str], size: str) -> tuple[int, str]:
+    """Where it stands: what sorts it, and in words. A key that is missing stands where its table does."""
+    for end in range(len(place), 0, -1):
+        if origins.get(".".join(map(str, place[:end]))) == "command line":
+            return 0, "command line"
+    for end in range(len(place), 0, -1):
+        for whole in ((("smoke", *place[:end]),) if size == "smoke" else ()) + (place[:end],):
+            if whole in at:
+                return at[whole], f"line {at[whole]}"
+    return 0, ""
+
+
+def _sentence(one: Found, names: list[str]) -> str:
+    where = ".".join(map(str, one.place))
+    if one.kind == "extra_forbidden":
+        return f"unknown key {shown(where)}; {_instead(where, names)}"
+    if one.kind == "missing":
+        return f"{where} is missing"
+    if where == "question.precision" and isinstance(one.value, str):
+        presets = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in PRESETS.items())
+        return f"precision {shown(one.value)} is not known; allowed for {presets}"
+    if one.kind == "value_error":
+        said = str(one.told.get("error", one.message))
+        return f"{where}: {said}" if where else said
+    said = f"{where}: {SENTENCES.get(one.kind, 'is not what belongs here').format(**one.told)}"
+    also = f", or {AUTO}" if where.removeprefix("tune.") in UNKNOWN_MEMORY else ""
+    return f"{said}{also} (it is {shown(one.value)})"
+
+
+def _instead(where: str, names: list[str]) -> str:
+    """What to write for a key that is none: what others call so, or what it looks like, in the same table."""
+    parent, _, name = where.rpartition(".")
+    beside = [one.rpartition(".")[2] for one in names if one.rpartition(".")[0] == parent]
+    if ALIASES.get(name) in beside:
+        return f"here it is called {ALIASES[name]}"
+    near = known(name, beside)
+    return near if near.startswith("did you mean") else "remove it"
+
+
+def shown(value: Any) -> str:
+    """A value of the file, and not a megabyte of it."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -1,0 +1,63 @@
+"""The verb case new."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.commands import Command
+from steelyard.cli.options import Json
+from steelyard.cli.out import Output, answer, begin, dump, one_line
+from steelyard.errors import RequestError
+
+app = typer.Typer(
+    help="Make a case file for a model of your own.\n\nExample: steelyard case new mine --from SmolLM2-135M/ --task mmlu",
+    no_args_is_help=True,
+)
+
+
+@app.callback()
+def root() -> None:
+    """A group of one verb keeps its name."""
+
+
+@app.command(cls=Command)
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the case; the file is NAME.toml.")],
+    source: Annotated[Path, typer.Option("--from", metavar="DIR", help="Hugging Face folder: config, weights, tokenizer.")],
+    task: Annotated[str, typer.Option(metavar="TASK", help="mmlu, lambada, openwebtext or alpaca.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the file.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Write a complete case file, sizes full and smoke, for the model of a folder, and say what was assumed.
+
+    \b
+    Examples:
+      steelyard case new smollm2-mmlu --from SmolLM2-135M/ --task mmlu
+      steelyard run smollm2-mmlu.toml --weights SmolLM2-135M/ --data mmlu/
+    """
+    begin("reading the model's folder", Output(as_json))
+    from steelyard.case import resolve
+    from steelyard.cli.own import new_case
+
+    path = out / f"{name}.toml"
+    if path.exists() and not force:
+        raise RequestError(f"{path} exists; give another name, or add --force")
+    made = new_case(source, task, name)
+    sizes = [resolve.resolve(made.source, size).case.size for size in ("full", "smoke")]
+    try:
+        path.write_text(made.source.text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
+    if as_json:
+        dump({"path": str(path), "name": name, "template": made.template, "sizes": sizes, "assumed": list(made.assumed)})
+        return 0
+    lines = [f"{one_line(path)}: {one_line(name)}, sizes {' and '.join(sizes)}", "assumed:"]
+    lines += [f"  {one_line(one)}" for one in made.assumed]
+    run = f"steelyard run {shlex.quote(str(path))}"
+    weights = "" if made.random else f" --weights {shlex.quote(str(source))}"
+    lines += [f"try it:  {one_line(run)} --size smoke", f"run it:  {one_line(run + weights)} --data PATH"]
+    answer("\n".join(lines))
+    return 0

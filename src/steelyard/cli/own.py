@@ -1,0 +1,146 @@
+"""A case for a model of one's own: what its folder tells, and the case that is made of it. A parent never imports a framework:
+of a model that this program does not compute itself, another process asks transformers."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.errors import RequestError
+
+if TYPE_CHECKING:
+    from steelyard.case.new import Model, New
+    from steelyard.weights.hf_folder import Folder
+
+PROBE = "steelyard.engines.transformers.probe"
+PROBE_S = 600.0
+AUTO = "auto"
+# Dimensions of a Llama that is tiny; what a template's size smoke has beside them overrides these.
+TINY = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 512, "positions": 512}
+TINY_HEAD, TINY_WINDOW = 32, 48
+
+
+def new_case(folder: Path, task: str, name: str | None = None, check_tokenizer: bool = True) -> "New":
+    """The case of a task with the model of a folder."""
+    from steelyard.case import new
+    from steelyard.weights import hf_folder
+
+    row = new.task_row(task)
+    found = hf_folder.read(folder)
+    model = _model(found, check_tokenizer and (row.kind == "score" or row.starts_trained))
+    if row.work not in _works(model):
+        able = sorted(name for name in new.templates() if new.task_row(name).work in _works(model))
+        raise RequestError(
+            f"--task {task}: a model of type {shown_type(found)} is run by engine transformers, which does not train it; "
+            f"allowed: {', '.join(able)}"
+        )
+    return new.make(name or new.name_of(found.name, row.name), row.name, model)
+
+
+def shown_type(found: "Folder") -> str:
+    from steelyard.weights.settings import shown
+
+    return shown(found.config.get("model_type"))
+
+
+def _works(model: "Model") -> tuple[str, ...]:
+    from steelyard.models import families
+
+    return families.row(str(model.table["family"])).works
+
+
+def _model(found: "Folder", check_tokenizer: bool) -> "Model":
+    """Of a type that this program computes, its fields; of any other, what transformers tells."""
+    from steelyard.weights import hf_config
+
+    path = found.path / hf_config.CONFIG_NAME
+    try:
+        hf_config.check_computed(path, found.config)
+    except RequestError as error:
+        model = _auto(found, str(error))
+    else:
+        model = _llama(found)
+    return _with_tokenizer(found, model) if check_tokenizer else model
+
+
+def _llama(found: "Folder") -> "Model":
+    from steelyard.case.new import Model
+    from steelyard.weights import hf_config
+
+    path = found.path / hf_config.CONFIG_NAME
+    shape = hf_config.model_of(path, found.config)
+    table = {name: value for name, value in shape.model_dump(mode="json").items() if value is not None}
+    told = hf_config.told(path, found.config)
+    comments = {one.field: one.key if one.key in _keys(found.config) else f"{one.key}: not told, so transformers' default"
+                for one in reversed(told)}  # fmt: skip
+    comments |= {one.field: one.key for one in told if " of model_type " in one.key}
+    comments["family"] = f"model_type {found.config.get('model_type')}"
+    smoke = {**table, **TINY, **({"head_dim": TINY_HEAD} if "head_dim" in table else {})}
+    smoke |= {"window": TINY_WINDOW} if "window" in table else {}
+    return Model(found.name, ("config.json", found.weights), table, smoke, comments, found.precision)
+
+
+def _keys(config: dict[str, Any]) -> set[str]:
+    return {key for table in (config, *config.values()) if isinstance(table, dict) for key in table}
+
+
+def _auto(found: "Folder", why: str) -> "Model":
+    from steelyard.case.new import Model
+    from steelyard.weights import hf_folder
+
+    hf_folder.check_rope(found.path, found.config)
+    told = _probe(found)
+    comments = {
+        "family": f"run by engine transformers alone: {why.split(': ', 1)[-1].split(';')[0]}",
+        "parameters": "counted by torch",
+        **dict.fromkeys(
+            ("token_flops", "pair_flops", "logit_flops"), "counted by torch on meta tensors; see docs/own-model.md"
+        ),
+        "config": "config.json, as far as it says what is computed",
+    }
+    assumed = ["engine transformers, which alone has this model; FLOPs are those that torch's counter counts on meta tensors"]
+    if told["why"]:
+        assumed.append(f"no tiny model: {told['why']}")
+    model, smoke = told["model"], told["smoke"]
+    files = ("config.json", found.weights)
+    return Model(found.name, files, model, smoke, comments, found.precision, ("closed",), tuple(assumed))
+
+
+def _probe(found: "Folder") -> dict[str, Any]:
+    for module in ("torch", "transformers"):
+        if find_spec(module) is None:
+            raise RequestError(
+                f"{module} is not installed, and a model of type {shown_type(found)} needs it; "
+                "pip install 'steelyard[transformers]'"
+            )
+    with tempfile.TemporaryDirectory(prefix="steelyard-") as work:
+        answer = Path(work) / "answer.json"
+        command = [sys.executable, "-P", "-m", PROBE, str(found.path.resolve()), str(answer)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PROBE_S)
+        except subprocess.TimeoutExpired as error:
+            raise RequestError(f"{found.path}: transformers did not answer within {PROBE_S:.0f} s") from error
+        if not answer.is_file():
+            said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            raise RequestError(f"{found.path}: transformers cannot make this model: {said[0]}")
+        told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    if "error" in told:
+        raise RequestError(str(told["error"]))
+    return told
+
+
+def _with_tokenizer(found: "Folder", model: "Model") -> "Model":
+    """The tokenizer beside the weights, if it is the model's."""
+    from dataclasses import replace
+
+    from steelyard.data import tokenizer
+
+    one = tokenizer.load([found.path])
+    tokenizer.check_vocab(one, model.table["vocab"])
+    end = "" if one.end is not None else "; it does not say which token ends a text"
+    assumed = (*model.assumed, f"tokenizer {one.source} of the folder, {one.vocab} tokens for a vocabulary of "
+               f"{model.table['vocab']}{end}")  # fmt: skip
+    return replace(model, files=(*model.files, one.source), assumed=assumed)

@@ -1,0 +1,191 @@
+"""Any AutoModelForCausalLM of the library: built from a case's configuration or loaded from its folder, divided into what
+makes hidden states and what makes logits of them, and counted on meta tensors.
+
+No code of a model's folder is ever run, no pickle is read and nothing is fetched: only the library's own classes, and
+safetensors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from steelyard.errors import RequestError
+from steelyard.models.auto_shape import AutoModel
+from steelyard.weights import hf_config, hf_folder, huggingface
+
+LENGTHS = (16, 32, 48)  # tokens that are counted: a forward of T costs a·T + b·T², and the third proves it
+COUNTED_BY = "torch.utils.flop_counter on meta tensors"
+CHECKED = 8  # tokens on which a divided model is compared with the whole
+
+
+def configuration(model_type: str, config: dict[str, Any], null: list[str]) -> Any:
+    """The library's configuration of a model."""
+    if model_type not in CONFIG_MAPPING:
+        raise RequestError(f"model_type {model_type!r} is none that this version of transformers has; install a newer one")
+    try:
+        return AutoConfig.for_model(model_type, **{k: v for k, v in config.items() if k != "model_type"}, **dict.fromkeys(null))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise RequestError(f"transformers does not take this configuration of {model_type!r}: {error}") from error
+
+
+def of_shape(model: AutoModel) -> Any:
+    return configuration(model.model_type, dict(model.config), model.null)
+
+
+def make(config: Any, experts: str | None = None) -> Any:
+    """A model on the current default device, with the library's own random weights and its own choice of attention."""
+    told = {} if experts is None else {"experts_implementation": experts}
+    build: Any = AutoModelForCausalLM.from_config
+    try:
+        return build(config, trust_remote_code=False, **told).eval()
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise RequestError(f"transformers makes no causal language model of this configuration: {error}") from error
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A model in two: `base` makes hidden states of tokens, `head` makes logits of them with all that the model does to
+    logits. `layers` is the list of its layers in `owner`, where there is one."""
+
+    model: Any
+    base: Any
+    head: Callable[[Tensor], Tensor]
+    owner: Any
+    layers: str | None
+
+
+class _Given(nn.Module):
+    """In the place of a model's base: what it would have made is given to it."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **others: Any) -> Any:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None  # whatever else a base may tell
+
+    def __getitem__(self, place: Any) -> Tensor | None:
+        return self.last_hidden_state if place == 0 else None
+
+
+def divide(model: Any, device: torch.device) -> Divided:
+    """The two halves, which together must compute what the model computes."""
+    base, name = model.base_model, model.base_model_prefix
+    if base is model or not hasattr(model, name):
+        raise RequestError(f"{type(model).__name__}: its layers and its head are not apart; engine transformers needs that")
+    stub = _Given()
+
+    def head(hidden: Tensor) -> Tensor:
+        setattr(model, name, stub)
+        try:
+            logits: Tensor = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        finally:
+            setattr(model, name, base)
+        return logits
+
+    _check(model, base, head, device)
+    owner, layers = _layers(base, model.config.get_text_config().num_hidden_layers)
+    return Divided(model, base, head, owner, layers)
+
+
+def _check(model: Any, base: Any, head: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    tokens = torch.arange(3, 3 + CHECKED, device=device)[None] % model.config.get_text_config().vocab_size
+    with torch.inference_mode():
+        whole = model(input_ids=tokens, use_cache=False).logits[0]
+        parts = head(base(input_ids=tokens, use_cache=False).last_hidden_state[0])
+    if whole.shape != parts.shape or not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise RequestError(f"{type(model).__name__}: its head alone does not give the model's logits; it cannot be scored here")
+
+
+def _layers(base: nn.Module, count: int) -> tuple[Any, str | None]:
+    for module in base.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, name
+    return base, None
+
+
+@dataclass(frozen=True)
+class Counted:
+    parameters: int
+    token_flops: int
+    pair_flops: int
+    logit_flops: int
+
+
+def count(config: Any) -> Counted:
+    """Parameters, and FLOPs of a forward by torch's counter, on meta tensors: attention over the whole square; of experts,
+    those that a token is sent to, and no more."""
+    with torch.device("meta"):
+        model = make(config, experts="batched_mm")
+    base = model.base_model
+    forwards = [_flops(partial(_forward, base, tokens)) for tokens in LENGTHS]
+    one, two = LENGTHS[:2]
+    pair, left = divmod(forwards[1] * one - forwards[0] * two, one * two * (two - one))
+    token = forwards[0] // one - pair * one
+    if left or [token * tokens + pair * tokens**2 for tokens in LENGTHS] != forwards:
+        raise RequestError(f"{type(model).__name__}: FLOPs of {LENGTHS} tokens are {forwards}, which is not a·T + b·T²")
+    logits = model.get_output_embeddings()
+    rows = torch.empty(1, logits.weight.shape[1], device="meta", dtype=logits.weight.dtype)
+    parameters = sum(one.numel() for one in model.parameters())
+    return Counted(parameters, token, pair, _flops(lambda: logits(rows)))
+
+
+def _forward(base: Any, tokens: int) -> None:
+    # A mask is given: making one looks at values, which meta tensors do not have.
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device="meta")
+    base(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"), attention_mask=mask, use_cache=False)
+
+
+def _flops(work: Callable[[], Any]) -> int:
+    try:
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            work()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
+        raise RequestError(f"FLOPs cannot be counted on meta tensors: {str(error).splitlines()[0]}") from error
+    return int(counter.get_total_flops())
+
+
+def load(
+    model: AutoModel, folder: Path | None, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Any, dict[str, Any]]:
+    """The model on a device, and where its weights came from."""
+    if folder is None:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            made = make(of_shape(model))
+        return made.to(dtype).requires_grad_(False), {"source": "random", "seed": seed}
+    hf_folder.check_auto(folder, model)
+    if not any((folder / name).is_file() for name in (hf_config.SINGLE_NAME, hf_config.INDEX_NAME)):
+        raise RequestError(
+            f"{folder}: engine transformers reads a model of type {model.model_type!r} from safetensors alone; "
+            "convert it with transformers' save_pretrained"
+        )
+    shards = huggingface.shards_in(folder)
+    read: Any = AutoModelForCausalLM.from_pretrained
+    told = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    made, info = read(folder, config=of_shape(model), output_loading_info=True, **told)
+    for what in ("missing_keys", "mismatched_keys"):
+        if info.get(what):  # the library fills such tensors with random numbers, and goes on
+            first = min(map(str, info[what]))
+            raise RequestError(f"{folder}: {what.replace('_', ' ')}: {first}; give a complete folder of this model")
+    tensors = [(one.name, one.dtype, list(one.shape)) for shard in shards for one in shard.tensors.values()]
+    facts = {
+        "source": "huggingface",
+        "files": [{"name": shard.path.name, "bytes": shard.size_bytes} for shard in shards],
+        "header_sha256": hf_config.digest([(shard.size_bytes, shard.header_sha256) for shard in shards], tensors),
+        "parameters": model.parameters,
+    }
+    return made.to(device).eval().requires_grad_(False), facts

@@ -1,0 +1,109 @@
+"""What the library makes of a model's folder, for a parent that never imports it: started as its own process, answers in a
+file. `python -m steelyard.engines.transformers.probe FOLDER ANSWER`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from steelyard.engines.transformers import auto
+from steelyard.errors import RequestError
+from steelyard.models.auto_shape import wanted
+from steelyard.weights import hf_config
+from steelyard.weights.settings import shown
+
+# A model of the same kind that is tiny, in the words that configurations have in common; each class maps them to its own.
+TINY: dict[str, int] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists with an entry for each layer
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """The model as a case tells it, and a tiny one of its kind; the reason instead of that where none can be made."""
+    config = hf_config.read_json(folder / hf_config.CONFIG_NAME)
+    model_type = str(config.get("model_type"))
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise RequestError(
+            f"{folder / hf_config.CONFIG_NAME}: model_type is {shown(config.get('model_type'))}, and transformers "
+            f"{_version()} has no causal language model of that type; give another model, or install a newer transformers"
+        )
+    kept = {key: value for key, value in wanted(config).items() if key != "model_type"}
+    made = auto.configuration(model_type, kept, [])
+    null = [key for key, value in config.items() if value is None and getattr(made, key, None) is not None]
+    null = [key for key in null if key not in ("dtype", "torch_dtype", "pad_token_id", "bos_token_id", "eos_token_id")]
+    out: dict[str, Any] = {"model": table(model_type, kept, null), "smoke": None, "why": None}
+    try:
+        out["smoke"] = table(model_type, tiny(made, kept), null)
+    except (RequestError, RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+        out["why"] = str(error)
+    return out
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str, Any]:
+    """[question.model] of a configuration."""
+    made = auto.configuration(model_type, config, null)
+    text = made.get_text_config()
+    counted = auto.count(made)
+    return {
+        "family": "auto",
+        "model_type": model_type,
+        "layers": text.num_hidden_layers,
+        "hidden": text.hidden_size,
+        "heads": text.num_attention_heads,
+        "vocab": text.vocab_size,
+        "positions": text.max_position_embeddings,
+        "tied": bool(getattr(made, "tie_word_embeddings", False)),
+        **asdict(counted),
+        **({"null": null} if null else {}),
+        "config": config,
+    }
+
+
+def tiny(made: Any, config: dict[str, Any]) -> dict[str, Any]:
+    names = {name: made.attribute_map.get(name, name) for name in TINY}
+    told = {names[name]: value for name, value in TINY.items() if getattr(made, name, None) is not None}
+    lists = {key: config[key][: TINY["num_hidden_layers"]] for key in PER_LAYER if isinstance(config.get(key), list)}
+    return {**config, **told, **lists}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, answer = map(Path, sys.argv[1:3])
+    try:
+        told = describe(folder)
+    except RequestError as error:
+        told = {"error": str(error)}
+    answer.write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

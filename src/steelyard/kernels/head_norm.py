@@ -1,0 +1,143 @@
+"""RMS norms of every query and key head, where they lie in QKV, stored by key group; values are left as they are. All is
+computed in fp32."""
+
+import torch
+from torch import Tensor
+
+from steelyard.kernels.add_norm import PARTS
+from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl
+
+NUMBERS = 4096  # that a program reads at once of one operand
+
+
+def norm_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queries: int) -> Tensor:
+    """QKV with its queries and keys normed; `queries` are the query heads of a key group."""
+    grouped = qkv.unflatten(-1, (-1, queries + 2, len(of_q)))  # type: ignore[no-untyped-call]
+    wide = _wide(grouped[:, :, :-1])
+    normed = (wide * _scale(wide, eps) * _weights(of_q, of_k, queries)).to(qkv.dtype)
+    return torch.cat((normed, grouped[:, :, -1:]), dim=2).flatten(1)
+
+
+def norm_heads_backward(
+    qkv: Tensor, of_q: Tensor, of_k: Tensor, grad: Tensor, eps: float, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of QKV and of both weights, from that of what became of QKV."""
+    grouped, grads = (one.unflatten(-1, (-1, queries + 2, len(of_q))) for one in (qkv, grad))  # type: ignore[no-untyped-call]
+    wide, slope = _wide(grouped[:, :, :-1]), _wide(grads[:, :, :-1])
+    scale = _scale(wide, eps)
+    unit = wide * scale
+    of_weights = (slope * unit).sum((0, 1))
+    slope = slope * _weights(of_q, of_k, queries)
+    back = (scale * (slope - unit * (slope * unit).mean(-1, keepdim=True))).to(qkv.dtype)
+    whole = torch.cat((back, grads[:, :, -1:]), dim=2).flatten(1)
+    return whole, of_weights[:-1].sum(0).to(of_q.dtype), of_weights[-1].to(of_k.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < torch.float32.itemsize else x
+
+
+def _scale(wide: Tensor, eps: float) -> Tensor:
+    return wide.square().mean(-1, keepdim=True).add(eps).rsqrt()
+
+
+def _weights(of_q: Tensor, of_k: Tensor, queries: int) -> Tensor:
+    return torch.cat((of_q.expand(queries, -1), of_k[None]))
+
+
+def triton_norm_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queries: int) -> Tensor:
+    qkv = qkv.contiguous()
+    out = torch.empty_like(qkv)
+    dim = len(of_q)
+    heads = qkv.shape[1] // dim
+    padded = power_of_2(dim)
+    rows = max(1, NUMBERS // padded)
+    grid = (len(qkv), -(-heads // rows))
+    _norm_heads[grid](qkv, of_q, of_k, out, eps, heads, queries, dim, padded, rows)
+    return out
+
+
+def triton_norm_heads_backward(
+    qkv: Tensor, of_q: Tensor, of_k: Tensor, grad: Tensor, eps: float, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv, grad = qkv.contiguous(), grad.contiguous()
+    back = torch.empty_like(qkv)
+    tokens, dim = len(qkv), len(of_q)
+    heads = qkv.shape[1] // dim
+    padded = power_of_2(dim)
+    rows = max(1, NUMBERS // padded)
+    parts = qkv.new_empty(min(tokens, PARTS), 2, dim, dtype=torch.float32)
+    given = (qkv, of_q, of_k, grad, back, parts, eps, tokens, heads)
+    _norm_heads_backward[(len(parts),)](*given, queries, dim, padded, rows)
+    of_weights = parts.sum(0)
+    return back, of_weights[0].to(of_q.dtype), of_weights[1].to(of_k.dtype)
+
+
+@jit
+def _norm_heads(
+    qkv: tensor,
+    of_q: tensor,
+    of_k: tensor,
+    out: tensor,
+    eps: tensor,
+    heads: tensor,
+    queries: constexpr,
+    dim: constexpr,
+    padded: constexpr,
+    rows: constexpr,
+) -> None:
+    """Some heads of a token; of each group the queries come first, then the key, then the value."""
+    head = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
+    i = tl.arange(0, padded)[None, :]
+    part = head % (queries + 2)
+    there = (head < heads) & (i < dim)
+    at = tl.program_id(0).to(tl.int64) * heads * dim + head * dim + i
+    x = tl.load(qkv + at, there, 0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / dim + eps)
+    q = tl.load(of_q + i, i < dim, 0.0).to(tl.float32)
+    k = tl.load(of_k + i, i < dim, 0.0).to(tl.float32)
+    made = x * scale * tl.where(part < queries, q, k)
+    tl.store(out + at, tl.where(part > queries, x, made), there)
+
+
+@jit
+def _norm_heads_backward(
+    qkv: tensor,
+    of_q: tensor,
+    of_k: tensor,
+    grad: tensor,
+    back: tensor,
+    parts: tensor,
+    eps: tensor,
+    tokens: tensor,
+    heads: tensor,
+    queries: constexpr,
+    dim: constexpr,
+    padded: constexpr,
+    rows: constexpr,
+) -> None:
+    """Every so-manyth token, and its share of both weights' gradients."""
+    i = tl.arange(0, padded)
+    wide = i[None, :]
+    q = tl.load(of_q + wide, wide < dim, 0.0).to(tl.float32)
+    k = tl.load(of_k + wide, wide < dim, 0.0).to(tl.float32)
+    total_q = tl.zeros([padded], tl.float32)
+    total_k = tl.zeros([padded], tl.float32)
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        for first in range(0, heads, rows):
+            head = first + tl.arange(0, rows)[:, None]
+            part = head % (queries + 2)
+            there = (head < heads) & (wide < dim)
+            at = tl.cast(token, tl.int64) * heads * dim + head * dim + wide
+            x = tl.load(qkv + at, there, 0.0).to(tl.float32)
+            g = tl.load(grad + at, there, 0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / dim + eps)
+            unit = x * scale
+            total_q += tl.sum(tl.where(part < queries, g * unit, 0.0), 0)
+            total_k += tl.sum(tl.where(part == queries, g * unit, 0.0), 0)
+            slope = g * tl.where(part < queries, q, k)
+            made = scale * (slope - unit * (tl.sum(slope * unit, 1)[:, None] / dim))
+            tl.store(back + at, tl.where(part > queries, g, made), there)
+    place = parts + tl.program_id(0).to(tl.int64) * 2 * dim + i
+    tl.store(place, total_q, i < dim)
+    tl.store(place + dim, total_k, i < dim)

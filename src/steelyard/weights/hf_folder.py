@@ -1,0 +1,99 @@
+"""A folder as Hugging Face publishes a model: what is in it, and whether it is the model of a case. Without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.errors import RequestError
+from steelyard.models.auto_shape import AutoModel, wanted
+from steelyard.models.shapes import LlamaModel
+from steelyard.weights import hf_config
+from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from steelyard.weights.hf_families import NOT_SCALED, ROPE_TABLES, ROPE_TYPES
+from steelyard.weights.settings import shown
+
+OWN = "to run them: steelyard run --model DIR --task TASK"
+PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # of what config.json says weights are stored in
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """`weights` is the file that holds the weights, or the index of several."""
+
+    path: Path
+    config: dict[str, Any]
+    weights: str
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def precision(self) -> str | None:
+        """What the weights are stored in, as config.json says it."""
+        told = self.config.get("dtype", self.config.get("torch_dtype"))
+        return PRECISIONS.get(told) if isinstance(told, str) else None
+
+
+def read(path: Path) -> Folder:
+    """A folder with a model; refuses one that is none, or that only its own code could run."""
+    if not path.is_dir():
+        raise RequestError(f"{str(path)!r} is not a folder; give a Hugging Face folder: {CONFIG_NAME}, weights and tokenizer")
+    config = hf_config.read_json(path / CONFIG_NAME)
+    check_code(path, config)
+    found = next((name for name in (SINGLE_NAME, INDEX_NAME, *PICKLES) if (path / name).is_file()), None)
+    if found is None:
+        raise RequestError(f"{str(path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a complete Hugging Face folder")
+    return Folder(path, config, found)
+
+
+def check_code(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a model that is computed by Python files of its folder: nothing that is read is ever run."""
+    if config.get("auto_map"):
+        kind = shown(config.get("model_type"))
+        raise RequestError(
+            f"{path / CONFIG_NAME}: auto_map names code of the folder itself (model_type {kind}, trust_remote_code), which is "
+            "never run here; give a model that transformers has by itself"
+        )
+
+
+def check_rope(path: Path, config: dict[str, Any]) -> None:
+    """Refuse rotary positions that depend on what else is in a batch, whatever the engine."""
+    for table in (config.get(name) for name in ROPE_TABLES):
+        kinds = [table.get(key) for key in ROPE_TYPES] if isinstance(table, dict) else []
+        for kind in (kind for kind in kinds if isinstance(kind, str) and kind in NOT_SCALED):
+            raise RequestError(f"{path / CONFIG_NAME}: rope_type is {kind!r}, which {NOT_SCALED[kind]}; give another model")
+
+
+def check_llama(folder: Path, model: LlamaModel) -> None:
+    """Refuse weights of another model than a case's, by their config.json alone, where there is one: before memory is looked
+    at, and long before a worker reads them."""
+    path = folder / CONFIG_NAME
+    if path.is_file():
+        config = hf_config.read_json(path)
+        check_code(folder, config)
+        if config.get("model_type") is None:  # what a converter wrote may not say it
+            return
+        try:
+            hf_config.check_config(path, config, {**dict(model), "head_dim": model.dim})
+        except RequestError as error:
+            raise RequestError(f"other weights, of model_type {shown(config['model_type'])}: {error}; {OWN}") from error
+
+
+def check_auto(folder: Path, model: AutoModel) -> None:
+    """The same of a model of any type: its configuration must be the case's, key by key."""
+    path = folder / CONFIG_NAME
+    config = hf_config.read_json(path)
+    check_code(folder, config)
+    found = config.get("model_type")
+    if found != model.model_type:
+        raise RequestError(
+            f"other weights, of model_type {shown(found)}: {path}: the case's model_type is {model.model_type!r}; {OWN}"
+        )
+    ours, theirs = dict(model.config), wanted(config)
+    for key in sorted({*ours, *theirs} - {"model_type"}):
+        if ours.get(key) != theirs.get(key):
+            raise RequestError(
+                f"other weights: {path}: {key} is {shown(theirs.get(key))}, the case's is {shown(ours.get(key))}; {OWN}"
+            )

@@ -1,0 +1,175 @@
+"""Cases that are made of a model's folder: what config.json tells, what is assumed, and that they can be read again."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.case import new, resolve, toml
+from steelyard.cli import own
+from steelyard.errors import RequestError
+from steelyard.models import families
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+LLAMA = {
+    "family": "llama", "layers": 30, "hidden": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "vocab": 49152, "positions": 8192,
+    "rope_base": 100000.0, "norm_eps": 1e-5, "qkv_bias": False, "tied": True, "qk_norm": False,
+}  # fmt: skip
+TASKS = ("alpaca", "lambada", "mmlu", "openwebtext")
+
+
+def folder_of(where: Path, **changes: Any) -> Path:
+    folder = where / "SmolLM2 135M"
+    folder.mkdir(exist_ok=True)
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def made_of(where: Path, task: str = "mmlu", **changes: Any) -> new.New:
+    return own.new_case(folder_of(where, **changes), task, check_tokenizer=False)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_folder_becomes_a_case_of_every_task(task: str, tmp_path: Path) -> None:
+    made = made_of(tmp_path, task)
+    full, smoke = (resolve.resolve(made.source, size).case for size in ("full", "smoke"))
+    shipped = resolve.resolve(made.template).case
+    assert full.name == f"smollm2-135m-{task}"
+    assert full.question.row.name == task == shipped.question.row.name
+    assert {k: v for k, v in full.question.model.model_dump().items() if v is not None} == LLAMA
+    assert full.question.data == shipped.question.data.model_copy(update={"fingerprint": None})
+    assert full.question.train == shipped.question.train
+    assert full.reference == []
+    assert (full.gate is None) == (shipped.question.kind == "score")
+    assert smoke.question.model.hidden == 64
+    assert smoke.question.model.rope_base == 100000.0
+    assert smoke.question.data.made is not None
+    assert full.question.precision.name == "bf16"
+
+
+def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
+    made = made_of(tmp_path)
+    path = tmp_path / "mine.toml"
+    path.write_text(made.source.text)
+    for size in ("full", "smoke"):
+        assert resolve.resolve(str(path), size).case == resolve.resolve(made.source, size).case
+    origins = resolve.resolve(made.source).origins
+    assert origins["question.model.layers"] == "made from config.json"
+    assert origins["question.data.shots"] == "made from llama2-7b-mmlu"
+    assert origins["question.seed"] == "default"
+    assert not any(origin.startswith("made from") for origin in resolve.resolve(str(path)).origins.values())
+    assert "layers = 30 # num_hidden_layers\n" in made.source.text
+    assert "rope_base = 100000.0 # rope_theta\n" in made.source.text
+    assert all(f"# - {one}\n" in made.source.text for one in made.assumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"model_type": "qwen2"}, {"qkv_bias": True}),
+        ({"model_type": "qwen3", "head_dim": 128}, {"qk_norm": True, "head_dim": 128}),
+        ({"model_type": "mistral", "sliding_window": 1024}, {"window": 1024}),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 2048}},
+            {"rope_scaling": {"kind": "llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "original_positions": 2048}},
+        ),
+    ],
+    ids=["qwen2", "qwen3", "mistral", "llama3"],
+)  # fmt: skip
+def test_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
+    """Each in both sizes, the tiny one with the same parts."""
+    made = made_of(tmp_path, **changes)
+    for size in ("full", "smoke"):
+        model = resolve.resolve(made.source, size).case.question.model.model_dump(mode="json")
+        for name, value in fields.items():
+            assert model[name] == value if size == "full" or isinstance(value, bool | dict) else model[name] is not None
+
+
+def test_what_was_assumed_is_said(tmp_path: Path) -> None:
+    made = made_of(tmp_path, max_position_embeddings=1024, dtype="float16")
+    assert resolve.resolve(made.source).case.question.data.context == 1024
+    assert resolve.resolve(made.source).case.question.precision.name == "fp16"
+    assert made.assumed == (
+        "data.context 1024 instead of 2048: the model has no more positions",
+        "precision fp16, as the weights are stored",
+        "no gate: no accuracy of this model is known here, so none can be missed",
+        "data, training and tune: as in the shipped case llama2-7b-mmlu",
+    )
+    assert "precision bf16, as in llama2-7b-mmlu" in made_of(tmp_path, dtype="absent").assumed
+    trained = made_of(tmp_path, "openwebtext", max_position_embeddings=512)
+    assert resolve.resolve(trained.source).case.question.train.length == 512
+    assert trained.random
+    assert not made_of(tmp_path, "alpaca").random
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}, "model_type": "mine"}, "auto_map names code of the folder"),
+        ({"num_hidden_layers": "absent"}, "does not tell num_hidden_layers; give a complete config.json"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', which depends on the length"),
+    ],
+)
+def test_folders_that_are_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=line):
+        made_of(tmp_path, **changes)
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="is not a folder; give a Hugging Face folder"):
+        own.new_case(tmp_path / "absent", "mmlu")
+    with pytest.raises(RequestError, match=r"config\.json: cannot be read"):
+        own.new_case(tmp_path, "mmlu")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(RequestError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        own.new_case(tmp_path, "mmlu")
+    with pytest.raises(RequestError, match="no tokenizer found"):
+        own.new_case(folder_of(tmp_path), "mmlu")
+    with pytest.raises(RequestError, match=r"--task 'mmul': did you mean 'mmlu'\?"):
+        own.new_case(tmp_path, "mmul")
+
+
+def test_templates_are_one_for_each_task() -> None:
+    assert sorted(new.templates()) == list(TASKS)
+    works = families.LLAMA.works
+    assert all(resolve.resolve(name).case.question.row.work in works for name in new.templates().values())
+
+
+def test_names() -> None:
+    assert new.name_of("SmolLM2 135M", "mmlu") == "smollm2-135m-mmlu"
+    assert new.name_of("你好", "mmlu") == "model-mmlu"
+    assert len(new.name_of("x" * 200, "mmlu")) == 64
+
+
+def test_toml_comes_back_as_it_was() -> None:
+    table = {
+        "text": 'a "quoted"\nline \x7f \\ 你好 🦙',
+        "numbers": [1, -2.5, 1e-06, True],
+        "mixed": [{"a": 1, "b.c": "x"}],
+        "none": None,
+        "inner": {"a key": 1, "deeper": {"empty": {}, "x.z": {"y": 0.1}}},
+    }
+    text = toml.write(table, {"text": "two\nlines", "inner": "a table"})
+    assert "[inner] # a table\n" in text
+    assert "# two lines\n" in text
+    assert tomllib.loads(text) == {key: value for key, value in table.items() if value is not None}
+    with pytest.raises(ValueError, match="a case holds no nan"):
+        toml.write({"x": float("nan")}, {})

@@ -1,0 +1,110 @@
+"""Models of one's own from the command line: case new and run --model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import Shell
+from fixtures.own_models import folder_of
+from steelyard.case import resolve
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of("gpt2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of("qwen2", tmp_path_factory.mktemp("models"))
+
+
+def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_path: Path) -> None:
+    done = shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path)
+    assert (done.code, done.err) == (0, "")
+    path = tmp_path / "mine.toml"
+    assert done.out.splitlines()[:2] == [f"{path}: mine, sizes full and smoke", "assumed:"]
+    assert f"run it:  steelyard run {path} --data PATH" in done.out
+    assert resolve.resolve(str(path)).case.question.model.qkv_bias
+    again = shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path)
+    assert (again.code, again.err) == (2, f"error: {path} exists; give another name, or add --force\n")
+    forced = shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path, "--force", "--json")
+    told = json.loads(forced.out)
+    assert (told["name"], told["sizes"]) == ("mine", ["full", "smoke"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--task", "mmlu", "llama2-7b-mmlu"), "--task mmlu: only with --model DIR; a case has its task"),
+        (("--model", "x"), "--model needs --task: mmlu, lambada, openwebtext or alpaca"),
+        (("--model", "x", "--task", "mmlu", "smoke"), "--model and 'smoke': a model's case is made of its folder"),
+        (("--model", "x", "--task", "gsm8k"), "--task 'gsm8k': allowed: alpaca, lambada, mmlu, openwebtext"),
+        (("--model", "absent", "--task", "mmlu"), "'absent' is not a folder; give a Hugging Face folder"),
+    ],
+)
+def test_wrong_requests(arguments: tuple[str, ...], line: str, shell: Shell) -> None:
+    done = shell.ask("run", *arguments)
+    assert done.code == 2
+    assert done.err.startswith(f"error: {line}")
+    assert done.err.count("\n") == 1
+
+
+def test_problems_of_a_file_are_shown_one_a_line(shell: Shell, qwen2: Path, tmp_path: Path) -> None:
+    shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path)
+    path = tmp_path / "mine.toml"
+    text = path.read_text().replace("\nlayers = 2 ", "\nnum_hidden_layers = 2 ")
+    path.write_text(text.replace("\nheads = 4 ", "\nheads = 0 "))
+    done = shell.ask("run", path, "--data", "x")
+    lines = path.read_text().splitlines()
+    first = 1 + next(i for i, line in enumerate(lines) if line.startswith("num_hidden_layers"))
+    assert (done.code, done.err.splitlines()) == (
+        2,
+        [
+            f"error: case {str(path)!r}: 2 problems; see docs/cases.md",
+            f"  line {first}: unknown key 'question.model.num_hidden_layers'; here it is called layers",
+            f"  line {first + 2}: question.model.heads: must be at least 1 (it is 0)",
+        ],
+    )
+
+
+def test_weights_of_another_model_are_named_before_memory(shell: Shell, qwen2: Path, gpt2: Path) -> None:
+    """The three causes that used to be named wrongly: a Qwen2 with biases, and types that are no Llama at all. The case's model
+    would not fit into the memory of any machine."""
+    huge = ("--set", "question.model.layers=1000000", "--data", str(qwen2))
+    for folder, model_type in ((qwen2, "qwen2"), (gpt2, "gpt2")):
+        done = shell.ask("run", "llama2-7b-mmlu", "--weights", folder, *huge)
+        assert done.code == 2
+        assert done.err.startswith(f"error: other weights, of model_type '{model_type}': {folder}/config.json: ")
+        assert done.err.endswith("to run them: steelyard run --model DIR --task TASK\n")
+
+
+@pytest.mark.full
+def test_a_model_of_another_type_runs_by_engine_transformers(shell: Shell, gpt2: Path) -> None:
+    asked = ("run", "--model", gpt2, "--task", "mmlu", "--size", "smoke", "--accelerator", "cpu", "--out", shell.out)
+    refused = shell(*asked, "--engine", "torch")
+    assert refused.code == 2
+    last = refused.err.splitlines()[-1]
+    assert last == "error: engine 'torch' does not run gpt2-mmlu: it has no model of type 'gpt2'; allowed: transformers"
+    trained = shell("run", "--model", gpt2, "--task", "alpaca", "--size", "smoke")
+    assert trained.err == (
+        "error: --task alpaca: a model of type 'gpt2' is run by engine transformers, which does not train it; "
+        "allowed: lambada, mmlu\n"
+    )
+    done = shell(*asked, "--json")
+    assert done.code in (0, 1), done.err
+    (record,) = json.loads(done.out)["records"]
+    assert record["engine"]["name"] == "transformers"
+    assert any(note.startswith("case made in memory") for note in record["notes"])
+    assert any(
+        note.startswith("model type gpt2, run by transformers: FLOPs are those that torch's") for note in record["notes"]
+    )
+    assert record["case"]["origins"]["question.model.config.n_layer"] == "case, size smoke"
+    again = shell("reproduce", next(shell.out.glob("*.json")), "--accelerator", "cpu", "--out", shell.out, "--json")
+    assert again.code in (0, 1), again.err
+    (second,) = json.loads(again.out)["records"]
+    assert second["case"]["key"] == record["case"]["key"]
+    assert second["outputs"] == record["outputs"]
+    verified = shell("verify", shell.out)
+    assert verified.code == 0, verified.out

@@ -1,0 +1,171 @@
+"""Engine transformers with models of any type: the answers of a plain loop, and FLOPs as torch counts them."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from fixtures.own_models import TYPES, case_of, folder_of
+from steelyard import engines
+from steelyard.accelerators.cpu_torch import Device
+from steelyard.case.resolve import Resolved
+from steelyard.engines.job import Job
+from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
+from steelyard.engines.transformers import auto, probe
+from steelyard.engines.work import Work
+from steelyard.errors import RequestError
+from steelyard.plan import degrees, flops
+from steelyard.plan.degrees import Plan
+from steelyard.tasks.task import Sources
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MADE = {
+    "mmlu": ("question.data.made={subjects = 2, questions = 4}", "question.data.subjects=2", "question.data.context=200"),
+    "lambada": ("question.data.made={passages = 6}", "question.data.rows=6"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("models")
+    return {name: folder_of(name, where) for name in TYPES}
+
+
+def engine(resolved: Resolved, weights: Path | None) -> Any:
+    case, plan = resolved.case, Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
+    question = case.question
+    job = Job(
+        case=case,
+        work=question.row.work,
+        inputs=question.row.prepare(question.asked(Sources(None, None, None), None, True, {})).inputs,
+        weights=weights,
+        device=Device(0, monotonic),
+        rank=0,
+        world=1,
+        plan=plan,
+        place=degrees.place(plan, 0),
+        group=TensorParallelGroup(),
+        steps=None,
+    )
+    return engines.load("transformers", question.row.work)(job)
+
+
+def answers(one: Any) -> dict[str, Any]:
+    one.prepare("infer", lambda part: nullcontext())
+    assert sum(isinstance(item, Work) for item in one.work("infer")) == one.total("infer")
+    table: dict[str, Any] = one.outputs("infer")
+    order = sorted(range(len(table["items"])), key=table["items"].__getitem__)
+    return {name: [column[i] for i in order] for name, column in table.items()}
+
+
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_choices_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -> None:
+    """Prompts of many lengths, padded beside each other; one at a time in the loop."""
+    one = engine(case_of(folders[name], "mmlu", *MADE["mmlu"], "tune.batch_tokens=800"), folders[name])
+    found, texts, model = answers(one), one.job.inputs, plain(folders[name])
+    assert len({len(row) for row in texts.rows}) > 4
+    assert len(one.bins) > 1
+    for i, row in enumerate(texts.rows):
+        with torch.inference_mode():
+            logits = model(torch.tensor([row])).logits[0, -1]
+        assert found["best"][i] == int(logits.argmax())
+        assert found["choice"][i] == int(logits[list(texts.letters)].argmax())
+    assert one.weights["source"] == "huggingface"
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_losses_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -> None:
+    one = engine(case_of(folders[name], "lambada", *MADE["lambada"], "tune.batch_tokens=300"), folders[name])
+    found, texts, model = answers(one), one.job.inputs, plain(folders[name])
+    for i, row in enumerate(texts.rows):
+        with torch.inference_mode():
+            logits = model(torch.tensor([row])).logits[0].double().log_softmax(-1)
+        expected = -sum(float(logits[at - 1, row[at]]) for at in range(1, len(row)))
+        assert found["nll"][i] == pytest.approx(expected, rel=1e-5)
+    assert len({round(loss, 3) for loss in found["nll"]}) == len(texts.rows)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_flops_are_those_that_torch_counts_of_a_forward(name: str, folders: dict[str, Path]) -> None:
+    """On a CPU with values, where experts are really chosen, and over a length that was not counted."""
+    shape = case_of(folders[name], "mmlu").case.question.model
+    tokens = 40
+    model = auto.make(auto.of_shape(shape), experts="batched_mm" if shape.config.get("num_experts_per_tok") else None)
+    model.set_attn_implementation("eager")  # its products are counted as such; kernels of a CPU are not
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model(torch.arange(tokens)[None] + 3, use_cache=False)
+    counts = {"tokens": tokens, "logits": tokens, "square": tokens**2, "pairs": tokens * (tokens + 1) // 2}
+    assert flops.counted(shape, counts) == counter.get_total_flops()
+    assert flops.parameters(shape) == sum(one.numel() for one in model.parameters())
+    assert flops.causal(shape, counts) < flops.counted(shape, counts)
+
+
+def test_random_weights_are_those_of_a_seed(folders: dict[str, Path]) -> None:
+    resolved = case_of(folders["olmo2"], "mmlu", *MADE["mmlu"])
+    one, two = (engine(resolved, None) for _ in range(2))
+    assert answers(one) == answers(two)
+    assert one.weights == {"source": "random", "seed": 0}
+    assert one.details()["flops"] == auto.COUNTED_BY
+    assert one.details()["class"] == "Olmo2ForCausalLM"
+
+
+def test_a_case_that_says_other_flops_is_refused(folders: dict[str, Path]) -> None:
+    """Records must not claim more work than a model is."""
+    resolved = case_of(folders["gpt2"], "mmlu", *MADE["mmlu"])
+    question = resolved.case.question
+    model = question.model.model_copy(update={"token_flops": question.model.token_flops * 2})
+    case = resolved.case.model_copy(update={"question": question.model_copy(update={"model": model})})
+    with pytest.raises(RequestError, match=r"question\.model\.token_flops is \d+, and of this model \d+ are counted here"):
+        engine(Resolved(case, {}, ""), None).prepare("infer", lambda part: nullcontext())
+
+
+def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    resolved = case_of(folders["gpt2"], "mmlu", *MADE["mmlu"])
+    check = resolved.case.question.check_weights
+    check(folders["gpt2"])
+    with pytest.raises(RequestError, match=r"other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'"):
+        check(folders["phi3"])
+    other = folder_of("gpt2", tmp_path, n_layer=3)
+    with pytest.raises(RequestError, match=r"other weights: .*n_layer is 3, the case's is 2"):
+        check(other)
+
+
+def test_a_missing_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The library would fill it with random numbers."""
+    resolved, source = case_of(folders["olmo2"], "mmlu", *MADE["mmlu"]), folders["olmo2"]
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(RequestError, match=r"missing keys: model\.layers\.1\.mlp\.up_proj\.weight"):
+        engine(resolved, tmp_path).prepare("infer", lambda part: nullcontext())
+
+
+def test_types_without_a_causal_model_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(
+        RequestError, match=r"model_type is 'vit', and transformers .* has no causal language model of that type"
+    ):
+        probe.describe(tmp_path)
+
+
+def test_null_where_the_class_has_another_default(tmp_path: Path) -> None:
+    """TOML has no null: a key that is null and not so by default is named."""
+    folder = folder_of("gemma2", tmp_path, final_logit_softcapping=None)
+    path = folder / "config.json"
+    assert json.loads(path.read_text())["final_logit_softcapping"] is None
+    told = probe.describe(folder)["model"]
+    assert told["null"] == ["final_logit_softcapping"]
+    assert auto.configuration("gemma2", told["config"], told["null"]).final_logit_softcapping is None
+    assert auto.configuration("gemma2", told["config"], []).final_logit_softcapping == 30.0

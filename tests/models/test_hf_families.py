@@ -1,0 +1,224 @@
+"""Every model type against transformers' own class of it: the same weights, saved by it, loaded by us, and written back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fixtures.hf_families import MODELS, ours, theirs
+from models.test_llama import shared_batch
+from steelyard.data import batches
+from steelyard.errors import RequestError
+from steelyard.models.attention import layout
+from steelyard.models.llama import Llama
+from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
+from steelyard.models.shapes import LinearRope
+from steelyard.plan import flops
+from steelyard.weights import convert, hf_config, hf_families, load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+LENGTHS = [7, 1, 40, 12]
+PLAIN: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 112,
+    "vocab_size": 131,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    folder = tmp_path_factory.mktemp("family")
+    model = theirs(request.param)
+    model.save_pretrained(folder)
+    return request.param, folder, model
+
+
+def rows_of(lengths: list[int], vocab: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
+
+
+def loaded(name: str, folder: Path) -> Llama:
+    made = load.build(ours(name), CPU, torch.float32)
+    load.load(made, folder, load.shape_of(ours(name)))
+    return made
+
+
+def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
+    tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
+    blocks = [FusedBlock(block, Scoring(), BlockKernels(False)) for block in model.layers] if fused else None
+    with torch.inference_mode():
+        every = torch.arange(len(tokens))
+        out: Tensor = model(tokens, positions, layout([len(row) for row in rows], None, CPU), "rows", every, blocks=blocks)
+    return out
+
+
+def answered(model: Any, rows: list[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(row[None]).logits[0] for row in rows])
+
+
+def gap(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def test_every_type_is_tried() -> None:
+    assert {like.model_type for like in MODELS.values()} == set(hf_families.ROWS) - {"aquila"}  # the same as llama, by name
+
+
+def test_its_configuration_tells_the_model(saved: tuple[str, Path, Any]) -> None:
+    name, folder, _ = saved
+    path = folder / "config.json"
+    assert hf_config.model_of(path, json.loads(path.read_text())) == ours(name)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_equal_the_librarys(saved: tuple[str, Path, Any], fused: bool) -> None:
+    """Rows of different lengths end to end, some longer than the window, some shorter."""
+    name, folder, model = saved
+    rows = rows_of(LENGTHS, 131)
+    assert gap(packed(loaded(name, folder), rows, fused), answered(model, rows)) <= 1e-5
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "window", "qk_norm", "qkv_bias"])
+def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> None:
+    """A model without the field, and else the same weights, is another one."""
+    name = {"rope_scaling": "llama-3.1", "window": "mistral", "qk_norm": "qwen3", "qkv_bias": "qwen2"}[field]
+    model = theirs(name)
+    model.save_pretrained(tmp_path)
+    right = loaded(name, tmp_path)
+    less = ours(name).model_copy(update={field: type(ours(name)).model_fields[field].default})
+    wrong = load.build(less, CPU, torch.float32)
+    wrong.load_state_dict(right.state_dict(), strict=False)
+    rows = rows_of([40], 131)
+    assert gap(packed(wrong, rows), answered(model, rows)) > 1e-2
+    assert gap(packed(right, rows), answered(model, rows)) <= 1e-5
+
+
+def test_written_back_it_is_the_same_folder(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
+    """Of every tensor the name and the bits; the library answers the same from it, and so do we."""
+    name, folder, _ = saved
+    convert.convert(folder, tmp_path / "again", "hf", 1)
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    path = tmp_path / "again" / "config.json"
+    config = json.loads(path.read_text())
+    assert hf_config.model_of(path, config) == ours(name)
+    assert config["model_type"] == ("llama" if name == "mistral-v0.3" else MODELS[name].model_type)  # the same without a window
+
+
+def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
+    """In the convention that counts the whole square of attention, forward, and forward with backward."""
+    name, folder, _ = saved
+    model, made = ours(name), loaded(name, folder)
+    batch = batches.closed_batch([list(range(n)) for n in LENGTHS], [0, 1, 2, 3])
+    for backward in (False, True):
+        made.requires_grad_(backward)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+            given = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), layout(batch.q_lens, None, CPU))
+            logits = made(*given, "rows", torch.from_numpy(batch.pick))
+            if backward:
+                logits.square().sum().backward()
+        assert counter.get_total_flops() == flops.counted(model, batch.counts) * (3 if backward else 1)
+    assert flops.parameters(model) == sum(one.numel() for one in made.parameters())
+
+
+def test_a_shared_prefix_changes_no_answer(saved: tuple[str, Path, Any]) -> None:
+    """Longer than a window, and shorter than rows: the prefix is computed once, then read."""
+    name, folder, model = saved
+    made = loaded(name, folder)
+    prefix, *tails = rows_of([23, 5, 1, 9, 14], 131)
+    room = made.empty_prefix(len(prefix) + 2)
+    found = shared_batch(made, room, prefix, tails[:2], with_prefix=True)
+    found += shared_batch(made, room, prefix, tails[2:], with_prefix=False)
+    for tail, logits in zip(tails, found, strict=True):
+        assert gap(logits, answered(model, [torch.cat((prefix, tail))])[len(prefix) :]) <= 1e-5
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma": ({"model_type": "gemma3_text"}, "model_type is 'gemma3_text', allowed: 'llama', 'aquila', 'mistral', "),
+    "no type": ({"model_type": None}, "model_type is 'absent', allowed: "),
+    "a type that is none": ({"model_type": ["llama"]}, "model_type is ['llama'], allowed: "),
+    "no size": ({"hidden_size": None, "vocab_size": None}, "does not tell hidden_size, vocab_size; "),
+    "text": ({"hidden_size": "64"}, "hidden_size is '64', no hidden that a model has; "),
+    "true": ({"num_hidden_layers": True}, "num_hidden_layers is True, no layers that a model has; "),
+    "negative": ({"num_attention_heads": -4}, "num_attention_heads is -4, no heads that a model has; "),
+    "odd": ({"num_attention_heads": 3}, "head_dim 21 must be even, and heads 3 a multiple of kv_heads 2; "),
+    "dynamic": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic' (depends on the length of the batch), allowed: 'default', 'linear', 'llama3'; ",
+    ),
+    "half a scaling": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling is {'kind': 'llama3', "),
+    "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', allowed: 'silu'; "),
+    "some windows": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "some layers have a sliding window and others none; ",
+    ),
+    "some windows by name": (
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "some layers have a sliding window and others none; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configurations_that_are_refused(name: str) -> None:
+    changes, said = REFUSED[name]
+    with pytest.raises(RequestError) as caught:
+        hf_config.model_of(Path("config.json"), PLAIN | changes)
+    line = str(caught.value)
+    assert line.startswith("config.json: ")
+    assert "\n" not in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"model_type": "mistral"}, {"window": 4096, "kv_heads": 2, "positions": 131072}),
+        ({"model_type": "mistral", "sliding_window": None}, {"window": None}),
+        ({"model_type": "mistral", "max_position_embeddings": 4096}, {"window": None}),
+        ({"model_type": "mistral", "num_key_value_heads": None, "num_attention_heads": 8}, {"kv_heads": 8}),
+        ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 0}, {"window": None, "qkv_bias": True}),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            {"window": None},
+        ),
+        ({"model_type": "qwen3"}, {"head_dim": 128, "qk_norm": True, "qkv_bias": False}),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": LinearRope(kind="linear", factor=2.0)}),
+        ({}, {"norm_eps": 1e-6, "rope_base": 10000.0, "positions": 2048, "tied": False}),
+    ],
+)
+def test_what_is_not_told_is_what_transformers_takes(changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    config = {key: value for key, value in (PLAIN | changes).items() if value is not None or key in ("sliding_window",)}
+    if "num_key_value_heads" in changes:
+        config["num_key_value_heads"] = None
+    model = hf_config.model_of(Path("config.json"), config)
+    assert {name: getattr(model, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 39, 40, 41, None])
+def test_pairs_of_a_window_are_those_of_its_mask(window: int | None) -> None:
+    """Counted one by one: of whole rows, and of rows behind a shared prefix."""
+    for queries, keys in ((40, 40), (1, 1), (3, 40), (40, 52), (12, 12)):
+        mask = torch.ones(queries, keys).tril(keys - queries)
+        mask = mask if window is None else mask.triu(keys - queries - window + 1)
+        assert batches.counts([queries], [keys], 1, window=window)["pairs"] == int(mask.sum())

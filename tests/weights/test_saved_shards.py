@@ -1,0 +1,123 @@
+"""Weights that torch.save wrote, pytorch_model.bin, in one file or several: read as safetensors are, and never run."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.huggingface import SHAPE, TIED, assert_holds, config_of, load, refused, tensors_of, write
+from steelyard.models.llama import LlamaShape
+from steelyard.weights import hf_shards
+from steelyard.weights import load as weights
+from steelyard.weights.inspection import inspect
+
+SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def write_saved(folder: Path, tensors: Any = None, shape: LlamaShape = SHAPE) -> Path:
+    (folder / "config.json").write_text(json.dumps(config_of(shape)))
+    torch.save(tensors_of(shape) if tensors is None else tensors, folder / SINGLE)
+    return folder
+
+
+def write_shards(folder: Path, change: Callable[[dict[str, str]], None] = lambda where: None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config_of(SHAPE)))
+    where: dict[str, str] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for i, (name, tensor) in enumerate(tensors_of(SHAPE).items()):
+        where[name] = f"pytorch_model-{i % 3 + 1:05}-of-00003.bin"
+        parts.setdefault(where[name], {})[name] = tensor
+    for file, table in parts.items():
+        torch.save(table, folder / file)
+    change(where)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED])
+def test_one_file(shape: LlamaShape, tmp_path: Path) -> None:
+    """As parameters too, and with what old checkpoints store beside them."""
+    tensors = {name: torch.nn.Parameter(tensor) for name, tensor in tensors_of(shape).items()}
+    found = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert_holds(load(write_saved(tmp_path, found, shape), shape), tensors_of(shape))
+
+
+def test_several_files(tmp_path: Path) -> None:
+    assert_holds(load(write_shards(tmp_path)), tensors_of(SHAPE))
+    told = inspect(tmp_path)
+    assert [name for name, _ in told.files] == [f"pytorch_model-{i}-of-00003.bin" for i in ("00001", "00002", "00003")]
+    assert (told.layout, told.dtype, told.notes) == ("huggingface", "fp32", [])
+
+
+def test_its_digest_tells_of_its_tensors(tmp_path: Path) -> None:
+    """Not of their values, as that of safetensors."""
+    folders = [tmp_path / str(i) for i in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    twice = {name: tensor * 2 for name, tensor in tensors_of(SHAPE).items()}
+    less = {name: tensor.half() for name, tensor in tensors_of(SHAPE).items()}
+    made = [write_saved(folder, tensors) for folder, tensors in zip(folders, (None, twice, less), strict=True)]
+    one, same, other = (weights.open_folder(folder).digest() for folder in made)
+    assert one == same != other
+
+
+def test_safetensors_come_first(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / SINGLE).write_bytes(b"not read")
+    assert_holds(load(tmp_path), tensors_of(SHAPE))
+    assert [shard.path.name for shard in hf_shards.shards_in(tmp_path)] == ["model.safetensors"]
+
+
+class Attack:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("where", ["beside", "as a weight", "as all"])
+def test_nothing_in_it_is_run(where: str, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    name = next(iter(tensors_of(SHAPE)))
+    tables = {
+        "beside": (tensors_of(SHAPE) | {"x": Attack(marker)}, "'x' is no tensor; "),
+        "as a weight": (tensors_of(SHAPE) | {name: Attack(marker)}, f"{name!r} is no tensor; "),
+        "as all": (Attack(marker), "is no table of tensors by name; "),
+    }
+    table, line = tables[where]
+    refused(write_saved(tmp_path, table), SINGLE, line)
+    assert not marker.exists()
+    with pytest.raises(Exception, match="Weights only load failed"):
+        torch.load(tmp_path / SINGLE, weights_only=True)
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    write_saved(tmp_path)
+    whole = (tmp_path / SINGLE).read_bytes()
+    (tmp_path / SINGLE).write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path, f"{SINGLE}: is not a whole file written by torch.save (")
+    torch.save(tensors_of(SHAPE), tmp_path / SINGLE, _use_new_zipfile_serialization=False)
+    refused(tmp_path, f"{SINGLE}: torch's old format is not read; ")
+    torch.save([torch.ones(3)], tmp_path / SINGLE)
+    refused(tmp_path, "is no table of tensors by name; ")
+    torch.save({"model": tensors_of(SHAPE)}, tmp_path / SINGLE)
+    refused(tmp_path, "'model' is no tensor; ")
+
+
+@pytest.mark.parametrize("file", ["../pytorch_model.bin", "/etc/passwd", "a\\b.bin", "model.safetensors", "x.bin.py"])
+def test_names_of_shards_stay_in_the_folder(file: str, tmp_path: Path) -> None:
+    def change(where: dict[str, str]) -> None:
+        where[next(iter(where))] = file
+
+    refused(write_shards(tmp_path, change), "names the shard ", "allowed: a plain file name ending in .bin; ")
+
+
+def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
+    (write_shards(tmp_path) / "pytorch_model-00002-of-00003.bin").unlink()
+    refused(tmp_path, "pytorch_model-00002-of-00003.bin: shard is missing; ")
