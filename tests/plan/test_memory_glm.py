@@ -25,13 +25,14 @@ def shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         out = x + delta
         return out, F.layer_norm(out, (x.shape[-1],), weight, bias, eps), torch.zeros(len(x), 2)
 
-    def attend(qkv, borders, dropout):
+    def attend(qkv, borders, programs, dropout):
         return qkv[:, 0].clone(), torch.zeros(qkv.shape[2], len(qkv))
 
     def forward(q, k, v, queries, keys, dropout, causal):
         return q.clone(), torch.zeros(q.shape[1], len(q)), ()
 
     monkeypatch.setattr(glm_norm, "dropout_add_norm", norm)
+    monkeypatch.setattr(glm_norm, "gelu", lambda x: F.gelu(x.detach(), approximate="tanh"))
     monkeypatch.setattr(glm_attention, "attend", attend)
     monkeypatch.setattr(glm_fused, "FLASH", Blocks(forward, lambda *given: None))
     monkeypatch.setattr(glm_spans, "context_keys_values", lambda qkv, rows: qkv[:, 1:].clone())
@@ -48,7 +49,7 @@ def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
     seed = torch.zeros(1, dtype=torch.int64)
     layer = glm_fused.KernelLayer(model.transformer.layers[0], torch.zeros_like, None, seed, 0)
     x, delta = (torch.randn(tokens, SHAPE.hidden, requires_grad=True) for _ in range(2))
-    known = {one.untyped_storage().data_ptr() for one in (*model.parameters(), micro.layout.joint.borders)}
+    known = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *micro.layout.tensors(True))}
     kept: dict[int, int] = {}
 
     def keep(one: Tensor) -> Tensor:
