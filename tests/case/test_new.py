@@ -124,6 +124,7 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
     ("changes", "line"),
     [
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}, "model_type": "mine"}, "auto_map names code of the folder"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised, which are not read here"),
         ({"num_hidden_layers": "absent"}, "does not tell num_hidden_layers; give a complete config.json"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', which depends on the length"),
     ],
@@ -173,3 +174,9 @@ def test_toml_comes_back_as_it_was() -> None:
     assert tomllib.loads(text) == {key: value for key, value in table.items() if value is not None}
     with pytest.raises(ValueError, match="a case holds no nan"):
         toml.write({"x": float("nan")}, {})
+
+
+def test_code_in_the_folder_of_a_known_type_is_not_needed(tmp_path: Path) -> None:
+    """Aquila2's folders name code of their own, and are computed here without it."""
+    made = made_of(tmp_path, model_type="aquila", auto_map={"AutoModelForCausalLM": "modeling_aquila.AquilaForCausalLM"})
+    assert resolve.resolve(made.source).case.question.model.family == "llama"

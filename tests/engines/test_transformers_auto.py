@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from fixtures.own_models import TYPES, case_of, folder_of
+from fixtures.own_models import SIZES, TYPES, case_of, folder_of
 from steelyard import engines
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case.resolve import Resolved
@@ -24,7 +24,9 @@ from steelyard.errors import RequestError
 from steelyard.plan import degrees, flops
 from steelyard.plan.degrees import Plan
 from steelyard.tasks.task import Sources
+from steelyard.weights import hf_folder
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 MADE = {
     "mmlu": ("question.data.made={subjects = 2, questions = 4}", "question.data.subjects=2", "question.data.context=200"),
@@ -169,3 +171,62 @@ def test_null_where_the_class_has_another_default(tmp_path: Path) -> None:
     assert told["null"] == ["final_logit_softcapping"]
     assert auto.configuration("gemma2", told["config"], told["null"]).final_logit_softcapping is None
     assert auto.configuration("gemma2", told["config"], []).final_logit_softcapping == 30.0
+
+
+def changed_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_a_configuration_as_older_versions_wrote_it(tmp_path: Path) -> None:
+    """The library moves rope_theta into the table of rope_scaling; a case keeps what the folder says."""
+    scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+    folder = folder_of("llama", tmp_path)
+    told = json.loads((folder / "config.json").read_text())
+    told.pop("rope_parameters")
+    (folder / "config.json").write_text(json.dumps(told | {"rope_theta": 20000.0, "rope_scaling": scaled}))
+    model = case_of(folder, "mmlu").case.question.model
+    assert (model.config["rope_theta"], model.config["rope_scaling"]) == (20000.0, scaled)
+    hf_folder.check_auto(folder, model)
+
+
+def test_code_that_is_not_needed_is_not_looked_at(tmp_path: Path) -> None:
+    folder = changed_config(folder_of("phi3", tmp_path), auto_map={"AutoConfig": "configuration_phi3.Phi3Config"})
+    model = case_of(folder, "mmlu").case.question.model
+    hf_folder.check_auto(folder, model)
+    assert "auto_map" not in model.config
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    folder = folder_of("olmo2", tmp_path)
+    model = case_of(folder, "mmlu").case.question.model
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
+    with pytest.raises(RequestError, match=f"{name} is stored in F8_E4M3, allowed: F64, F32, F16, BF16; give plain ones"):
+        auto.load(model, folder, CPU, torch.float32, 0)
+    changed_config(folder, quantization_config={"quant_method": "fp8"})
+    for check in (lambda: hf_folder.check_auto(folder, model), lambda: hf_folder.read(folder)):
+        with pytest.raises(RequestError, match="its weights are quantised, which are not read here"):
+            check()
+
+
+def test_a_model_whose_tokens_see_what_is_behind_them_is_refused(tmp_path: Path) -> None:
+    config = auto.configuration("bert", {**SIZES, "is_decoder": False}, [])
+    with pytest.raises(RequestError, match="tokens see those behind them, so it is no causal language model"):
+        auto.divide(auto.make(config), CPU)
+
+
+def test_models_that_take_no_mask_of_pairs_are_counted() -> None:
+    told = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 48, "vocab_size": 512}
+    told |= {"max_position_embeddings": 512, "word_embed_proj_dim": 32}
+    counted = auto.count(auto.configuration("opt", told, []))
+    assert (counted.token_flops, counted.pair_flops) == (2 * 2 * (4 * 32 * 32 + 2 * 32 * 48), 2 * 4 * 32)
+
+
+def test_what_a_class_refuses_is_one_line() -> None:
+    scaled = {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
+    with pytest.raises(RequestError, match="transformers does not take this configuration of 'phi3': "):
+        auto.configuration("phi3", {**SIZES, "rope_scaling": scaled, "original_max_position_embeddings": 64}, [])

@@ -119,7 +119,7 @@ def test_what_the_hub_does_not_have_is_said(server, get, told, store):
 
 
 def test_a_hub_that_is_not_there_is_one_line(get):
-    with pytest.raises(DownloadError, match=r"^org/tiny: .*; run the same command again to go on$"):
+    with pytest.raises(DownloadError, match=r"^org/tiny: .*; run the same command again: files that are whole stay$"):
         get(at="http://127.0.0.1:9")
 
 
@@ -162,3 +162,42 @@ def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
 )
 def test_the_files_that_are_taken(names, taken):
     assert hub.chosen(names) == taken
+
+
+def test_a_branch_that_names_the_same_commit_is_here(server, get, told, store):
+    publish(server, "org/tiny", FILES)
+    here, _ = get()
+    server.seen.clear()
+    assert get(revision="main") == (here, True)
+    assert not any("model.safetensors" in str(one) for one in server.seen)  # asked what it has, and no more
+
+
+def test_a_model_without_weights_is_refused(server, get, tmp_path):
+    publish(server, "org/tiny", {name: text for name, text in FILES.items() if not name.endswith((".safetensors", ".bin"))})
+    with pytest.raises(RequestError, match=r"org/tiny: neither safetensors nor pytorch_model\.bin at its top"):
+        get()
+    (tmp_path / "config.json").write_bytes(FILES["config.json"])
+    with pytest.raises(RequestError, match="neither safetensors nor"):
+        get(wish=Wish(offline=tmp_path))
+
+
+def test_bytes_count_once(told):
+    """The library shows what a store of chunks sends on a bar of its own, unless this one can."""
+    meter = told.tools().meter
+    meter.begin(100)
+    bar = hub._bar(meter)(total=100)
+    bar.update_transfer(60)
+    bar.set_transfer_postfix_str("60 B/s")
+    bar.update(100)
+    assert [one for one in told.watched if one[0]] == [(100, 100)]
+
+
+def test_a_failure_of_the_store_of_chunks_is_one_line(server, get, monkeypatch):
+    publish(server, "org/tiny", FILES)
+
+    def broken(*arguments, **settings):
+        raise RuntimeError("Data processing error: CAS service error")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", broken)
+    with pytest.raises(DownloadError, match="org/tiny: Data processing error: CAS service error; run the same command again"):
+        get()

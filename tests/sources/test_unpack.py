@@ -135,7 +135,7 @@ def test_the_names_of_a_tar_have_a_limit(tmp_path):
 
 def test_the_number_of_files_has_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(unpacking, "MOST_FILES", 3)
-    assert refusal(tar(tmp_path / "x", *((f"{n}", b"") for n in range(4)))) == "more than 3 files"
+    assert refusal(tar(tmp_path / "x", *((f"{n}", b"") for n in range(4)))) == "more than 3 files and folders"
 
 
 def test_a_name_stands_once(tmp_path):

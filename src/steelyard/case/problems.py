@@ -29,6 +29,8 @@ SENTENCES = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "must be a table"),
     "list_type": "must be a list",
     "literal_error": "allowed: {expected}",
+    "union_tag_invalid": "{discriminator} allowed: {expected_tags}",
+    "union_tag_not_found": "must have {discriminator}",
     "greater_than_equal": "must be at least {ge:g}",
     "greater_than": "must be more than {gt:g}",
     "less_than_equal": "must be at most {le:g}",

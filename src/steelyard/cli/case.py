@@ -40,13 +40,17 @@ def new(
     """
     begin("reading the model's folder", Output(as_json))
     from steelyard.case import resolve
-    from steelyard.cli.own import new_case
+    from steelyard.case.new import slug
+    from steelyard.cli.own import AUTO, new_case
 
+    if slug(name) != name:
+        raise RequestError(f"{name!r}: a name of a case has small letters, digits, '-' and '.'; such as {slug(name)}")
     path = out / f"{name}.toml"
     if path.exists() and not force:
         raise RequestError(f"{path} exists; give another name, or add --force")
     made = new_case(source, task, name)
-    sizes = [resolve.resolve(made.source, size).case.size for size in ("full", "smoke")]
+    full = resolve.resolve(made.source, "full").case
+    sizes = ["full", *([resolve.resolve(made.source, "smoke").case.size] if made.source.table.get("smoke") else [])]
     try:
         path.write_text(made.source.text, encoding="utf-8")
     except OSError as error:
@@ -57,7 +61,9 @@ def new(
     lines = [f"{one_line(path)}: {one_line(name)}, sizes {' and '.join(sizes)}", "assumed:"]
     lines += [f"  {one_line(one)}" for one in made.assumed]
     run = f"steelyard run {shlex.quote(str(path))}"
+    run += " --engine transformers" if full.question.model.family == AUTO else ""
     weights = "" if made.random else f" --weights {shlex.quote(str(source))}"
-    lines += [f"try it:  {one_line(run)} --size smoke", f"run it:  {one_line(run + weights)} --data PATH"]
+    lines += [f"try it:  {one_line(run)} --size smoke"] if "smoke" in sizes else []
+    lines += [f"run it:  {one_line(run + weights)} --data PATH"]
     answer("\n".join(lines))
     return 0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from steelyard.sources.table import Kind, Source
 
 AUTO = "auto"  # in the place of a path: what was got
+MOST_TIMEOUT_S = 86400
 
 _CHECKED: "dict[CheckedBy, str]" = {
     "table": "checked by its known hash",
@@ -151,6 +152,8 @@ def _wish(offline: Path | None, mirrors: list[str] | None, again: bool, repin: b
     for url in mirrors or []:
         if not url.startswith(("https://", "http://")):
             raise RequestError(f"--mirror {url!r}: not an address; allowed: https://… or http://…")
+        if "@" in url.split("/")[2]:
+            raise RequestError("--mirror: an address with a name and a password in it is not taken")
     return Wish(tuple(mirrors or ()), offline, again, repin)
 
 
@@ -171,11 +174,13 @@ def _get(kind: "Kind", name: str, revision: str | None, wish: "Wish", timeout: f
     from steelyard.sources import get, hub, table
     from steelyard.sources.download import DownloadError
 
-    if not timeout > 0:
-        raise RequestError(f"--timeout {timeout:g}: must be more than 0 seconds")
+    if not 0 < timeout <= MOST_TIMEOUT_S:
+        raise RequestError(f"--timeout {timeout:g}: must be more than 0 and at most {MOST_TIMEOUT_S} seconds")
     source = table.row(kind, name)
     if revision is not None and not source.hub:
         raise RequestError(f"--revision {revision}: {source.name} is not a model of the hub; leave it out")
+    if revision is not None and wish.offline is not None:
+        raise RequestError("--revision and --from cannot be combined: a folder has the revision that was put there; drop one")
     if source.hub and wish.mirrors:
         raise RequestError(f"--mirror: {source.name} is a model of the hub; name a mirror of the hub in HF_ENDPOINT")
     store = _store(kind)
@@ -242,7 +247,9 @@ def _got(kind: "Kind", source: "Source", here: "Here", before: bool, store: "Sto
         lines += [f"pins are in {store.pins_path}"] if any(one.checked_by == "first use" for one in made.downloads) else []
     state = "already here" if before else "done"
     lines.append(f"{source.name}: {state}, {len(made.files)} file(s), {size(made.size_bytes)}, in {one_line(here.path)}")
-    lines.append("use it with --data auto" if kind == "data" else f"use it with --weights {one_line(here.path)}")
+    path = one_line(here.path)
+    own = f"\n  or without a case: steelyard run --model {path} --task mmlu --data auto" if source.hub else ""
+    lines.append("use it with --data auto" if kind == "data" else f"use it with --weights {path}{own}")
     return "\n".join(lines)
 
 
@@ -251,7 +258,7 @@ def _list(kind: "Kind", as_json: bool) -> None:
 
     store = _store(kind)
     others = [name for name in store.names() if name not in {one.name for one in table.TABLE[kind]}]
-    sources = [*table.TABLE[kind], *(table.row(kind, name) for name in others)]
+    sources = [*table.TABLE[kind], *(table.unlisted(name) for name in others)]
     rows = [_row(one, store.find(one.name), store.partial_bytes(one.name)) for one in sources]
     if as_json:
         dump({"folder": str(store.folder), "sources": rows})

@@ -92,6 +92,11 @@ def _auto(found: "Folder", why: str) -> "Model":
     from steelyard.weights import hf_folder
 
     hf_folder.check_rope(found.path, found.config)
+    if found.weights in hf_folder.PICKLES:
+        raise RequestError(
+            f"{found.path}: engine transformers reads a model of type {shown_type(found)} from safetensors alone, and it has "
+            f"{found.weights}; convert it with transformers' save_pretrained"
+        )
     told = _probe(found)
     comments = {
         "family": f"run by engine transformers alone: {why.split(': ', 1)[-1].split(';')[0]}",

@@ -2,7 +2,7 @@
 
 An id is the place of an item in the whole set, counted from 0, which is what a record's `outputs.index` holds; where a set has
 groups, also `group/place`, the place inside that group. `first-last` is a range, both ends in it. Ids are kept sorted and
-joined to ranges, so that one selection has one spelling.
+joined to ranges, so that ids of one kind have one spelling.
 """
 
 import re
@@ -70,7 +70,7 @@ def _line(raw: bytes, where: str) -> str:
     if len(raw) > MAX_LINE_BYTES:
         raise RequestError(f"{where} has more than {MAX_LINE_BYTES} bytes; {_FORM}")
     try:
-        return raw.decode("utf-8").strip()
+        return raw.decode("utf-8-sig").strip()  # Windows' editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise RequestError(f"{where} is not UTF-8; {_FORM}") from error
 

@@ -173,8 +173,9 @@ def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
             try:
                 for chunk in reply.chunks(files.CHUNK_BYTES):
                     size += len(chunk)
-                    if size > wanted.most_bytes:
-                        raise MismatchError(f"more than {wanted.most_bytes} bytes, the limit for this file")
+                    most_bytes = wanted.size_bytes or wanted.most_bytes
+                    if size > most_bytes:
+                        raise MismatchError(f"more than {most_bytes} bytes, the limit for this file")
                     out.write(chunk)
                     out.flush()  # what is counted survives a kill
                     tools.meter.add(len(chunk))

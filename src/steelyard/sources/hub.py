@@ -20,6 +20,7 @@ TEXTS = (".json", ".txt", ".model", ".md", ".jinja", ".tiktoken")
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 MOST_BYTES = 1 << 40  # of a file
 NOT_STATED = "not stated"
+NO_WEIGHTS = "neither safetensors nor pytorch_model.bin at its top; take a model that has one of these"
 INSTALL = "huggingface_hub is not installed, which models of the hub need; run pip install 'steelyard[hub]'"
 
 
@@ -66,6 +67,8 @@ def get(
             raise RequestError(INSTALL)
         pin = None if wish.repin else store.pins().get(source.hub)
         model = _asked(source, lambda: _listed(source.hub, revision or (pin.revision if pin else None), endpoint))
+        if here is not None and not (wish.again or wish.repin) and model.revision == here.manifest.revision:
+            return here, True  # a branch or a tag that still names the same commit
         arrived = _asked(source, lambda: _downloaded(source.hub, model, tree, tools, endpoint))
         shutil.rmtree(tree / ".cache", ignore_errors=True)
         if revision is None:
@@ -84,6 +87,10 @@ def chosen(names: Iterable[str]) -> list[str]:
     return [name for name in top if name in {*texts, *weights} - unread]
 
 
+def has_weights(names: Iterable[str]) -> bool:
+    return any(name.endswith((".safetensors", ".bin")) for name in names)
+
+
 def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
     from huggingface_hub import HfApi
 
@@ -91,6 +98,8 @@ def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
     names = chosen(one.rfilename for one in info.siblings or [])
     if "config.json" not in names:
         raise RequestError(f"{hub}: no config.json at its top; it is not a model that transformers reads")
+    if not has_weights(names):
+        raise RequestError(f"{hub}: {NO_WEIGHTS}")
     files = tuple(
         Listed(one.rfilename, one.size, one.lfs.sha256, None)
         if one.lfs is not None
@@ -107,6 +116,7 @@ def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str 
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     names = {one.name for one in model.files}
+    shutil.rmtree(tree / ".cache", ignore_errors=True)  # parts that a killed command left: the library uses none again
     for path in tree.iterdir():
         if path.is_file() and path.name not in names:
             path.unlink()  # of another revision, which an earlier command began with
@@ -152,6 +162,11 @@ def _bar(meter: Meter) -> type[Any]:
             meter.add(int(n or 0))
             return None
 
+        def update_transfer(self, *arguments: Any, **settings: Any) -> None:
+            """What a store of chunks sends; a bar without this gets a second one beside it, and bytes count twice."""
+
+        def set_transfer_postfix_str(self, *arguments: Any, **settings: Any) -> None: ...
+
     return Bar
 
 
@@ -178,9 +193,9 @@ def _asked(source: Source, ask: Callable[[], Any]) -> Any:
         raise RequestError(f"{source.hub!r} is no id of a model: {error}") from error
     except MismatchError as error:
         raise DownloadError(f"{source.hub}: {error}; run the same command again") from error
-    except (network, OSError) as error:
+    except (network, OSError, RuntimeError) as error:  # the last of hf_xet
         first = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DownloadError(f"{source.hub}: {first}; run the same command again to go on") from error
+        raise DownloadError(f"{source.hub}: {first}; run the same command again: files that are whole stay") from error
 
 
 def _copied(store: Store, source: Source, folder: Path, tree: Path, time: str) -> Here:
@@ -190,6 +205,8 @@ def _copied(store: Store, source: Source, folder: Path, tree: Path, time: str) -
     if place is None:
         raise RequestError(f"--from {folder}: no config.json in it, nor in {places[0].name}/ or {places[1].name}/ below it")
     names = chosen(path.name for path in place.iterdir() if path.is_file())
+    if not has_weights(names):
+        raise RequestError(f"--from {place}: {NO_WEIGHTS}")
     check_space(tree, sum((place / name).stat().st_size for name in names))
     arrived = []
     for name in names:

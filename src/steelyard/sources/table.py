@@ -207,9 +207,15 @@ def row(kind: Kind, name: str) -> Source:
     if found is not None:
         return found
     if kind == "weights" and name.count("/") == 1 and all(name.split("/")):
-        return Source(name=name, title=name, licence="", page=f"{_HUB}/{name}", hub=name)
+        return unlisted(name)
     more = " (or the id of a model, such as HuggingFaceTB/SmolLM2-135M)" if kind == "weights" else ""
     raise RequestError(f"no {kind} {name!r} to get; {known(name, [one.name for one in TABLE[kind]])}{more}")
+
+
+def unlisted(name: str) -> Source:
+    """What the table does not have: a model of the hub by its id, or something that an older version got."""
+    hub = name if "/" in name else ""
+    return Source(name=name, title=name, licence="", page=f"{_HUB}/{name}" if hub else "", hub=hub)
 
 
 def of_task(task: str) -> Source | None:

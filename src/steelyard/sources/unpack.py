@@ -41,9 +41,7 @@ def unpack(source: Path, folder: Path, top: str, most_bytes: int) -> None:
 def _all(source: Path, folder: Path, most_bytes: int) -> None:
     left, names = most_bytes, set()
     with _opened(source, most_bytes) as members:
-        for count, (name, size, content) in enumerate(members, 1):
-            if count > MOST_FILES:
-                raise MismatchError(f"more than {MOST_FILES} files")
+        for name, size, content in members:
             path = folder / _inside(name)
             if str(path).casefold() in names:
                 raise MismatchError(f"{name[:200]!r} stands in it twice")
@@ -102,7 +100,14 @@ def _opened(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, 
         raise MismatchError(f"not a readable tar or zip: {first}") from error
 
 
+def _count(number: int) -> None:
+    """Folders too: each of them costs memory."""
+    if number > MOST_FILES:
+        raise MismatchError(f"more than {MOST_FILES} files and folders")
+
+
 def _zipped(opened: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]]]:
+    _count(len(opened.infolist()))
     for info in opened.infolist():
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
@@ -115,7 +120,8 @@ def _zipped(opened: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]]]:
 
 
 def _tarred(tar: tarfile.TarFile) -> Iterator[tuple[str, int, IO[bytes]]]:
-    for member in tar:
+    for number, member in enumerate(tar, 1):
+        _count(number)
         if member.isdir():
             if member.name.rstrip("/") not in ("", "."):
                 _inside(member.name.rstrip("/"))

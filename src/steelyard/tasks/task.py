@@ -71,6 +71,14 @@ class Selected:
         return None if self.rows is None else selection.size(self.rows)
 
     @property
+    def group_counts(self) -> dict[str, int] | None:
+        """How many rows were named of each group; None where an id names none."""
+        spans = [] if self.rows is None else selection.spans(self.rows)
+        if not spans or not all(span.group for span in spans):
+            return None
+        return {group: sum(len(span) for span in spans if span.group == group) for group in {span.group for span in spans}}
+
+    @property
     def places(self) -> list[int] | None:
         """Where the named rows stand in the whole set; None where an id names a group, of which the data alone know."""
         spans = [] if self.rows is None else selection.spans(self.rows)

@@ -37,11 +37,11 @@ class Folder:
 
 
 def read(path: Path) -> Folder:
-    """A folder with a model; refuses one that is none, or that only its own code could run."""
+    """A folder with a model; refuses one that is none."""
     if not path.is_dir():
         raise RequestError(f"{str(path)!r} is not a folder; give a Hugging Face folder: {CONFIG_NAME}, weights and tokenizer")
     config = hf_config.read_json(path / CONFIG_NAME)
-    check_code(path, config)
+    check_plain(path, config)
     found = next((name for name in (SINGLE_NAME, INDEX_NAME, *PICKLES) if (path / name).is_file()), None)
     if found is None:
         raise RequestError(f"{str(path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a complete Hugging Face folder")
@@ -49,13 +49,20 @@ def read(path: Path) -> Folder:
 
 
 def check_code(path: Path, config: dict[str, Any]) -> None:
-    """Refuse a model that is computed by Python files of its folder: nothing that is read is ever run."""
+    """Refuse a model of a type that only Python files of its folder compute: nothing that is read is ever run. (Folders of
+    types that are computed without may name such files too.)"""
     if config.get("auto_map"):
         kind = shown(config.get("model_type"))
         raise RequestError(
             f"{path / CONFIG_NAME}: auto_map names code of the folder itself (model_type {kind}, trust_remote_code), which is "
             "never run here; give a model that transformers has by itself"
         )
+
+
+def check_plain(path: Path, config: dict[str, Any]) -> None:
+    """Refuse quantised weights: read without their scales they are another model's."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise RequestError(f"{path / CONFIG_NAME}: its weights are quantised, which are not read here; give plain ones")
 
 
 def check_rope(path: Path, config: dict[str, Any]) -> None:
@@ -72,7 +79,7 @@ def check_llama(folder: Path, model: LlamaModel) -> None:
     path = folder / CONFIG_NAME
     if path.is_file():
         config = hf_config.read_json(path)
-        check_code(folder, config)
+        check_plain(folder, config)
         if config.get("model_type") is None:  # what a converter wrote may not say it
             return
         try:
@@ -85,7 +92,7 @@ def check_auto(folder: Path, model: AutoModel) -> None:
     """The same of a model of any type: its configuration must be the case's, key by key."""
     path = folder / CONFIG_NAME
     config = hf_config.read_json(path)
-    check_code(folder, config)
+    check_plain(folder, config)
     found = config.get("model_type")
     if found != model.model_type:
         raise RequestError(

@@ -6,6 +6,7 @@ safetensors.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from steelyard.weights import hf_config, hf_folder, huggingface
 
 LENGTHS = (16, 32, 48)  # tokens that are counted: a forward of T costs a·T + b·T², and the third proves it
 COUNTED_BY = "torch.utils.flop_counter on meta tensors"
+PLAIN = ("F64", "F32", "F16", "BF16")  # types of weights that mean what they say
 CHECKED = 8  # tokens on which a divided model is compared with the whole
 
 
@@ -30,10 +32,13 @@ def configuration(model_type: str, config: dict[str, Any], null: list[str]) -> A
     """The library's configuration of a model."""
     if model_type not in CONFIG_MAPPING:
         raise RequestError(f"model_type {model_type!r} is none that this version of transformers has; install a newer one")
+    # The library writes into what it is given.
+    told = deepcopy({key: value for key, value in config.items() if key != "model_type"})
     try:
-        return AutoConfig.for_model(model_type, **{k: v for k, v in config.items() if k != "model_type"}, **dict.fromkeys(null))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise RequestError(f"transformers does not take this configuration of {model_type!r}: {error}") from error
+        return AutoConfig.for_model(model_type, **told, **dict.fromkeys(null))
+    except Exception as error:  # each class checks its own fields, and has its own errors
+        first = " ".join(str(error).split())[:300]
+        raise RequestError(f"transformers does not take this configuration of {model_type!r}: {first}") from error
 
 
 def of_shape(model: AutoModel) -> Any:
@@ -102,9 +107,13 @@ def divide(model: Any, device: torch.device) -> Divided:
 
 def _check(model: Any, base: Any, head: Callable[[Tensor], Tensor], device: torch.device) -> None:
     tokens = torch.arange(3, 3 + CHECKED, device=device)[None] % model.config.get_text_config().vocab_size
+    other = torch.cat((tokens[:, :-1], tokens[:, :1]), 1)  # another last token
     with torch.inference_mode():
         whole = model(input_ids=tokens, use_cache=False).logits[0]
-        parts = head(base(input_ids=tokens, use_cache=False).last_hidden_state[0])
+        hidden, changed = (base(input_ids=one, use_cache=False).last_hidden_state[0] for one in (tokens, other))
+        parts = head(hidden)
+    if not torch.allclose(hidden[:-1], changed[:-1], rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise RequestError(f"{type(model).__name__}: tokens see those behind them, so it is no causal language model")
     if whole.shape != parts.shape or not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4, equal_nan=True):
         raise RequestError(f"{type(model).__name__}: its head alone does not give the model's logits; it cannot be scored here")
 
@@ -144,9 +153,13 @@ def count(config: Any) -> Counted:
 
 
 def _forward(base: Any, tokens: int) -> None:
-    # A mask is given: making one looks at values, which meta tensors do not have.
+    # A mask is given: making one looks at values, which meta tensors do not have. Older models take no mask of pairs.
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device="meta")
-    base(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"), attention_mask=mask, use_cache=False)
+    given = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    try:
+        base(input_ids=given, attention_mask=mask, use_cache=False)
+    except (RuntimeError, TypeError, ValueError):
+        base(input_ids=given, use_cache=False)
 
 
 def _flops(work: Callable[[], Any]) -> int:
@@ -174,6 +187,9 @@ def load(
             "convert it with transformers' save_pretrained"
         )
     shards = huggingface.shards_in(folder)
+    for one in (one for shard in shards for one in shard.tensors.values()):
+        if one.name.endswith("weight") and one.dtype not in PLAIN:
+            raise RequestError(f"{folder}: {one.name} is stored in {one.dtype}, allowed: {', '.join(PLAIN)}; give plain ones")
     read: Any = AutoModelForCausalLM.from_pretrained
     told = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
     made, info = read(folder, config=of_shape(model), output_loading_info=True, **told)

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from steelyard.engines.transformers import auto
 from steelyard.errors import RequestError
 from steelyard.models.auto_shape import wanted
-from steelyard.weights import hf_config
+from steelyard.weights import hf_config, hf_folder
 from steelyard.weights.settings import shown
 
 # A model of the same kind that is tiny, in the words that configurations have in common; each class maps them to its own.
@@ -46,6 +46,7 @@ def describe(folder: Path) -> dict[str, Any]:
     config = hf_config.read_json(folder / hf_config.CONFIG_NAME)
     model_type = str(config.get("model_type"))
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hf_folder.check_code(folder, config)
         raise RequestError(
             f"{folder / hf_config.CONFIG_NAME}: model_type is {shown(config.get('model_type'))}, and transformers "
             f"{_version()} has no causal language model of that type; give another model, or install a newer transformers"
@@ -80,12 +81,20 @@ def table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str,
         "hidden": text.hidden_size,
         "heads": text.num_attention_heads,
         "vocab": text.vocab_size,
-        "positions": text.max_position_embeddings,
+        "positions": _positions(text),
         "tied": bool(getattr(made, "tie_word_embeddings", False)),
         **asdict(counted),
         **({"null": null} if null else {}),
         "config": config,
     }
+
+
+def _positions(text: Any) -> int:
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions"):
+        found = getattr(text, name, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    raise RequestError("its configuration does not say how many positions it has (max_position_embeddings); give another model")
 
 
 def tiny(made: Any, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Accuracy on MMLU from the answers a record keeps."""
 
+from collections import Counter
 from math import fsum
 from typing import Any, ClassVar, Literal, Self
 
@@ -180,7 +181,9 @@ def off_scope(outputs: MmluOutputs, selected: Selected) -> str | None:
     wanted = set(selected.subjects or asked)
     if asked - wanted or (selected.sample is None and wanted - asked):
         return f"subjects {', '.join(sorted(asked ^ wanted)[:5])}"
-    if selected.row_count not in (None, len(outputs.gold)) or selected.places not in (None, outputs.index):
+    found = dict(Counter(outputs.subjects[subject] for subject in outputs.subject_of))
+    others = selected.places not in (None, outputs.index) or selected.group_counts not in (None, found)
+    if selected.row_count not in (None, len(outputs.gold)) or others:
         return f"{len(outputs.gold)} questions, which are not the rows named"
     return None
 
