@@ -315,6 +315,7 @@ def test_rows_have_segments_of_many_lengths():
 def test_gradients_are_those_of_transformers(monkeypatch, variant):
     """One step in fp32 on rows without borders, which transformers has no name for."""
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float32)
+    more = 2 if variant == "qwen2" else 1  # its biases make scores larger, and what rounding leaves of them
     engine = build({"settings": {} if variant is None else of_variant(variant)}, 0, 1)
     engine.prepare("before", lambda part: nullcontext())
     model, train_length = engine.trainer.model.module, engine.train.length
@@ -342,8 +343,8 @@ def test_gradients_are_those_of_transformers(monkeypatch, variant):
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
-        assert apart[-1] <= 4e-6 * size[-1], name  # what fp32 leaves of the deepest
-    assert torch.stack(apart).norm() <= 2e-6 * torch.stack(size).norm()
+        assert apart[-1] <= more * 2e-6 * size[-1], name  # what fp32 leaves of the deepest
+    assert torch.stack(apart).norm() <= more * 1e-6 * torch.stack(size).norm()
 
 
 def test_documents_of_a_row_do_not_see_each_other():
