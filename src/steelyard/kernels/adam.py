@@ -65,7 +65,7 @@ class Update:
 
     def __init__(self, tensors: Iterable[Updated]) -> None:
         found: dict[tuple[torch.dtype, torch.dtype, bool], list[Updated]] = {}
-        for one in tensors:
+        for one in (one for one in tensors if one.weight.numel()):  # a rank may hold nothing of a small one
             found.setdefault(one.kind, []).append(one)
         self.kept = found  # nothing that a table points at goes
         self.tables = {

@@ -93,7 +93,9 @@ class Adam:
 
     @property
     def by_kernel(self) -> bool:
-        return self.places is not None and not self.scaler.is_enabled() and jit.serve(self.master[0].device)
+        """Gradients that autograd does not make stay where they are, and the kernel is told once where that is."""
+        stay = self.places is not None or self.clear is not None
+        return stay and not self.scaler.is_enabled() and jit.serve(self.master[0].device)
 
     def warm(self) -> None:
         """Compile an update, and make what it needs, once all gradients have a place. Weights and gradients stay."""
