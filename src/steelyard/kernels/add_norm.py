@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl
+from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl, varied
 
 PARTS = 1056  # sums of a norm's weight gradient, one a program: eight for each multiprocessor of a large device
 
@@ -72,7 +72,7 @@ def _add_norm(
     tl.store(normed + at, wide * size * tl.load(weight + i, there, 0.0).to(tl.float32), there)
 
 
-@jit
+@varied("tokens")
 def _add_norm_backward(
     x: tensor,
     scale: tensor,

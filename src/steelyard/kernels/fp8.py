@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, serve, tensor, tl
+from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, serve, tensor, tl, varied
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (E4M3, E5M2)}
@@ -131,7 +131,7 @@ def _rows(
     tl.store(scale + row, most / largest)
 
 
-@jit
+@varied("height")
 def _column_most(
     x: tensor, parts: tensor, height: tensor, width: tensor, tall: constexpr, wide: constexpr, span: constexpr
 ) -> None:
@@ -145,7 +145,7 @@ def _column_most(
     tl.store(parts + tl.program_id(1).to(tl.int64) * width + column, high, column < width)
 
 
-@jit
+@varied("height")
 def _columns(
     x: tensor,
     values: tensor,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from steelyard.kernels.add_norm import PARTS
-from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl
+from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl, varied
 
 NUMBERS = 4096  # that a program reads at once of one operand
 
@@ -100,7 +100,7 @@ def _norm_heads(
     tl.store(out + at, tl.where(part > queries, x, made), there)
 
 
-@jit
+@varied("tokens")
 def _norm_heads_backward(
     qkv: tensor,
     of_q: tensor,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import RequestError
-from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl
+from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl, varied
 from steelyard.kernels.tiles import described, read_tile, tiles
 
 LOG2_E = 1.4426950408889634
@@ -102,7 +102,7 @@ class PackedAttention(torch.autograd.Function):
         return back_q, back_k, back_v, None, None, None
 
 
-@jit
+@varied("tokens", "count")
 def _forward(
     q: tensor,
     k: tensor,
@@ -162,7 +162,7 @@ def _forward(
     tl.store(lse + head * tokens + row, most + tl.log2(total), there)
 
 
-@jit
+@varied("tokens")
 def _dot(out: tensor, grad: tensor, dot: tensor, tokens: tensor, heads: tensor, dim: constexpr, tile: constexpr) -> None:
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)
@@ -172,7 +172,7 @@ def _dot(out: tensor, grad: tensor, dot: tensor, tokens: tensor, heads: tensor, 
     tl.store(dot + head * tokens + row, tl.sum(product, 1), there)
 
 
-@jit
+@varied("tokens")
 def _back_keys(
     q: tensor,
     grad: tensor,
@@ -258,7 +258,7 @@ def _back_part(
     return sums
 
 
-@jit
+@varied("tokens")
 def _back_queries(
     q: tensor,
     k: tensor,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl
+from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, varied
 
 NUMBERS = 4096  # that a program reads at once
 
@@ -27,7 +27,7 @@ def triton_read_logits(logits: Tensor, own: Tensor) -> Tensor:
     return out
 
 
-@jit
+@varied("rows")
 def _read(logits: tensor, own: tensor, out: tensor, stride: tensor, rows: tensor, width: constexpr, each: constexpr) -> None:
     """Each lane keeps the sum, the highest and its place of the columns it reads; they are joined at the end."""
     row = tl.program_id(0).to(tl.int64)
