@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from steelyard.engines.torch.compile_cache import CompileCache
 from steelyard.kernels import token_loss
+from steelyard.models import llama_fp8
 from steelyard.models.attention import layout
 from steelyard.models.llama import Llama, LlamaShape
+from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock
 from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
 
 pytestmark = pytest.mark.gpu
@@ -37,3 +40,29 @@ def test_logits_are_read_as_they_are_written() -> None:
     torch.testing.assert_close(found[:3], expected[:3], rtol=1e-5, atol=1e-5)
     best = (found[3] + own).long()
     assert torch.equal(logits.gather(1, best[:, None])[:, 0].float(), expected[2])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
+    """Also one that 16 divides, of tokens or of logits."""
+    device = torch.device("cuda")
+    model = Llama(SHAPE).to(device, torch.bfloat16)
+    if precision == "fp8":
+        llama_fp8.keep_fp8(model)
+        blocks = [Fp8ScoreBlock(block, Fp8Kernels(True)) for block in model.layers]
+    else:
+        blocks = [FusedBlock(block, Scoring(), BlockKernels(compiled=True)) for block in model.layers]
+
+    def answer(lengths: list[int], picked: int) -> None:
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        tokens = torch.randint(0, SHAPE.vocab, (sum(lengths),), device=device)
+        rows, pick = layout(lengths, None, device), torch.arange(picked, device=device)
+        token_loss.triton_read_logits(model(tokens, positions, rows, "packed", pick, blocks=blocks), tokens[:picked])
+
+    with torch.inference_mode():
+        answer(LENGTHS, 77)
+        counted = CompileCache()
+        answer([77, 1, 200, 138], 77)  # 416 tokens
+        answer(LENGTHS, 80)
+        answer([64, 64], 128)
+        assert counted.counts() is None
