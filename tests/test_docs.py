@@ -154,6 +154,7 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
     for name in ("data.tar", "tokenizer.model"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "Llama-2-7b-hf").mkdir()
+    (tmp_path / "ids.txt").write_text("12\n")
     here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
     elsewhere = ("records", "RECORD", "mine.toml", "conform mine", "run smoke", "--engine all", "steelyard check")
     elsewhere += ("conform transformers",)  # by hard/test_conform

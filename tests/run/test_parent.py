@@ -167,7 +167,8 @@ def test_wrong_answers_are_invalid(faulty: Shell, fault: str, code: str, text: s
     status, found, said = reason(record)
     assert (status, found) == ("invalid", code)
     assert text is None or said == text
-    assert {one["code"] for one in record["reasons"]} == {code}
+    timed = {"implausible"}  # beside others a matmul may be timed too slow for what the pass did
+    assert {one["code"] for one in record["reasons"]} - timed == {code}
     assert record["failure"] is None
     if fault == "tokens":
         tokens = record["data"]["tokens"]
