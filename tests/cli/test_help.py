@@ -5,9 +5,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import typer
 
 from fixtures.commands import Shell
 from steelyard.case import resolve
@@ -31,6 +32,24 @@ FIRST = ("--data", "--weights", "--size", "--engine", "--devices", "--model", "-
 def examples(text: str) -> list[str]:
     """The commands of the example(s) in a help."""
     return re.findall(r"steelyard (?:[^\n]*\\\n)*[^\n]*", text.split("Example", 1)[1].split("\n\n")[0])
+
+
+def options(of: typer.Typer) -> "list[tuple[str, typer.models.OptionInfo]]":
+    """Each option of all verbs: the parameter, and how it is declared."""
+    verbs = [one.callback for one in of.registered_commands if one.callback]
+    hints = [hint for verb in verbs for hint in get_type_hints(verb, include_extras=True).items()]
+    own = [(name, info) for name, hint in hints for info in getattr(hint, "__metadata__", ())]
+    groups = [one for group in of.registered_groups for one in options(group.typer_instance or typer.Typer())]
+    return [one for one in own if isinstance(one[1], typer.models.OptionInfo)] + groups
+
+
+def test_a_placeholder_never_becomes_an_options_name() -> None:
+    """typer 0.27 calls an option `--SIZE` where its placeholder is its name in capitals and nothing else names it."""
+    found = options(app)
+    assert len(found) > 100
+    alike = {name: info for name, info in found if (info.metavar or "").lower() == name}
+    assert len(alike) > 5
+    assert {name: info.default for name, info in alike.items()} == {name: f"--{name}" for name in alike}  # its first argument
 
 
 @pytest.mark.parametrize("verb", EVERY, ids=" ".join)

@@ -26,7 +26,7 @@ def root() -> None:
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the case; the file is NAME.toml.")],
     source: Annotated[Path, typer.Option("--from", metavar="DIR", help="Hugging Face folder: config, weights, tokenizer.")],
-    task: Annotated[str, typer.Option(metavar="TASK", help="mmlu, lambada, openwebtext or alpaca.")],
+    task: Annotated[str, typer.Option("--task", metavar="TASK", help="mmlu, lambada, openwebtext or alpaca.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the file.")] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
     as_json: Json = False,

@@ -51,7 +51,7 @@ ModelFolder = Annotated[
 ]
 TaskOption = Annotated[
     str | None,
-    typer.Option(metavar="TASK", help="With --model: mmlu, lambada, openwebtext or alpaca.", rich_help_panel=MAIN),
+    typer.Option("--task", metavar="TASK", help="With --model: mmlu, lambada, openwebtext or alpaca.", rich_help_panel=MAIN),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[
@@ -62,7 +62,10 @@ Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, not only t
 SizeOption = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="full (default) or smoke: tiny, seconds on a CPU, no download.", autocompletion=complete.sizes
+        "--size",
+        metavar="SIZE",
+        help="full (default) or smoke: tiny, seconds on a CPU, no download.",
+        autocompletion=complete.sizes,
     ),
 ]
 DataOption = Annotated[
@@ -117,7 +120,7 @@ AcceleratorOption = Annotated[
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the records.", rich_help_panel=OUTPUT)]
 Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]
 Format = Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or html.", autocompletion=complete.formats)]
-Lang = Annotated[str, typer.Option(metavar="LANG", help="en or zh.", autocompletion=complete.langs)]
+Lang = Annotated[str, typer.Option("--lang", metavar="LANG", help="en or zh.", autocompletion=complete.langs)]
 To = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")]
 Threshold = Annotated[float, typer.Option(metavar="SHARE", help="Smaller changes of the rate do not count.")]
 THRESHOLD = 0.01  # what is below it is of no use, however sure it is

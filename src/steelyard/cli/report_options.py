@@ -18,7 +18,9 @@ ReportFormat = Annotated[
 ]
 Layout = Annotated[
     str | None,
-    typer.Option(metavar="LAYOUT", help="flagperf: order, tables and columns of FlagPerf's published pages, in Markdown."),
+    typer.Option(
+        "--layout", metavar="LAYOUT", help="flagperf: order, tables and columns of FlagPerf's published pages, in Markdown."
+    ),
 ]
 ReportTo = Annotated[
     Path | None,

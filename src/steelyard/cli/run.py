@@ -64,6 +64,7 @@ def run(
     size: Annotated[
         str | None,
         typer.Option(
+            "--size",
             metavar="SIZE",
             help="full (default) or smoke: tiny, seconds on a CPU, no download.",
             rich_help_panel=MAIN,

@@ -11,7 +11,9 @@ from steelyard.cli.out import answer, dump, one_line
 
 def sign(
     records: Records,
-    key: Annotated[Path, typer.Option(metavar="KEY", help="An SSH private key, or the .pub of one that ssh-agent holds.")],
+    key: Annotated[
+        Path, typer.Option("--key", metavar="KEY", help="An SSH private key, or the .pub of one that ssh-agent holds.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Sign records with an SSH key. The signature is a file RECORD.json.sig beside each record.

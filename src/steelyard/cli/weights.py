@@ -59,6 +59,7 @@ def convert(
     case: Annotated[
         str | None,
         typer.Option(
+            "--case",
             metavar="CASE",
             help="Take dimensions that the files do not say from this case's model.",
             autocompletion=complete.shipped_cases,
