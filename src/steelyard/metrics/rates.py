@@ -33,11 +33,14 @@ def pass_rate(name: str, seconds: TimeOf) -> Formula:
 
 
 def _interval(record: Record, steps: list[Sample], rate: float) -> tuple[float, float] | None:
-    """The 95 % interval of a rate over wall time, from the token rate of the slowest rank's steps."""
+    """The 95 % interval of a rate over wall time, from the FLOP rate of the slowest rank's steps: by tokens in version 2."""
     working = [sample for sample in steps if sample.counts.get("tokens")]
     tokens = [float(sample.counts["tokens"]) for sample in working]
     times = [sample.end_s - sample.start_s for sample in working]
-    if record.formulas is not None:
+    if record.formulas == 3:
+        flops_of = [float(flops.causal(record.question.model, sample.counts)) for sample in working]
+        return stats.rate_interval(rate, flops_of, times)
+    if record.formulas == 2:
         return stats.rate_interval(rate, tokens, times)
     found = formulas_1.rate_interval(tokens, times)
     if found is None or found[1] == float("inf"):
