@@ -138,7 +138,12 @@ def test_json_has_the_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert [one["engine"] for one in told["engines"]["left_out"]] == ["reference", "megatron", "paddle", "flagscale"]
     numbers = {"rate": 100.0, "rate_interval": None, "ratio": 1.0, "ratio_interval": None, "interval_from": None}
     numbers |= {"mfu": 0.25, "mem": 10.0, "quality": 0.5, "valid": 1}
-    apart = {"chosen": {"items": 8, "other": 1, "largest": None}, "loss": None, "grad_norm": None, "quality": 0.0}
+    apart = {
+        "chosen": {"items": 8, "other": 1, "largest": None, "tokens": None},
+        "loss": None,
+        "grad_norm": None,
+        "quality": 0.0,
+    }
     assert told["engines"]["groups"] == [
         {"case": CASE, "key": "4be1c0ffee123456", "division": "closed", "precision": "bf16", "unit": "tokens/s"}
         | {"quality": "acc", "without": []}
@@ -236,6 +241,6 @@ def test_engines_run_in_turn_and_answer_alike(shell: Shell) -> None:
     rows = {row["engine"]: row for row in group["rows"]}
     assert [one["engine"]["name"] for one in told["records"]][:2] == ["torch", "transformers"]
     assert rows["torch"]["answers"] is None
-    assert rows["transformers"]["answers"]["chosen"] == {"items": 48, "other": 0, "largest": None}
+    assert rows["transformers"]["answers"]["chosen"] == {"items": 48, "other": 0, "largest": None, "tokens": 0}
     page = shell("report", shell.out, "--full")
     assert (page.code, "other answers" in page.out, "0 of 48" in page.out) == (0, True, True)

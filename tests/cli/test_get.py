@@ -115,7 +115,7 @@ def test_a_download_that_fails_is_one_line_and_code_1(shell: Shell, server: Serv
         (("data", "get", "mmlu", "--from", "nowhere"), "--from 'nowhere' is not a folder; name the one that has the files"),
         (("data", "get", "mmlu", "--mirror", "ftp://x"), "--mirror 'ftp://x': not an address; allowed: https://… or http://…"),
         (("data", "get", "mmlu", "--from", ".", "--mirror", "https://x"), "--from and --mirror cannot be combined; drop one"),
-        (("data", "get", "mmlu", "--timeout", "0"), "--timeout 0: must be more than 0 seconds"),
+        (("data", "get", "mmlu", "--timeout", "0"), "--timeout 0: must be more than 0 and at most 86400 seconds"),
         (
             ("weights", "get", "glm-large", "--revision", "v1"),
             "--revision v1: glm-large is not a model of the hub; leave it out",

@@ -16,6 +16,7 @@ from steelyard.metrics import compare
 from steelyard.metrics.verify import read, verify
 from steelyard.run import reproduce as again
 from steelyard.run.ready import ready
+from steelyard.weights import load
 
 NAME = "llama2-7b-mmlu-smoke-closed"
 
@@ -48,10 +49,10 @@ def test_a_folder_of_different_runs_is_refused(shell: Shell) -> None:
 def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
     from fixtures import huggingface
 
-    (shell.folder / "hf").mkdir()
-    huggingface.write(shell.folder / "hf")
-    digest = shell("weights", "inspect", "hf", "--json").json()["header_sha256"]
     other = trained(shell.folder / "other", "ab" * 32)
+    (shell.folder / "hf").mkdir()
+    huggingface.write(shell.folder / "hf", load.shape_of(read(other).question.model))
+    digest = shell("weights", "inspect", "hf", "--json").json()["header_sha256"]
     done = shell.ask("reproduce", other, "--weights", "hf")
     assert (done.code, shell.records()) == (2, [])
     assert done.err == (f"error: other weights: weights.header_sha256: {'ab' * 32} / {digest}; give those of the record\n")
@@ -100,7 +101,7 @@ def test_a_run_is_reproduced_whole(shell: Shell) -> None:
     assert theirs.tune.batch_tokens == 2048
     assert told["here"] == []
     assert told["comparison"]["ratio"]["verdict"] == "not tested"
-    assert told["comparison"]["answers"]["new"]["chosen"] == {"items": 24, "other": 0, "largest": None}
+    assert told["comparison"]["answers"]["new"]["chosen"] == {"items": 24, "other": 0, "largest": None, "tokens": 0}
     assert told["comparison"]["differs"] == []
 
 

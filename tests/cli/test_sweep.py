@@ -108,7 +108,7 @@ def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
         ((*TRAIN, "--sweep", "micro_batch=1,2", "--resume", "x.json"), "--sweep and --resume cannot be combined; drop one"),
         (
             (*SMOKE, "--sweep", "batch_tokens=64,many"),
-            "point tune.batch_tokens=many: case 'llama2-7b-mmlu': tune.batch_tokens: ",
+            "point tune.batch_tokens=many: case 'llama2-7b-mmlu', command line: tune.batch_tokens: must be a whole number",
         ),
         (
             (*SMOKE, "--sweep", "devices=2,3", "--sweep", "parallel=TP"),

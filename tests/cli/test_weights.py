@@ -99,8 +99,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 def test_help_teaches(run: Run) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert "steelyard weights inspect" in out.split("Example:")[1]
-    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == ["inspect", "convert"]
+    assert "steelyard weights get" in out.split("Example:")[1]
+    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == ["get", "list", "inspect", "convert"]
     assert run()[0::2] == (2, "")
     for verb in ("inspect", "convert"):
         code, out, err = run(verb, "--help")

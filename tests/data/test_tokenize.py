@@ -220,8 +220,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 def test_help_teaches(run: Run) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert "steelyard data pack" in out.split("Example:")[1]
-    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == ["pack", "inspect"]
+    assert "steelyard data get" in out.split("Example:")[1]
+    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == ["get", "list", "pack", "inspect"]
     for verb in ("pack", "inspect"):
         code, out, err = run(verb, "--help")
         assert (code, err) == (0, "")

@@ -60,7 +60,7 @@ def test_attention_is_held_to_its_definition(backward: bool, monkeypatch: pytest
     error, bound = ceilings_attention._check(CPU, HEADS, "rows", backward)
     assert 0 < error <= bound
 
-    def unmasked(q, k, v, rows):
+    def unmasked(q, k, v, rows, window=None):
         """Every token sees its whole row."""
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5

@@ -101,13 +101,13 @@ def test_other_precisions(precision: str) -> None:
     assert theirs["after"][0] < theirs["before"][0]
 
 
-def test_biases_that_a_llama_of_ours_has_not_stay_zero() -> None:
+def test_biases_are_those_of_the_three_projections_and_learn() -> None:
     settings = ("question.model.qkv_bias=true",)
     one = engine("transformers", settings=settings)
     same(trained(one), trained(engine("torch", settings=settings)))
     biases = {name: p for name, p in one.trainer.model.module.named_parameters() if name.endswith("bias")}
-    assert all(bool((p == 0).all()) == name.endswith("o_proj.bias") for name, p in biases.items())
-    assert len(biases) == 2 * 4
+    assert all(bool((p != 0).any()) for p in biases.values())
+    assert len(biases) == 2 * 3  # layers; q, k and v, as a Qwen2 has them
 
 
 def test_tied_tables() -> None:

@@ -109,7 +109,7 @@ def test_hang(faulty: Shell) -> None:
 @pytest.mark.full
 def test_time_limit(faulty: Shell) -> None:
     record = run_faulty(faulty, "waits@prepare", "--time-limit", "12", FAULTY_MARK=str(faulty.folder / "mark"))
-    said = "the run took longer than its limit of 12 s, in phase 'prepare val'"
+    said = "the run took longer than its limit of 12 s, in phase 'warmup val'"
     assert reason(record) == ("failed", "time_limit", said)
 
 

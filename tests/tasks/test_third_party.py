@@ -54,7 +54,7 @@ def test_its_fields_are_settable_and_checked(shell: Shell) -> None:
     assert (record["data"]["rows"], len(record["outputs"]["gold"])) == (3, 3)
     done = shell(*RUN, "--size", "smoke", "--set", "question.data.made=0")
     assert (done.code, len(done.lines)) == (2, 1)
-    assert "question.data.made: Input should be greater than or equal to 1 (it is 0)" in done.err
+    assert "question.data.made: must be at least 1 (it is 0)" in done.err
 
 
 @pytest.mark.full
