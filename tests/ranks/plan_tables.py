@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-HUGE = 2.0**24  # the first steps of fp16 overflow with it, and are not taken
+HUGE = 2.0**21  # the first steps of fp16 overflow with it, and are not taken
 
 
 def plans(text: str) -> list[dict]:
@@ -25,10 +25,10 @@ PLANS = plans("""
     DP8       3 - none      4 -
     DP8       2 4 none      1 -
     DP8       1 2 none      1 -
-    TP8       0 - none      4 -
+    TP8       0 - none      8 -
     TP4DP2    1 - full      4 -
     TP2DP4    0 - selective 4 -
-    TP2DP4    2 - none      1 -
+    TP2DP4    2 - none      2 -
     TP2DP4    3 2 none      4 -
     PP4DP2    0 - selective 2 -
     PP4DP2    3 - full      2 -
@@ -81,7 +81,7 @@ VARIED = [
     for name in VARIANTS
     for one in plans("""
     DP8       3 - none      2 -
-    TP4DP2    1 - selective 4 -
+    TP2DP4    1 - selective 4 -
     TP2PP2DP2 2 - full      2 -
 """)
 ]
@@ -90,7 +90,7 @@ VARIED = [
 KEPT = ("TP2PP2DP2 2 - none      2 -", "DP8       3 - none      4 -", "PP2DP4    0 - none      2 fp16")
 RESUMED = {
     "DP8       0 - none      1 -": KEPT[0],
-    "TP4DP2    3 - none      1 -": KEPT[0],
+    "TP4DP2    3 - none      4 -": KEPT[0],
     "PP4DP2    2 - none      1 -": KEPT[1],
     "TP2PP2DP2 2 - none      1 fp16": KEPT[2],
 }

@@ -1,4 +1,4 @@
-"""What ranks exchange for `steelyard spec`, over gloo: right results, as many calls on both."""
+"""What ranks exchange, over gloo: right results; for `steelyard spec`, as many calls on both."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("exchanges.py")
+TURNS = Path(__file__).with_name("turns.py")
 
 
 @pytest.mark.full
@@ -31,3 +32,13 @@ def test_collectives_are_right_and_called_equally_often(tmp_path: Path):
         assert here["amount"] == (1 << 20) * (1.0 if here["name"].startswith("all_reduce") else 0.5)
         assert [one["calls"] for one in here["stretches"]] == [one["calls"] for one in there["stretches"]]
         assert len(here["stretches"]) >= 2
+
+
+@pytest.mark.full
+def test_collectives_on_their_way_do_not_disturb_each_other():
+    """Without their turns, gloo corrupts the heap within some fifty of these rounds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=0"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, TURNS], capture_output=True, text=True, timeout=200, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("150 rounds are right") == 4

@@ -25,6 +25,8 @@ from steelyard.tasks.task import Sources
 from steelyard.training import checkpoints, optimizer
 from steelyard.training.packing import GRAIN
 
+STEPS = 6
+KEEP_EVERY = 4  # one checkpoint a run
 SETTINGS = [
     "question.model.vocab=251",
     "question.model.layers=4",
@@ -35,12 +37,9 @@ SETTINGS = [
     "question.data.held_out=3",
 ]
 OF_CASE = {
-    "llama1-7b-openwebtext": ["question.train.length=64", "question.train.steps=10", "question.data.made.documents=900"],
+    "llama1-7b-openwebtext": ["question.train.length=64", f"question.train.steps={STEPS}", "question.data.made.documents=900"],
     "aquila2-7b-alpaca": ["question.train.steps=3"],  # rows that end in padding
 }
-
-
-KEEP_EVERY = 6  # of ten steps: one checkpoint a run
 
 
 def build(one: dict, rank: int, world: int) -> TorchTrain:

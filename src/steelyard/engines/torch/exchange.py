@@ -39,6 +39,30 @@ class Nothing:
 NOTHING = Nothing()
 
 
+class InTurn:
+    """Collectives of a group that must not overlap with one another: the next is issued when the last is over.
+
+    gloo corrupts the heap where several all-gathers and an all-reduce of one group are on their way (torch 2.13)."""
+
+    def __init__(self) -> None:
+        self.last: Pending = NOTHING
+
+    def issued(self, pending: Pending) -> "Pending":
+        self.last = Once(pending)
+        return self.last
+
+
+class Once:
+    """What is waited for once, whoever asks: waiting again would copy a result again, over what was made of it."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+
+    def wait(self) -> None:
+        pending, self.pending = self.pending, NOTHING
+        pending.wait()
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks along one dimension of a plan, seen from one of them. One alone sends nothing, unless it is forced to."""
@@ -47,6 +71,7 @@ class Group:
     size: int = 1
     rank: int = 0
     forced: bool = False
+    turn: InTurn | None = None
 
     @property
     def live(self) -> bool:
@@ -66,11 +91,13 @@ class Group:
     def _issue(self, calls: Sequence[Callable[[], Any]]) -> Pending:
         if not calls:
             return NOTHING
+        if self.turn is not None:
+            self.turn.last.wait()
         with _coalescing_manager(self.handle, async_ops=True) as pending:
             for call in calls:
                 call()
         out: Pending = pending
-        return out
+        return out if self.turn is None else self.turn.issued(out)
 
     def total(self, value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """A number, summed over the group in place."""
@@ -108,5 +135,7 @@ def form(device: torch.device, backend: str, plan: Plan, degree: int, sharding: 
     used = "shards" if sharding else "copies"  # what replicas meet in
     made = {}
     for name, size in zip(DIMS, sizes, strict=True):
-        made[name] = Group(mesh[name].get_group(), size, mesh[name].get_local_rank(), forced and name == used)
+        handle = mesh[name].get_group()
+        turn = InTurn() if dist.get_backend(handle) == "gloo" else None
+        made[name] = Group(handle, size, mesh[name].get_local_rank(), forced and name == used, turn)
     return Groups(**made)
