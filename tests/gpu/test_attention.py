@@ -34,5 +34,5 @@ def test_forward_and_backward(kernel: str, dtype: torch.dtype, groups: int, wind
     learns = kernel not in FORWARD_ONLY
     allowed = 1e-5 if dtype == torch.float32 else 0.02
     for found, wanted in zip(answer(kernel, dtype), answer("rows", torch.float64), strict=True):
-        # With a window of one key, gradients of queries and keys are zero.
-        assert float((found - wanted).norm() / wanted.norm().clamp(min=1)) <= allowed
+        # With a window of one key, gradients of queries and keys are zero: differences of what came from above.
+        assert float((found - wanted).norm() / torch.maximum(wanted.norm(), towards.norm())) <= allowed
