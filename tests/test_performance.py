@@ -112,7 +112,7 @@ def differing(one: str, other: str) -> int:
 def test_default_sizes() -> None:
     """One number a record, in their order; one for all where all are equal."""
     rows = rows_of("case", TEXT.partition("## Kernels without a compiler")[2])
-    assert len(rows) == 11
+    assert len(rows) == 15
     columns = ("tokens_per_device_s", ",.0f", 1, ""), ("mfu", ".1f", 100, " %"), ("mfu_achievable", ".1f", 100, " %")
     columns += (("energy_per_token", ".4f", 1, ""), ("mem", ".1f", 1, " GiB"))
     for row in rows:
@@ -125,10 +125,41 @@ def test_default_sizes() -> None:
 
 def test_glm_with_its_own_attention() -> None:
     rows = rows_of("division", TEXT.partition("Rates of GLM are samples/s")[2])
-    assert len(rows) == 5
+    assert len(rows) == 8
     for row in rows:
         [one] = [record.read(BY_ID[name]) for name in re.findall(r"`(\w{8})`", row[-1])]
         found = [of(name, [one])[0] for name in ("samples_per_s", "p_whole", "mfu", "mfu_achievable", "mem")]
         shown = [f"{found[0]:.1f}", f"{found[1]:.1f}", *(f"{100 * share:.1f} %" for share in found[2:4]), f"{found[4]:.1f} GiB"]
         assert row[2:7] == shown, row
         assert one.status == "valid"
+
+
+def test_sizes_by_hand() -> None:
+    rows = rows_of("case", TEXT.partition("**Sizes chosen by `auto`")[2])
+    assert len(rows) == 6
+    for row in rows:
+        told = [record.read(BY_ID[one]) for one in re.findall(r"`(\w{8})`", row[-1])]
+        ours, other = of("tokens_per_device_s", told)
+        assert (row[-5], row[-3], row[-2]) == (f"{ours:,.0f}", f"{other:,.0f}", f"{ours / other:.3f}")
+        assert ours >= 0.99 * other
+        assert told[0].status == "valid"
+        assert told[0].environment.hardware.devices == told[1].environment.hardware.devices  # one machine
+        sizes = [str(one.tune.micro_batch if one.question.kind == "train" else one.tune.batch_tokens) for one in told]
+        assert [re.sub(r"\D", "", row[column]) for column in (-6, -4)] == sizes
+
+
+def test_the_code_of_several_devices() -> None:
+    rows = rows_of("precision", TEXT.partition("**The code of several devices on one**")[2])
+    assert len(rows) == 7
+    base = None
+    for row in rows:
+        [one] = [record.read(BY_ID[name]) for name in re.findall(r"`(\w{8})`", row[-1])]
+        base = one if row[-6] == "of one device" else base
+        assert base is not None
+        assert (one.tune.distributed, base.tune.distributed) == (one is not base, False)
+        (rate, alone), (mem, mem_alone) = (of(name, [one, base]) for name in ("tokens_per_device_s", "mem"))
+        shown = [f"{rate:,.0f}", f"{100 * rate / alone:.1f} %", f"{mem:.1f} GiB", f"{100 * (mem / mem_alone - 1):.1f} %"]
+        assert row[-5:-1] == shown
+        assert one.status == "valid"
+        assert mem <= 1.02 * mem_alone
+        assert rate >= (0.99 if one.tune.sharding < 3 else 0.98) * alone
