@@ -163,3 +163,16 @@ def test_the_code_of_several_devices() -> None:
         assert one.status == "valid"
         assert mem <= 1.02 * mem_alone
         assert rate >= (0.99 if one.tune.sharding < 3 else 0.98) * alone
+
+
+def test_scoring_on_a_cpu() -> None:
+    rows = rows_of("run", TEXT.partition("## Scoring on a CPU")[2])
+    assert len(rows) == 3
+    for row in rows:
+        told = [record.read(BY_ID[one]) for one in re.findall(r"`(\w{8})`", row[-1])]
+        assert [one.engine.name for one in told] == ["torch", "transformers"]
+        ours, other = of("tokens_per_device_s", told)
+        assert row[1:4] == [f"{ours:.1f}", f"{other:.1f}", f"{ours / other:.3f}"]
+        assert ours > other
+        passes = [one.outputs["passes"]["infer"] for one in told]
+        assert passes[0] == passes[1]
