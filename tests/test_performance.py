@@ -144,8 +144,8 @@ def test_sizes_by_hand() -> None:
         assert ours >= 0.99 * other
         assert told[0].status == "valid"
         assert told[0].environment.hardware.devices == told[1].environment.hardware.devices  # one machine
-        sizes = [str(one.tune.micro_batch if one.question.kind == "train" else one.tune.batch_tokens) for one in told]
-        assert [re.sub(r"\D", "", row[column]) for column in (-6, -4)] == sizes
+        sizes = [one.tune.micro_batch if one.question.kind == "train" else one.tune.batch_tokens // 1024 for one in told]
+        assert [int(re.sub(r"\D", "", row[column])) for column in (-6, -4)] == sizes
 
 
 def test_the_code_of_several_devices() -> None:
@@ -158,7 +158,8 @@ def test_the_code_of_several_devices() -> None:
         assert base is not None
         assert (one.tune.distributed, base.tune.distributed) == (one is not base, False)
         (rate, alone), (mem, mem_alone) = (of(name, [one, base]) for name in ("tokens_per_device_s", "mem"))
-        shown = [f"{rate:,.0f}", f"{100 * rate / alone:.1f} %", f"{mem:.1f} GiB", f"{100 * (mem / mem_alone - 1):.1f} %"]
+        ratios = ["", ""] if one is base else [f"{rate / alone:.3f}", f"{mem / mem_alone:.3f}"]
+        shown = [f"{rate:,.0f}", ratios[0], f"{mem:.1f} GiB", ratios[1]]
         assert row[-5:-1] == shown
         assert one.status == "valid"
         assert mem <= 1.02 * mem_alone
