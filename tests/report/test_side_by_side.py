@@ -195,6 +195,15 @@ def test_units_of_rates_have_charts_of_their_own() -> None:
     assert [row[4] for row in shown(table(runs, EN))][:2] == ["40,000", "300.0 questions/s"]
 
 
+def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
+    """The slowest of 14 are alone in their engine and in their precision: others like the best give way."""
+    many = [rated(number, 50000.0 - 100 * number, tune__batch_tokens=1024 * number) for number in range(1, 13)]
+    others = [rated(13, 900.0, engine__name="transformers"), rated(14, 800.0, case__precision="fp32")]
+    chart = only_chart([*many, *others])
+    assert len(chart.rows) == bars.MOST == 10
+    assert [bar.value for bar in chart.panels[0].bars] == [50000.0 - 100 * number for number in range(1, 9)] + [900.0, 800.0]
+
+
 def test_nothing_to_draw_is_no_chart() -> None:
     [runs] = by_case([failed()]).values()
     assert bars.charts(runs, "c", EN) == []

@@ -1,6 +1,7 @@
 """The charts of a case: throughput per device, MFU and energy per token of its runs, published values as marked lines."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from steelyard.report.setting import tuned
 from steelyard.report.side_by_side import MFU_CONVENTIONS, Side, place, published_rate, sides, unit
 from steelyard.report.words import Words
 
-MOST = 24  # rows of a chart; the table has them all
+MOST = 10  # rows of a chart; the table has them all
 _ALIKE = 0.1  # values that differ by less of the highest could not be told apart on an axis from 0
 _BEYOND_ALL = 1e15  # no rate or energy; an axis cannot hold it
 _ROOM = 1.02  # above the highest end of a bar
@@ -37,12 +38,24 @@ def charts(runs: list[Run], name: str, say: Words) -> list[Block]:
     kinds = list(dict.fromkeys(side.row.accelerator for side in drawn))
     out: list[Block] = []
     for its in dict.fromkeys(unit(side.row) for side in drawn):
-        rows = [side for side in drawn if unit(side.row) == its][:MOST]
+        rows = _chosen([side for side in drawn if unit(side.row) == its])
         panels = [panel for metric in _metrics(runs, its, say) if (panel := _panel(metric, rows, say)) is not None]
         scopes = len({scope(side.row.first, say) for side in rows}) > 1
         labels = tuple(_label(side, kinds, scopes, say) for side in rows)
         out.append(Bars(say("bars.title", name), labels, tuple(panels)))
     return out
+
+
+def _chosen(rows: list[Side]) -> list[Side]:
+    """As many as fit a chart, in their order: the first of every accelerator, engine and precision, before others like it."""
+    seen = Counter[tuple[str, str, str]]()
+    ranks = []
+    for number, side in enumerate(rows):
+        first = side.row.first
+        kind = (side.row.accelerator, first.engine.name, first.case.precision)
+        ranks.append((seen[kind] > 0, number))
+        seen[kind] += 1
+    return [rows[number] for number in sorted(number for _, number in sorted(ranks)[:MOST])]
 
 
 def _label(side: Side, kinds: list[str], scopes: bool, say: Words) -> BarRow:
