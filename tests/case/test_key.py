@@ -229,6 +229,9 @@ def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
     found = record.read(path)
     asked = found.case
     assert key_of(asked.question, found.fingerprint) == asked.key
+    if asked.name not in names():  # made of a user's own model
+        assert asked.name.startswith("smollm2-")
+        return
     shipped = resolve(asked.name, asked.size, asked.precision, asked.division).case
     same = changed_question(asked.origins) == [] and later(found) == []
     assert (shipped.key(found.fingerprint) == asked.key) == same

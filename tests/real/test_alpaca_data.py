@@ -10,6 +10,7 @@ from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.alpaca import data
 from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, ConversationSample
 
+pytestmark = pytest.mark.full
 UNIFORM = 9229  # rows of the file's beginning that are a fair sample of the whole published set
 FINGERPRINT = "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17"
 

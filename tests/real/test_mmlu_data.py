@@ -13,6 +13,8 @@ from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.mmlu import data
 from steelyard.tasks.mmlu.data import Prompts, Subject
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def real(data_dir: Path) -> list[Subject]:

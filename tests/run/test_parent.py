@@ -101,6 +101,7 @@ def test_a_flood_on_stderr_leaves_its_tail(faulty: Shell) -> None:
     assert "\nthe last line\nTraceback" in tail
 
 
+@pytest.mark.full
 def test_hang(faulty: Shell) -> None:
     record = run_faulty(faulty, "waits@work", "--hang-after", "10", FAULTY_MARK=str(faulty.folder / "mark"))
     assert reason(record) == ("failed", "hang", "nothing was heard of the workers for 10 s, in phase 'val'")

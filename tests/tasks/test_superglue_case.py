@@ -33,6 +33,7 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_the_target_is_reached_from_scratch(reached: dict[str, dict[str, Any]], division: str) -> None:
     record = reached[division]
@@ -54,6 +55,7 @@ def test_the_target_is_reached_from_scratch(reached: dict[str, dict[str, Any]], 
     assert values["mem_predicted"] is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_it_stops_where_the_target_is_reached_and_not_before(reached: dict[str, dict[str, Any]], division: str) -> None:
     record = reached[division]
@@ -73,6 +75,7 @@ def test_it_stops_where_the_target_is_reached_and_not_before(reached: dict[str, 
     assert {tuple(s["phases"]) for s in apart} == {("evaluate",)}
 
 
+@pytest.mark.full
 def test_the_page_shows_the_way_to_the_target(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     path = shell.folder / "one.json"
     path.write_text(json.dumps(reached["open"], separators=(",", ":"), ensure_ascii=False) + "\n")
@@ -88,6 +91,7 @@ def test_the_page_shows_the_way_to_the_target(shell: Shell, reached: dict[str, d
     assert done.out.count("nominal, one sequence a sample") == 8  # how the published MFU was counted, in both tables
 
 
+@pytest.mark.full
 def test_open_computes_less_of_the_same(reached: dict[str, dict[str, Any]]) -> None:
     tokens = {}
     for division, record in reached.items():
