@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fixtures.real_runs import model_settings, run, sets
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 PASSAGES = 24
 Expected = tuple[float, float, int, list[int], int]

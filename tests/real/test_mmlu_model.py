@@ -13,7 +13,7 @@ from fixtures.real_runs import model_settings, run, sets
 from steelyard.tasks.mmlu import data, score
 from steelyard.tasks.mmlu.data import Subject
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 SAMPLE = 16
 SEED = 33  # of a sample in which every question alone fits the context
