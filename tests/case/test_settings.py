@@ -1,0 +1,151 @@
+"""Settings of the command line: which keys can be set, to what, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from fixtures.cases import NAME, OWN, leaf, own, refusal
+from steelyard import tasks
+from steelyard.case import resolve
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+KIND = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
+INTEGER = "must be a whole number"
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("tune.batch_tokens=16384", "tune.batch_tokens", 16384),
+        ("tune.batch_tokens=16_384", "tune.batch_tokens", 16384),
+        ("tune.compile=false", "tune.compile", False),
+        ("tune.compile=true", "tune.compile", True),
+        ("tune.attention=rows", "tune.attention", "rows"),
+        ('tune.attention="rows"', "tune.attention", "rows"),
+        ("tune.batching=single", "tune.batching", "single"),
+        ("question.model.rope_base=500000", "question.model.rope_base", 500000.0),
+        ("question.model.norm_eps=1e-6", "question.model.norm_eps", 1e-6),
+        ("question.model.tied=true", "question.model.tied", True),
+        ("question.division=open", "question.division", "open"),
+        ("question.seed=-3", "question.seed", -3),
+        ("question.data.fingerprint=none", "question.data.fingerprint", "none"),
+        ("question.data.made={subjects = 2, questions = 3}", "question.data.made.questions", 3),
+        ("question.data.made.seed=9", "question.data.made.seed", 9),
+        ("max_interval=0.5", "max_interval", 0.5),
+        ("gate.target=0.25", "gate.target", 0.25),
+    ],
+)
+def test_set(setting: str, key: str, value: object) -> None:
+    found = resolve.resolve(NAME, "smoke", settings=[setting])
+    assert leaf(found.case, key) == value
+    assert type(leaf(found.case, key)) is type(value)
+    assert found.origins[key] == "command line"
+    others = {k: v for k, v in found.origins.items() if v == "command line"}
+    expected = {"size", key} | ({"question.data.made.subjects"} if "{" in setting else set())
+    assert set(others) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("tune.batch_token=1", "--set: no key 'tune.batch_token'; did you mean 'tune.batch_tokens'?"),
+        ("batch_tokens=1", "--set: no key 'batch_tokens'; did you mean 'tune.batch_tokens'?"),
+        ("zzzzzz=1", f"--set: no key 'zzzzzz'; allowed: {', '.join(resolve.settable())}"),
+        ("tune.batch_tokens", "--set 'tune.batch_tokens' is not of the form key=value, such as tune.batch_tokens=16384"),
+        ("=3", "--set '=3' is not of the form key=value, such as tune.batch_tokens=16384"),
+        ("", "--set '' is not of the form key=value, such as tune.batch_tokens=16384"),
+    ],
+)
+def test_settings_without_a_known_key(setting: str, line: str) -> None:
+    assert refusal(NAME, "full", setting) == line
+
+
+@pytest.mark.parametrize(
+    "key", ["question.kind", "question.task", "question.model.family", "question.data.kind", "name", "size", "tune", "question"]
+)
+def test_keys_that_cannot_be_set(key: str) -> None:
+    assert refusal(NAME, "full", f"{key}=train").startswith(f"--set: no key {key!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("tune.batch_tokens=[1, 2]", f"tune.batch_tokens: {INTEGER}, or auto (it is [1, 2])"),
+        ("tune.batch_tokens=0", "tune.batch_tokens: must be at least 1, or auto (it is 0)"),
+        ("tune.batch_tokens=many", f"tune.batch_tokens: {INTEGER}, or auto (it is 'many')"),
+        ("question.model.norm_eps=nan", "question.model.norm_eps: must be a finite number (it is nan)"),
+        ("max_interval=inf", "max_interval: must be a finite number (it is inf)"),
+        ("question.division=shut", "question.division: allowed: 'closed' or 'open' (it is 'shut')"),
+        ("tune.compile=7", "tune.compile: must be true or false (it is 7)"),
+        ("tune.attention=7", "tune.attention: must be text in quotes (it is 7)"),
+    ],
+)
+def test_settings_of_the_wrong_type(setting: str, line: str) -> None:
+    assert refusal(NAME, "full", setting) == f"case '{NAME}', command line: {line}; see docs/cases.md"
+
+
+def test_deep_settings_are_refused() -> None:
+    assert "tune.env: must be a table" in refusal(NAME, "full", "tune.env=" + "[" * 100_000)
+
+
+def test_lists_are_not_settable_but_read() -> None:
+    """No settable key is a list; one given for a list is read as one and then refused by its type."""
+    assert not [key for key in resolve.settable() if key in ("engines", "divisions")]
+    assert "(it is ['a', 'b'])" in refusal(NAME, "full", 'tune.attention=["a", "b"]')
+
+
+def test_later_settings_win() -> None:
+    assert resolve.resolve(NAME, settings=["tune.warmup=3", "tune.warmup=5"]).case.tune.warmup == 5
+
+
+def test_a_setting_does_not_stay_for_the_next_case() -> None:
+    resolve.resolve(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring", "question.model.layers=7"])
+    assert resolve.resolve(NAME, "smoke").case.tune.env == ONE_THREAD
+    assert resolve.resolve(NAME, "smoke").case.question.model.layers == 2
+
+
+# Keys of other data, gates and kinds than this case has.
+OTHER_KIND = {
+    f"question.data.{key}"
+    for key in (
+        "rows",
+        "held_out",
+        "made.passages",
+        "made.documents",
+        "made.conversations",
+        "wrong",
+        "queries",
+        "evaluated",
+        "joint",
+        "last_target",
+    )
+}
+OTHER_KIND |= {f"published.{name}" for task in tasks.table().values() for name in task.published_facts}
+OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
+OTHER_KIND |= {
+    "question.data.made.queries",
+    "question.data.made.entities",
+    *(key for key in resolve.settable() if key.startswith("question.train")),
+}
+
+
+def test_every_settable_key_can_be_set(tmp_path: Path) -> None:
+    """With the value it has: what --set lists, it takes."""
+    made = "\n[question.data.made]\nsubjects = 2\nquestions = 2\n"
+    gate = "\n[gate]\nmetric = 'acc'\ntarget = 0.5\nwithin = 0.1\nagree_within = 0.1\n"
+    path = own(tmp_path, OWN + made + gate)
+    before = resolve.resolve(path).case
+    for key in resolve.settable():
+        value = leaf(before, key) if key not in OTHER_KIND else None
+        if value is not None:
+            assert resolve.resolve(path, settings=[f"{key}={as_toml(value)}"]).case == before, key
+
+
+def as_toml(value: object) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_none=True)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
