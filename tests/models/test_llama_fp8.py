@@ -61,6 +61,14 @@ def test_columns_are_rows_of_the_transposed():
     assert torch.equal(made.scale, plain.scale)
 
 
+@pytest.mark.parametrize("tokens", [32, 21])  # a multiple of 16 needs no padding, which would copy
+def test_operands_are_row_major_whatever_they_are_made_of(tokens: int):
+    """cuBLASLt multiplies a row-major by a column-major matrix and refuses every other pair."""
+    for made in (fp8.columns(torch.randn(tokens, 48)), fp8.rows(torch.randn(48, tokens).t())):
+        assert made.values.is_contiguous()
+        assert made.scale.is_contiguous()
+
+
 def test_a_product_is_that_of_the_fp8_numbers():
     """Against fp64 of the same numbers: bf16's rounding of the result, and fp32's of the sums."""
     a, b = fp8.rows(torch.randn(33, 512)), fp8.rows(torch.randn(48, 512) * torch.logspace(-3, 3, 48)[:, None])

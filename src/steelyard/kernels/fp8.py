@@ -34,8 +34,9 @@ class Fp8(NamedTuple):
 
 
 def rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
-    """A matrix, scaled by rows."""
-    wide = x.float()
+    """Return the matrix in fp8 with a scale for each row. Its values are row-major whatever the strides
+    of `x` are: a device multiplies a row-major matrix by a column-major one and no others."""
+    wide = x.float().contiguous()
     most = wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
     return Fp8((wide * (LARGEST[dtype] / most)).to(dtype), most / LARGEST[dtype])
 
