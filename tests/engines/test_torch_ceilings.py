@@ -31,17 +31,21 @@ def test_a_right_product_passes(precision: str, layout: str):
     made = PRODUCTS[precision](Matmul(name="x", layout=layout, m=40, n=48, k=64), CPU)
     error, bound = compare(made, precision)
     assert made.work().shape == (40, 48)
-    assert 0 < error <= bound == BOUNDS[precision]
+    assert 0 <= error <= bound == BOUNDS[precision]
+    # The reference is an fp64 product too: whether its last bits differ depends on the CPU's kernels.
+    assert error > 0 or precision == "fp64"
 
 
 def test_int8_is_exact():
     assert compare(PRODUCTS["int8"](Matmul(name="x", m=32, n=64, k=64), CPU), "int8") == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (39, 47)])
-def test_a_wrong_product_does_not(row: int, column: int):
+def test_a_wrong_product_does_not(row: int, column: int, precision: str):
     """One number in a corner of the result is off by a tenth of the others' size."""
-    made = PRODUCTS["fp32"](Matmul(name="x", m=40, n=48, k=64), CPU)
+    torch.manual_seed(0)
+    made = PRODUCTS[precision](Matmul(name="x", m=40, n=48, k=64), CPU)
     right = made.work
 
     def wrong() -> torch.Tensor:
@@ -49,7 +53,7 @@ def test_a_wrong_product_does_not(row: int, column: int):
         out[row, column] += 0.8
         return out
 
-    error, bound = compare(replace(made, work=wrong), "fp32")
+    error, bound = compare(replace(made, work=wrong), precision)
     assert error > bound
     assert error == pytest.approx(0.1, rel=0.3)
 
