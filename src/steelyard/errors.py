@@ -6,9 +6,9 @@ from difflib import get_close_matches
 
 def known(name: str, names: Iterable[str], word: str = "known") -> str:
     """What to write instead of a name that is none of these: the one it looks like, else all of them."""
-    every = list(names)
-    near = get_close_matches(name[:200].lower(), every, 1)
-    return f"did you mean {near[0]!r}?" if near else f"{word}: {', '.join(every)}"
+    spelled = {name.lower(): name for name in names}
+    near = get_close_matches(name[:200].lower(), spelled, 1)
+    return f"did you mean {spelled[near[0]]!r}?" if near else f"{word}: {', '.join(spelled.values())}"
 
 
 class RequestError(Exception):

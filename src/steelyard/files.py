@@ -7,10 +7,14 @@ written is first complete under another name, then synced, then renamed: a reade
 import contextlib
 import errno
 import gzip
+import io
 import json
 import os
+import re
 import secrets
+import stat
 import subprocess
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +25,8 @@ GZIP = b"\x1f\x8b"
 PART = ".part"  # ends the name of a file that is not complete
 CHUNK_BYTES = 1 << 20
 GIT_TIMEOUT_S = 10.0
+MAX_TOML_DEPTH = 16  # of tables and lists; a case has four
+MAX_TOML_WORD = 255  # characters of a bare key or a number
 
 Content = bytes | Callable[[BinaryIO], None]
 
@@ -31,6 +37,28 @@ class TooLargeError(Exception):
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"larger than {most_bytes} bytes")
         self.most_bytes = most_bytes
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading, in bytes.
+
+    Raise OSError for anything else, at once: opening a FIFO would wait for a writer, and a device may
+    never end."""
+    _require_regular(path.stat().st_mode, path)  # before a device is opened
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_regular(os.fstat(descriptor).st_mode, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _require_regular(mode: int, path: Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def read(path: Path, most_bytes: int) -> bytes:
@@ -67,7 +95,7 @@ def lines(
 def _unpacked(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """A file to read from, and the one that lies on disk, which is the same unless that is gzip's."""
     try:
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             packed = raw.read(len(GZIP)) == GZIP
             raw.seek(0)
             with gzip.GzipFile(fileobj=raw) if packed else contextlib.nullcontext(raw) as file:
@@ -79,6 +107,45 @@ def _unpacked(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def parse(raw: bytes) -> Any:
     """JSON of a stranger: UTF-8, no key twice, no NaN or infinity. ValueError with the reason otherwise."""
     return json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+
+
+# Strings of TOML, the longest form first. One over several lines may end in one or two quotes of its own.
+# A string without an end reaches to the end of its line or text: searching on behind its first quote
+# would take time that grows with the square of its length.
+TOML_STRING = (
+    r'"""(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)'
+    r"|'''.*?(?:'{3,5}|\Z)"
+    r'|"(?:\\.|[^"\\\n])*"?'
+    r"|'[^'\n]*'?"
+)
+_TOML_TEXT = re.compile(rf"({TOML_STRING})|#[^\n]*", re.DOTALL)  # a comment has no group
+_TOML_DEEP_KEY = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{MAX_TOML_DEPTH}}}", re.ASCII)
+_TOML_LONG_WORD = re.compile(rf"[\w+-]{{{MAX_TOML_WORD + 1}}}", re.ASCII)
+
+
+def parse_toml(raw: bytes | str) -> dict[str, Any]:
+    """Parse TOML from a stranger. Raise ValueError with the reason if it is not TOML, is nested deeper
+    than `MAX_TOML_DEPTH`, or holds a bare key or number longer than `MAX_TOML_WORD`.
+
+    Depth is bounded before parsing: tomllib's time and memory grow with the square of a dotted key's
+    length. Where this scan and tomllib would disagree on what a string is, the text is not TOML, and
+    tomllib stops there."""
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+    bare = _TOML_TEXT.sub(lambda match: "s" if match[1] else "", text)  # a quoted part of a key counts
+    if _TOML_DEEP_KEY.search(bare) or _bracket_depth(bare) > MAX_TOML_DEPTH:
+        raise ValueError(f"nested more than {MAX_TOML_DEPTH} deep")
+    if _TOML_LONG_WORD.search(bare):
+        raise ValueError(f"a key or a number has more than {MAX_TOML_WORD} characters")
+    return tomllib.loads(text)
+
+
+def _bracket_depth(text: str) -> int:
+    """Return how deep brackets and braces are nested at most."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def reason(error: Exception) -> str:

@@ -89,7 +89,11 @@ def test_sizes_that_are_none(size: str) -> None:
         (b"{}", "Invalid statement (at line 1, column 1)"),
         (b"a = 1\na = 2\n", "Cannot overwrite a value (at line 2, column 6)"),
         (b"\x00", "Invalid statement (at line 1, column 1)"),
-        (b"x = " + b"[" * 10_000, "maximum recursion depth exceeded"),
+        (b"x = " + b"[" * 10_000, "nested more than 16 deep"),
+        (b"a." * 32_000 + b"a = 1", "nested more than 16 deep"),
+        (b"[" + b'"a".' * 12_000 + b"a]", "nested more than 16 deep"),
+        (b"x = " + b"1" * 5_000, "a key or a number has more than 255 characters"),
+        (b"x = 0x" + b"f" * 5_000, "a key or a number has more than 255 characters"),
     ],
 )
 def test_files_that_are_not_toml(content: bytes, reason: str, tmp_path: Path) -> None:

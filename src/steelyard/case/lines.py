@@ -9,18 +9,12 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
+from steelyard.files import TOML_STRING
+
 Place = tuple[str | int, ...]
 
-# What a text is made of, as far as brackets and ends of lines are concerned; the longest form of a string first.
-_TOKEN = re.compile(
-    r'"""(?:\\.|[^\\])*?"{3,5}'  # a string over several lines may end in one or two quotes of its own
-    r"|'''.*?'{3,5}"
-    r'|"(?:\\.|[^"\\\n])*"'
-    r"|'[^'\n]*'"
-    r"|#[^\n]*"
-    r"|[\[\]{}\n]",
-    re.DOTALL,
-)
+# What decides where a statement ends: strings, comments, brackets and ends of lines.
+_TOKEN = re.compile(rf"{TOML_STRING}|#[^\n]*|[\[\]{{}}\n]", re.DOTALL)
 
 
 def numbers(text: str) -> dict[Place, int]:

@@ -4,7 +4,6 @@ A case file holds the full size; its `[smoke]` table holds what the smoke size c
 command line: later wins, and every value remembers where it came from.
 """
 
-import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from steelyard import tasks
+from steelyard import files, tasks
 from steelyard.case import problems
 from steelyard.case.case import AUTO, UNKNOWN_MEMORY, Case, Falling, Gate, Target, Tune
 from steelyard.case.precision import PRESETS, name_of
@@ -22,11 +21,11 @@ from steelyard.case.problems import shown
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
 from steelyard.errors import RequestError, known
+from steelyard.files import MAX_TOML_DEPTH
 from steelyard.models import families
 from steelyard.schema import Frozen
 
-MAX_CASE_BYTES = 64 << 10  # the TOML parser's time grows with the square of a dotted key
-MAX_DEPTH = 16  # of its tables
+MAX_CASE_BYTES = 64 << 10
 CASE = "case"  # the origin of what a case file says
 
 
@@ -78,22 +77,31 @@ def read(name: str) -> Source:
             raise RequestError(
                 f"case file {name!r} does not exist; give the path of a TOML file or one of: {', '.join(names())}"
             )
-        if path.stat().st_size > MAX_CASE_BYTES:
-            raise RequestError(f"case file {name!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few kilobytes")
-        raw = path.read_bytes()
+        raw = _read_file(path)
     elif name in names():
         raw = (resources.files("steelyard") / "cases" / f"{name}.toml").read_bytes()
     else:
         hint = known(name, [*names(), "smoke"], "known cases")
         raise RequestError(f"no case {name!r}; {hint} (a file of your own ends in .toml)")
     try:
-        text = raw.decode("utf-8")
-        table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        table = files.parse_toml(raw)
+    except ValueError as error:
         raise RequestError(f"case file {name!r} is not TOML: {error}") from error
-    if _deeper(table, MAX_DEPTH):
-        raise RequestError(f"case file {name!r}: tables nested more than {MAX_DEPTH} deep; a case has four")
-    return Source(name, text, table)
+    if _deeper(table, MAX_TOML_DEPTH):
+        raise RequestError(f"case file {name!r}: tables nested more than {MAX_TOML_DEPTH} deep; a case has four")
+    return Source(name, raw.decode("utf-8"), table)
+
+
+def _read_file(path: Path) -> bytes:
+    """Return the bytes of a case file. Raise RequestError if it cannot be read or is too large."""
+    try:
+        return files.read(path, MAX_CASE_BYTES)
+    except files.TooLargeError as error:
+        raise RequestError(
+            f"case file {str(path)!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few kilobytes"
+        ) from error
+    except OSError as error:
+        raise RequestError(f"case file {str(path)!r} cannot be read: {error.strerror}; check its path") from error
 
 
 def _deeper(value: Any, most: int) -> bool:
@@ -218,8 +226,8 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
         raise RequestError(f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384")
     check_key(key, settable(), "--set")
     value = typed(text)
-    if key.count(".") + 1 > MAX_DEPTH or _deeper(value, MAX_DEPTH):
-        raise RequestError(f"--set {shown(setting)}: nested more than {MAX_DEPTH} deep; a case has four")
+    if key.count(".") + 1 > MAX_TOML_DEPTH or _deeper(value, MAX_TOML_DEPTH):
+        raise RequestError(f"--set {shown(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has four")
     if key.startswith("tune.env.") and not isinstance(value, str):
         value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")
@@ -240,10 +248,10 @@ def check_key(key: str, allowed: list[str], option: str) -> None:
 
 
 def typed(text: str) -> Any:
-    """A value of the command line: TOML, or else the text itself."""
+    """Return a value of the command line: parsed as TOML, or else the text itself."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return files.parse_toml(f"x = {text}")["x"]
+    except ValueError:
         return text
 
 

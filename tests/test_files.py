@@ -1,0 +1,113 @@
+"""Bounded reading of files: regular files only, opened without waiting; TOML within limits of depth and length."""
+
+import os
+import socket
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from steelyard import files
+
+
+def test_a_regular_file_is_opened_through_a_link_too(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        with files.open_regular(tmp_path / name) as file:
+            assert file.read() == b"content"
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="not a regular file"):
+        files.open_regular(tmp_path / "fifo")
+
+
+def test_a_fifo_that_replaces_a_file_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first look and the opening."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").touch()
+    before = (tmp_path / "file").stat()
+    monkeypatch.setattr(Path, "stat", lambda path: before)
+    with pytest.raises(OSError, match="not a regular file"):
+        files.open_regular(tmp_path / "fifo")
+
+
+def test_devices_sockets_and_folders_are_refused(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        place = os.path.relpath(tmp_path / "socket")  # the path of a socket has 108 characters at most
+        bound.bind(place if len(place) < len(str(tmp_path / "socket")) else str(tmp_path / "socket"))
+        for path in (Path("/dev/zero"), tmp_path / "socket"):
+            with pytest.raises(OSError, match="not a regular file"):
+                files.open_regular(path)
+    with pytest.raises(IsADirectoryError):
+        files.open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        files.open_regular(tmp_path / "nothing")
+
+
+def test_shipped_cases_are_parsed_as_tomllib_does() -> None:
+    shipped = [path for path in (resources.files("steelyard") / "cases").iterdir() if path.name.endswith(".toml")]
+    assert len(shipped) == 6
+    for path in shipped:
+        assert files.parse_toml(path.read_bytes()) == tomllib.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 1",
+        ".".join("a" * 16) + " = 1",
+        "x = " + "[" * 16 + "]" * 16,
+        f"x = '{'.a' * 300}'  # {'a.' * 300} " + "[" * 300,
+        f'x = """\n{"a." * 300}\n{"[" * 300} \\" """"',
+        "x = [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]",
+        "x = 1979-05-27T07:32:00.999999-07:00",
+        f"x = {'9' * 255}",
+    ],
+)
+def test_toml_within_the_limits(text: str) -> None:
+    assert files.parse_toml(text) == tomllib.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".".join("a" * 17) + " = 1",
+        " . ".join("a" * 17) + " = 1",
+        ".".join(["'a'", '"b"'] * 9) + " = 1",
+        "[" + ".".join("a" * 17) + "]",
+        "x = " + "[" * 17 + "]" * 17,
+        "x = " + "{a=" * 17 + "1" + "}" * 17,
+    ],
+)
+def test_toml_that_is_nested_too_deep(text: str) -> None:
+    with pytest.raises(ValueError, match="nested more than 16 deep"):
+        files.parse_toml(text)
+
+
+@pytest.mark.parametrize("text", [f"x = {'9' * 256}", f"x = 0x{'f' * 5000}", f"{'a' * 256} = 1"])
+def test_toml_with_a_word_that_is_too_long(text: str) -> None:
+    with pytest.raises(ValueError, match="a key or a number has more than 255 characters"):
+        files.parse_toml(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'x = "' + '\\"' * 30_000,
+        'x = """' + '\\"' * 30_000,
+        "x = '''" + "''a" * 20_000,
+        '"""\\' * 16_000,
+        '"' * 64_000,
+        "'\n" * 32_000,
+        '"\\' * 32_000,
+    ],
+    ids=range(7),
+)
+def test_strings_without_an_end_are_scanned_once(text: str) -> None:
+    """Each of these took the square of its length, or would with a careless pattern: nearly a minute."""
+    with pytest.raises(ValueError):
+        files.parse_toml(text)
