@@ -8,6 +8,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,41 @@ def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytes
     assert refusal(record.read, path) == f"{path}: {size} bytes; the limit for a record of 2 rank(s) is {most}"
     monkeypatch.setattr(sealed, "MAX_RECORD_BYTES", size - 1)
     assert refusal(record.integrity, path) == f"{path}: {size} bytes; the limit for a record is {size - 1}"
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        b'{"matmul_flops_per_s":' * 100,
+        b'{"schema":1,"note":"' + b'\\"ranks\\":[{\\"rank\\":0}]' * 100 + b'","ranks":[',
+        b'{"schema":1,"inner":{"ranks":[{"rank":0},{"rank":1},{"rank":2}]},"ranks":[',
+        b'{"schema":1,"ranks":[' + b",".join([b'{"rank":0}'] * 100),
+        b'{"schema":1,"ranks":[' + b"{}," * 100,
+    ],
+    ids=["repeated key", "text", "inner table", "one rank repeated", "empty ranks"],
+)
+def test_a_record_cannot_raise_its_limit(claim: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    path.write_bytes(claim + b" " * 10_000)
+    size = path.stat().st_size
+    monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
+    monkeypatch.setattr(sealed, "RANK_BYTES", 1000)
+    assert refusal(record.read, path) in {
+        f"{path}: {size} bytes; the limit for a record of {ranks} rank(s) is 2000" for ranks in (0, 1)
+    }
+
+
+def test_a_large_record_needs_the_memory_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
+    size = path.stat().st_size
+    monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
+    monkeypatch.setattr(sealed, "RANK_BYTES", size // 2)  # it is larger than one rank's and within two's
+    for free, fits in ((25 * size, True), (25 * size - 1, False)):
+        monkeypatch.setattr(sealed.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        if fits:
+            assert record.read(path).plan.world == 2
+        else:
+            assert f"{size} bytes take up to {25 * size >> 20} MiB of memory to read" in refusal(record.read, path)
 
 
 def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,25 @@
 """What every kind of record has in common as a file: canonical bytes, hashes over them, and limits on what is read."""
 
+import contextlib
 import hashlib
 import json
-import mmap
 import os
 import re
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import psutil
+
+from steelyard import files
 from steelyard.errors import RequestError
+from steelyard.record.facts import RankFacts
 
 SCHEMA = 1
-# How large a record may be, by its ranks: 100,000 steps of one take 40 MB. Parsed it takes 25 times its size in memory.
+# How large a record may be, by its ranks: 100,000 steps of one take 40 MB.
 BASE_BYTES, RANK_BYTES, MAX_RECORD_BYTES = 32 << 20, 16 << 20, 1 << 30
-RANK_MARK = b'"matmul_flops_per_s":'  # stands in a record once for each rank
+HEAD_BYTES = 4 << 20  # of a record, in which its ranks are counted
+MEMORY_PER_BYTE = 25  # that a parsed record takes at most
 MAX_DEPTH = 64  # of nested tables and lists; a record has about ten
 
 
@@ -71,33 +76,62 @@ def _depth(table: Any) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
+    """Read the bytes of a record. Raise RequestError if it is no regular file, cannot be read, or is larger
+    than a record of its ranks may be or the free memory allows."""
     try:
-        if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: not a file; give the path of a record")
-        size = path.stat().st_size
-        if size > BASE_BYTES + RANK_BYTES:
-            ranks = _ranks(path) if size <= MAX_RECORD_BYTES else size
-            most = min(BASE_BYTES + RANK_BYTES * max(1, ranks), MAX_RECORD_BYTES)
-            if size > most:
-                of = f" of {ranks} rank(s)" if most < MAX_RECORD_BYTES else ""
-                raise RequestError(f"{path}: {size} bytes; the limit for a record{of} is {most}")
-        return path.read_bytes()
+        with files.open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > BASE_BYTES + RANK_BYTES:
+                _check_large(path, size, file)
+            return file.read()
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}; give the path of a record") from error
 
 
-def _ranks(path: Path) -> int:
-    """How many ranks a file tells of, without parsing it."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return sum(1 for _ in re.finditer(RANK_MARK, content))
+def _check_large(path: Path, size: int, file: BinaryIO) -> None:
+    """Raise RequestError unless the ranks in the head of a record explain its size and its values fit into
+    memory. Leave the file at its beginning."""
+    ranks = _count_ranks(file.read(HEAD_BYTES)) if size <= MAX_RECORD_BYTES else 0
+    file.seek(0)
+    most = min(BASE_BYTES + RANK_BYTES * max(1, ranks), MAX_RECORD_BYTES)
+    if size > most:
+        of = f" of {ranks} rank(s)" if size <= MAX_RECORD_BYTES else ""
+        limit = most if of else MAX_RECORD_BYTES
+        raise RequestError(f"{path}: {size} bytes; the limit for a record{of} is {limit}")
+    free = psutil.virtual_memory().available
+    if size * MEMORY_PER_BYTE > free:
+        raise RequestError(
+            f"{path}: {size} bytes take up to {size * MEMORY_PER_BYTE >> 20} MiB of memory to read, and "
+            f"{free >> 20} MiB are free; read it on a larger machine"
+        )
+
+
+def _count_ranks(head: bytes) -> int:
+    """Return how many ranks the first bytes of a record list, 0 where it is not as records are written.
+
+    `ranks` stands before everything that grows with the number of steps. Values are parsed one after the
+    other, so that a text that only looks like a rank is not counted."""
+    text = head.decode("utf-8", "ignore")
+    decoder, place, ranks = json.JSONDecoder(), 0, 0
+    with contextlib.suppress(ValueError, IndexError, RecursionError):  # the head ends, or it is no record
+        key = None
+        while key != "ranks" and text[place] in "{,":
+            key, place = decoder.raw_decode(text, place + 1)
+            place += 1
+            if key != "ranks":
+                _, place = decoder.raw_decode(text, place)
+        while key == "ranks" and text[place] in "[,":
+            rank, place = decoder.raw_decode(text, place + 1)
+            if RankFacts.model_validate(rank).rank != ranks:
+                return 0
+            ranks += 1
+    return ranks
 
 
 def kind(path: Path) -> str:
     """Which kind of record a file begins as, told by its first bytes: whoever reads it checks the rest."""
     try:
-        if not path.is_file():  # a pipe would be waited for
-            return "run"
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             found = re.match(rb'\{"schema":\d+,"kind":"(\w{1,16})"', file.read(64))
     except OSError:
         return "run"
