@@ -45,8 +45,11 @@ class Here:
         return self.shell.tmp
 
     def tell(self, variables: dict[str, str]) -> None:
-        self._told = variables
-        (self.folder / "site.toml").write_text(f"silence_s = {SILENCE_S}\n")
+        site = self.folder / "config" / "steelyard" / "site.toml"
+        site.parent.mkdir(parents=True, exist_ok=True)
+        site.write_text(f"silence_s = {SILENCE_S}\n")
+        site.chmod(0o600)
+        self._told = {**variables, "XDG_CONFIG_HOME": str(self.folder / "config")}
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
         return self.shell.start(*arguments, **{**self._told, **variables})

@@ -45,4 +45,4 @@ def write_site(runs: Runs, launcher: str) -> None:
     text, there = block("toml", f'launcher = "{launcher}"'), f'TMPDIR = "{runs.tmp}"'
     table = "[environment]\n"
     text = text.replace(table, f"{table}{there}\n") if table in text else f"{text}\n{table}{there}\n"
-    (runs.folder / "site.toml").write_text(text)
+    runs.put_site(text)

@@ -55,7 +55,17 @@ class Runs:
         variables = {"TMPDIR": str(self.tmp)} | (environment or {})
         told |= {f"environment.{name}": value for name, value in variables.items()}
         lines = [f"{key} = {json.dumps(value)}" for key, value in told.items() if value is not None]
-        (self.folder / "site.toml").write_text("\n".join([*lines, more]))
+        self.put_site("\n".join([*lines, more]))
+
+    @property
+    def site_file(self) -> Path:
+        """The site file in the configuration folder of these commands, which take it unasked."""
+        return self.folder / "config" / "steelyard" / "site.toml"
+
+    def put_site(self, text: str) -> None:
+        self.site_file.parent.mkdir(parents=True, exist_ok=True)
+        self.site_file.write_text(text)
+        self.site_file.chmod(0o600)
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
         """`steelyard ARGUMENTS` on the login host, in the folder."""
@@ -64,6 +74,7 @@ class Runs:
     def command(self, argv: Sequence[str | Path], **variables: str) -> "subprocess.Popen[str]":
         """Any command there."""
         mine = {MARK: self.mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
+        mine["XDG_CONFIG_HOME"] = str(self.folder / "config")
         return self.cluster.on(
             self.cluster.login,
             argv,
@@ -102,7 +113,7 @@ class Runs:
         assert self.left() == []
         assert not list(self.out.glob("**/*"))
         site, line = done.lines
-        assert site == "site: site.toml"
+        assert site == f"site: {self.site_file}"
         return line.removeprefix("error: ")
 
     def processes(self) -> list[int]:

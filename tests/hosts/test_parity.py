@@ -5,6 +5,7 @@ order does not hide a mistake.
 """
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> C
 
 def double(runs: Runs, asked: Asked, *where: str) -> Record:
     """A run in float64: its engine is a package that the hosts have too."""
-    runs.write_site(environment={"PYTHONPATH": PATH})
+    runs.write_site(prologue=f"export PYTHONPATH={shlex.quote(PATH)}")
     return runs.record(*asked.arguments(*where, "--parallel", asked.parallel, "--engine", "double"), PYTHONPATH=PATH)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ Record = dict[str, Any]
 def engine(runs: Runs, package: str) -> dict[str, str]:
     """An engine of another package, on all hosts; what the command finds it by."""
     path = os.pathsep.join((str(PACKAGES / package), str(SRC)))
-    runs.write_site(environment={"PYTHONPATH": path})
+    runs.write_site(prologue=f"export PYTHONPATH={shlex.quote(path)}")
     return {"PYTHONPATH": path}
 
 

@@ -64,7 +64,7 @@ def release(slurm: Slurm) -> None:
 def waiting(runs: Runs, slurm: Slurm, process: "subprocess.Popen[str]") -> None:
     """Until the command has said that it waits, and its job is in the queue."""
     assert process.stderr is not None
-    assert process.stderr.readline() == "site: site.toml\n"
+    assert process.stderr.readline() == f"site: {runs.site_file}\n"
     assert process.stderr.readline() == "waiting for 2 host(s) from Slurm: 0 s\n"
     assert wait_for(lambda: sorted(queue(slurm)) == ["PENDING", "RUNNING"], 10)
 
@@ -124,7 +124,7 @@ def test_more_hosts_than_the_allocation_has(runs: Runs, slurm: Slurm) -> None:
 
 
 def test_a_partition_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
-    site = runs.folder / "site.toml"
+    site = runs.site_file
     site.write_text(site.read_text().replace("debug", "nowhere"))
     done = runs(*SMOKE)
     assert (done.code, done.out) == (2, "")
@@ -135,7 +135,7 @@ def test_a_partition_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
 
 
 def test_a_python_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
-    site = runs.folder / "site.toml"
+    site = runs.site_file
     site.write_text(site.read_text() + f"\n[host.node2]\npython = {json.dumps('/no/such/python')}\n")
     done = runs(*SMOKE)
     assert (done.code, done.out) == (2, "")

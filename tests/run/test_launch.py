@@ -1,5 +1,8 @@
 """Launchers as pure functions: a site in, command lines out; and the site file itself."""
 
+import errno
+import hashlib
+import os
 import shlex
 import subprocess
 import sys
@@ -102,10 +105,24 @@ def test_a_site_file(tmp_path: Path) -> None:
     (tmp_path / "site.toml").write_text(FULL)
     found = site.read(tmp_path / "site.toml")
     assert found.hosts == ["north", "me@south"]
-    assert found.about() == {"machine": "two boxes", "network": "25 GbE"}
+    sha256 = hashlib.sha256(FULL.encode()).hexdigest()
+    assert found.about() == {"machine": "two boxes", "network": "25 GbE", "file": "site.toml", "file_sha256": sha256}
     assert found.python_on("me@south") == "/opt/steelyard/bin/python"
     assert (found.prologue_on("north"), found.prologue_on("me@south")) == ("module load cuda", None)
     assert site.read(None) == Site()
+
+
+# Variables through which a process loads or runs other code.
+LOADERS = [
+    "LD_PRELOAD",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "PYTHONSTARTUP",
+    "PATH",
+    "BASH_ENV",
+    "NCCL_NET_PLUGIN",
+    "NCCL_TUNER_PLUGIN",
+]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +135,12 @@ def test_a_site_file(tmp_path: Path) -> None:
         ('interface = "eth0; rm"', "interface"),
         ('[slurm]\noptions = ["; rm -rf"]', "slurm.options.0"),
         ('[environment]\n"A B" = "x"', "environment"),
+        *((f'[environment]\n{name} = "x"', f"'{name}' is not a variable that a site file may set") for name in LOADERS),
+        ('[environment]\nNCCL_IB_HAC = "x"', "did you mean 'NCCL_IB_HCA'"),
+        ('file = "other.toml"', "file: "),
+        ("a." * 5000 + "b = 1", "nested more than 16 deep"),
+        ("a = " + "[" * 5000, "nested more than 16 deep"),
+        (f"devices = {'1' * 5000}", "more than 255 characters"),
         ("devices = 0", "devices"),
         ("a = ", "cannot be read"),
         ("silence_s = 0.1", "silence_s"),
@@ -129,17 +152,64 @@ def test_a_bad_site_file(tmp_path: Path, text: str, why: str) -> None:
         site.read(tmp_path / "site.toml")
 
 
-def test_where_a_site_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's own site file, in a configuration folder for this test; the working directory is another."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    assert site.find(None) is None
-    own = tmp_path / "config" / "steelyard" / "site.toml"
-    own.parent.mkdir(parents=True)
-    own.touch()
+    path = tmp_path / "config" / "steelyard" / "site.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text("devices = 2")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_site_file_is_named_or_the_users_own(own: Path, tmp_path: Path) -> None:
     assert site.find(None) == own
-    (tmp_path / "site.toml").touch()
-    assert site.find(None) == Path("site.toml")
     assert site.find(tmp_path / "other.toml") == tmp_path / "other.toml"
+    own.unlink()
+    assert site.find(None) is None
+
+
+def test_a_site_file_of_the_working_directory_is_not_taken(own: Path) -> None:
+    here = Path("site.toml")
+    assert site.unused(own) is None
+    here.write_text('[environment]\nNCCL_DEBUG = "WARN"')
+    assert site.find(None) == own
+    assert site.unused(own) == here
+    assert site.unused(None) == here
+    assert site.unused(here) is None
+
+
+def test_a_relative_configuration_folder_is_not_taken(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "config")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert site.find(None) is None
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_site_file_that_others_can_write_is_refused(own: Path, mode: int) -> None:
+    own.chmod(mode)
+    with pytest.raises(RequestError, match="can be written by other users; run: chmod go-w"):
+        site.find(None)
+
+
+def test_a_site_file_of_another_user_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.stat_result((0o100600, 1, 1, 1, 4711, 0, 0, 0, 0, 0))
+    monkeypatch.setattr(Path, "stat", lambda path: status)
+    with pytest.raises(RequestError, match="belongs to user 4711; remove it, or name it with --site"):
+        site.find(None)
+
+
+def test_a_configuration_folder_that_cannot_be_read(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", denied)
+    with pytest.raises(RequestError, match="cannot be read: Permission denied; name one with --site"):
+        site.find(None)
 
 
 def test_no_allocation_around_us() -> None:

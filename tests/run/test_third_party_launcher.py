@@ -1,5 +1,6 @@
 """A launcher from another package: one function and a row."""
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -11,10 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "fixtures" / "packages" / "shell_launch
 def test_a_launcher_from_another_package(tmp_path: Path) -> None:
     shell = Shell(tmp_path, (PACKAGE,))
     (tmp_path / "site.toml").write_text(f'launcher = "shell"\nhosts = ["attic"]\npython = "{sys.executable}"\n')
-    done = shell(*SMOKE, "--out", shell.out)
+    done = shell(*SMOKE, "--out", shell.out, "--site", "site.toml")
     assert done.code == 0, done.err
-    assert done.lines[0] == "site: site.toml"
     (record,) = shell.records()
+    sha256 = hashlib.sha256((tmp_path / "site.toml").read_bytes()).hexdigest()
+    assert record["site"] == {"file": "site.toml", "file_sha256": sha256}
     assert record["plan"]["launcher"] == "shell"
     assert [host["name"] for host in record["hosts"]] == ["attic"]
     assert {rank["host"] for rank in record["ranks"]} == {"attic"}

@@ -81,10 +81,9 @@ def reproduce(
     from steelyard.case.request import engine_settings
     from steelyard.cli.get import data_of
     from steelyard.cli.report import read
-    from steelyard.cli.run import at_least_one
+    from steelyard.cli.run import at_least_one, site_file
     from steelyard.metrics import compare
     from steelyard.run import reproduce as again
-    from steelyard.run import site as sites
     from steelyard.run.ready import ready
 
     base = compare.side(str(source), read([source]))
@@ -95,7 +94,7 @@ def reproduce(
     where = again.Where(
         accelerator=accelerator,
         launcher=launcher,
-        site=sites.find(site),
+        site=site_file(site, output),
         weights=weights,
         data=None if data is None else data_of(data, again.case(found)),
         tokenizer=tokenizer,

@@ -126,7 +126,7 @@ def run(
         typer.Option(
             metavar="FILE",
             help="TOML file that describes the cluster: launcher, hosts, interface, machine, network. "
-            "Default: site.toml here, else in ~/.config/steelyard.",
+            "Default: ~/.config/steelyard/site.toml, if it is there.",
             rich_help_panel=PLACE,
         ),
     ] = None,
@@ -217,9 +217,7 @@ def run(
     axes = sweep.axes(sweeps or [], _given(settings, devices, nodes, parallel, checkpoint_every, precision, division))
     if axes and resume is not None:
         raise RequestError("--sweep and --resume cannot be combined; drop one")
-    where = sites.find(site)
-    if where is not None and site is None and not output.silent:
-        say(f"site: {where}")
+    where = site_file(site, output)
     devices = devices if devices is not None else sites.read(where).devices
     if parallel is not None:
         settings = [*(settings or []), f"tune.parallel={parallel}"]
@@ -271,6 +269,19 @@ def run(
 
         return run_engines(requests, times, output)
     return _run([request for request in requests for _ in range(times)], output)
+
+
+def site_file(named: Path | None, output: Output) -> Path | None:
+    """Return the site file to use, and say which one is used unasked and which one is left out."""
+    from steelyard.run import site
+
+    path = site.find(named)
+    if path is not None and named is None and not output.silent:
+        say(f"site: {path}")
+    left_out = site.unused(path)
+    if left_out is not None:
+        say(f"warning: {left_out} in this folder is not used; to use it: --site {left_out}")
+    return path
 
 
 def _given(

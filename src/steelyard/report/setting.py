@@ -78,7 +78,10 @@ def _hardware(hardware: Hardware, site: dict[str, str], say: Words) -> Facts:
         ("memory", gib_of_bytes(hardware.memory_bytes)),
         ("network", spelled(site.get("network"))),
     )
-    stated = [Fact(key, site[key]) for key in sorted(site) if key not in ("machine", "network")]
+    shown_above = ("machine", "network", "file", "file_sha256")
+    stated = [Fact(key, site[key]) for key in sorted(site) if key not in shown_above]
+    if "file" in site:
+        stated.append(Fact(say("hardware.site"), f"{site['file']}, SHA-256 {site.get('file_sha256', '')[:12]}"))
     return Facts((*(Fact(say(f"hardware.{key}"), text) for key, text in known), *stated))
 
 

@@ -43,6 +43,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "hardware.cores": ("{0}, {1} cores", "{0}，{1} 核"),
     "hardware.memory": ("Memory", "内存"),
     "hardware.network": ("Network", "多机网络类型、带宽"),
+    "hardware.site": ("Site file", "站点配置文件"),
     "software": ("Software", "软件环境"),
     "software.os": ("OS", "OS 版本"),
     "software.kernel": ("Kernel", "OS kernel 版本"),

@@ -1,23 +1,68 @@
-"""The site: what is true of a cluster and never of a case. A small TOML file, see docs/clusters.md."""
+"""The site file: facts of a cluster that belong to no case, such as its hosts and network. See docs/clusters.md.
 
+A site file starts programs (`python`, `prologue`) and sets variables on every host, so it is read only
+where the user names it, or from the user's own configuration folder. `steelyard run` reads it before
+anything starts.
+"""
+
+import hashlib
 import os
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from steelyard import files
-from steelyard.errors import RequestError
+from steelyard.case.case import ENV
+from steelyard.errors import RequestError, known
 from steelyard.run.messages import SILENCE_S
 from steelyard.schema import Frozen, first_problem
 
 NAME = "site.toml"
-MAX_BYTES = 1 << 20
+MAX_BYTES = 256 << 10  # 4,096 hosts of 60 characters
+
+# Variables that choose networks and how they are used, and the folder for temporary files. None of them
+# names a program, a library or a plug-in to load.
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+NETWORK = {
+    "GLOO_DEVICE_TRANSPORT",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_CROSS_NIC",
+    "NCCL_DEBUG_SUBSYS",
+    "NCCL_DMABUF_ENABLE",
+    "NCCL_IB_ADAPTIVE_ROUTING",
+    "NCCL_IB_ADDR_FAMILY",
+    "NCCL_IB_ADDR_RANGE",
+    "NCCL_IB_AR_THRESHOLD",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_IB_PCI_RELAXED_ORDERING",
+    "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_IB_RETRY_CNT",
+    "NCCL_IB_ROCE_VERSION_NUM",
+    "NCCL_IB_SL",
+    "NCCL_IB_SPLIT_DATA_ON_QPS",
+    "NCCL_IB_TC",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_MNNVL_ENABLE",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_NET_GDR_READ",
+    "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PXN_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS",
+    "TMPDIR",
+}
+ENVIRONMENT = ENV | NETWORK
 
 # What ssh, srun and the resolver take as a host; above all, never an option.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:-]*$", max_length=255)]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Line = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
 
@@ -51,16 +96,27 @@ class Site(Frozen):
     python: Line | None = Field(None, description="the Python that has steelyard on the hosts; default: python3")
     prologue: Line | None = None
     silence_s: float = Field(SILENCE_S, ge=2, le=3600, description="a host that is not heard of for so long is lost")
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Line | Literal[""]] = Field(
-        default_factory=dict
+    environment: dict[str, Line | Literal[""]] = Field(
+        default_factory=dict, description="variables of agents and ranks; only names in ENVIRONMENT"
     )
     host: dict[HostName, HostSettings] = Field(default_factory=dict)
     slurm: SlurmSettings = SlurmSettings()
+    _file: dict[str, str] = PrivateAttr(default_factory=dict)  # name and hash; no keys of the file itself
+
+    @field_validator("environment")
+    @classmethod
+    def _check_names(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name in environment:
+            if name not in ENVIRONMENT:
+                raise ValueError(
+                    f"{name[:100]!r} is not a variable that a site file may set; {known(name, sorted(ENVIRONMENT), 'allowed')}"
+                )
+        return environment
 
     def about(self) -> dict[str, str]:
-        """What a record keeps of it."""
-        told = {"machine": self.machine, "network": self.network, "note": self.note}
-        return {key: value for key, value in told.items() if value is not None}
+        """Return what a record states of the site, with name and SHA-256 of the file it was read from."""
+        stated = {"machine": self.machine, "network": self.network, "note": self.note}
+        return {key: value for key, value in stated.items() if value is not None} | self._file
 
     def python_on(self, host: str) -> str:
         own = self.host.get(host, HostSettings())
@@ -72,21 +128,61 @@ class Site(Frozen):
 
 
 def find(named: Path | None) -> Path | None:
-    """The file that was named, else one in the working directory, else the user's own."""
+    """Return the file that the user named, else the one in the user's configuration folder, else None.
+
+    Raise RequestError if the configuration folder cannot be read, or if its file could have been written
+    by another user."""
     if named is not None:
         return named
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return next((path for path in (Path(NAME), config / "steelyard" / NAME) if path.is_file()), None)
+    path = _own_path()
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RequestError(
+            f"the site file {str(path)!r} cannot be read: {error.strerror}; name one with --site, "
+            "or set XDG_CONFIG_HOME to a folder of yours"
+        ) from error
+    if status.st_uid not in (0, os.geteuid()):
+        raise RequestError(
+            f"the site file {str(path)!r} belongs to user {status.st_uid}; remove it, or name it with --site if you trust it"
+        )
+    if status.st_mode & 0o022:
+        raise RequestError(f"the site file {str(path)!r} can be written by other users; run: chmod go-w {str(path)!r}")
+    return path
+
+
+def _own_path() -> Path:
+    """Return where the user's own site file would be. A relative XDG_CONFIG_HOME is ignored, as its
+    specification demands: it would be the working directory's."""
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or "")
+    try:
+        return (config if config.is_absolute() else Path.home() / ".config") / "steelyard" / NAME
+    except RuntimeError as error:
+        raise RequestError(f"no home folder is known: {error}; set HOME, or name a site file with --site") from error
+
+
+def unused(path: Path | None) -> Path | None:
+    """Return the site file in the working directory if `path`, the one in use, is another or None."""
+    here = Path(NAME)
+    try:
+        return here if here.is_file() and (path is None or not here.samefile(path)) else None
+    except OSError:
+        return None
 
 
 def read(path: Path | None) -> Site:
-    """The site of a file; an empty one without."""
+    """Read a site file, or return an empty site where there is none. Raise RequestError if it is not valid."""
     if path is None:
         return Site()
     try:
-        return Site.model_validate(tomllib.loads(files.read(path, MAX_BYTES).decode("utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, files.TooLargeError) as error:
-        raise RequestError(f"--site {str(path)!r} cannot be read: {error}") from error
+        raw = files.read(path, MAX_BYTES)
+        site = Site.model_validate(files.parse_toml(raw))
     except ValidationError as error:
         allowed = ", ".join(Site.model_fields)
         raise RequestError(f"--site {str(path)!r}: {first_problem(error)}; known keys: {allowed}") from error
+    except (OSError, ValueError, files.TooLargeError) as error:
+        raise RequestError(f"--site {str(path)!r} cannot be read: {error}") from error
+    site._file.update(file=path.name, file_sha256=hashlib.sha256(raw).hexdigest())
+    return site
