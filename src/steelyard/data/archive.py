@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from steelyard import files
 from steelyard.errors import RequestError
 
 MAX_READ_BYTES = 65 << 20  # in one piece: a member of 64 MiB, and its padding
@@ -52,7 +53,7 @@ def opened(source: Path, most_bytes: int, usual: str = "") -> Iterator[tuple[tar
     its kind is."""
     if source.stat().st_size > most_bytes:
         raise RequestError(f"{source}: larger than {most_bytes} bytes{usual}")
-    with source.open("rb") as file:
+    with files.open_regular(source) as file:
         begin = file.read(max(map(len, OPENERS)))
     unpack = next((opener for magic, opener in OPENERS.items() if begin.startswith(magic)), open)
     with unpack(source, "rb") as file:

@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard import files
 from steelyard.data.rows import IGNORED, Ids, Key, Row
 from steelyard.errors import RequestError
 
@@ -78,7 +79,7 @@ def _prefix(source: Path) -> Path:
 
 def _mapped(path: Path) -> NDArray[Any]:
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             count, dtype = _header(file, str(path))
             begin = file.tell()
         size = path.stat().st_size
@@ -124,7 +125,7 @@ def _array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, 
 
 def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with files.open_regular(path) as raw, zipfile.ZipFile(raw) as archive:
             infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             lacking = [name for name in ("lens", "docs") if name not in infos]
             if lacking:

@@ -275,10 +275,14 @@ def _json(path: Path, most: int) -> Any:
 
 
 def _content(path: Path, most: int) -> bytes:
-    size = path.stat().st_size
-    if size > most:
-        raise RequestError(f"{path}: {size} bytes; the limit is {most}")
-    return path.read_bytes()
+    try:
+        with files.open_regular(path) as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > most:
+        raise RequestError(f"{path}: {path.stat().st_size} bytes; the limit is {most}")
+    return content
 
 
 def _pieces_sha256(pieces: list[str]) -> str:

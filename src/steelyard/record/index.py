@@ -144,7 +144,7 @@ def _times(path: Path) -> tuple[int, int, int]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -172,7 +172,7 @@ def _strange(file: Path) -> str | None:
 
 def ours(file: Path) -> bool:
     """Whether a file's header says that it is an index, sound or not."""
-    with file.open("rb") as opened:
+    with files.open_regular(file) as opened:
         header = opened.read(HEADER_BYTES)
     told = header[APPLICATION_AT : APPLICATION_AT + 4]
     return header.startswith(MAGIC) and told == APPLICATION.to_bytes(4, "big")

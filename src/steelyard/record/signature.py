@@ -63,7 +63,7 @@ def sign(record: Path, key: Path) -> Path:
     path = beside(record)
     if path.exists():
         raise RequestError(f"{path}: already exists; remove it to sign the record again")
-    with record.open("rb") as file:
+    with files.open_regular(record) as file:
         made = _made(file, key)
     try:
         files.write(path, made, new=True)
@@ -119,7 +119,7 @@ def _named(record: Path, path: Path, signers: Path, found: Signature) -> Signatu
 
 def _readable(signers: Path) -> None:
     try:
-        with signers.open("rb") as file:
+        with files.open_regular(signers) as file:
             file.read(1)
     except OSError as error:
         raise RequestError(f"--signers {str(signers)!r}: cannot be read: {error.strerror}") from error
@@ -156,7 +156,7 @@ def _made(file: BinaryIO, key: Path) -> bytes:
 
 
 def _asked(record: Path, verb: str, *arguments: str) -> _Done:
-    with record.open("rb") as file:
+    with files.open_regular(record) as file:
         return _run(["-Y", verb, "-n", NAMESPACE, *arguments], file)
 
 

@@ -202,7 +202,7 @@ def check(path: Path, wanted: Expected) -> tuple[int, str]:
     if wanted.size_bytes is not None and size_bytes != wanted.size_bytes:
         raise MismatchError(f"{size_bytes} bytes; {wanted.origin} says {wanted.size_bytes}")
     sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)  # as git names a file
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         while chunk := file.read(files.CHUNK_BYTES):
             sha256.update(chunk)
             if wanted.git_blob is not None:

@@ -81,7 +81,7 @@ def _inside(name: str) -> PurePosixPath:
 @contextmanager
 def _opened(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
     try:
-        with source.open("rb") as file:
+        with files.open_regular(source) as file:
             zipped = file.read(len(ZIP)) == ZIP  # not is_zipfile: a tar that ends in a zip is a tar
         if zipped:
             with zipfile.ZipFile(source) as opened:

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Chunk, State, StoredTensor, Tensors
@@ -248,7 +249,7 @@ class CheckpointReader(StorageReader):
         return done
 
     def _part(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        with (self.path / chunk.file).open("rb") as file:
+        with files.open_regular(self.path / chunk.file) as file:
             file.seek(chunk.at)
             raw = bytearray(file.read(chunk.length))
         if len(raw) != chunk.length or zlib.crc32(raw) != chunk.crc32:

@@ -90,7 +90,7 @@ def _sample(path: Path, size: int) -> str:
     """A hash of some bytes in every stretch of a file; of all of them, if it is small."""
     places, digest = random.Random(size), hashlib.sha256()
     stretch = max(SAMPLE_BYTES, min(SAMPLE_EVERY_BYTES, size // 16))
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         for begin in range(0, size, stretch):
             file.seek(begin + places.randrange(stretch - SAMPLE_BYTES + 1))
             digest.update(file.read(SAMPLE_BYTES))

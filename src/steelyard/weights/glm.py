@@ -194,7 +194,7 @@ def _read_own(folder: Path) -> GlmCheckpoint:
 
 def _tracked(path: Path) -> str:
     """The folder that a tracker names: a plain name beside it."""
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         raw = file.read(MAX_TRACKER_BYTES)
     name = raw.decode("ascii", "replace").strip()
     if not name.isascii() or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):

@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
 from steelyard.weights.checkpoint import Stored, saved_tensor, shown
@@ -48,7 +49,7 @@ class Format:
 def inspect_safetensors(path: Path) -> WeightsFile:
     try:
         _check_there(path)
-        with path.open("rb") as raw:  # nothing is parsed before its length is known
+        with files.open_regular(path) as raw:  # nothing is parsed before its length is known
             length = int.from_bytes(raw.read(8), "little")
         if MAX_HEADER_BYTES < length <= path.stat().st_size:
             raise RequestError(f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
@@ -58,7 +59,7 @@ def inspect_safetensors(path: Path) -> WeightsFile:
                 name: Stored(path, name, str(s.get_dtype()), tuple(s.get_shape()), partial(_open, path, name))
                 for name, s in slices.items()
             }
-        with path.open("rb") as raw:
+        with files.open_regular(path) as raw:
             header = raw.read(int.from_bytes(raw.read(8), "little"))
         return WeightsFile(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
     except (SafetensorError, OSError) as error:

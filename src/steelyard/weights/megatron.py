@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
@@ -242,7 +243,7 @@ def _holds_shards(folder: Path) -> bool:
 
 
 def _tracked(tracker: Path) -> Path:
-    with tracker.open("rb") as file:
+    with files.open_regular(tracker) as file:
         word = file.read(100).decode("ascii", "replace").strip()
     if word != RELEASE and not re.fullmatch("[0-9]{1,12}", word, re.ASCII):
         raise RequestError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from steelyard import files
 from steelyard.errors import RequestError
 
 MAX_ENTRIES = 1_000_000
@@ -97,7 +98,7 @@ class TensorRef:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         inset = self.offset_bytes % mmap.ALLOCATIONGRANULARITY
         try:
-            with self.path.open("rb") as file:
+            with files.open_regular(self.path) as file:
                 length, start = inset + self.span_bytes, self.offset_bytes - inset
                 mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
         except (OSError, ValueError, OverflowError) as error:

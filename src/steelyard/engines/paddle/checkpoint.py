@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from steelyard import files
 from steelyard.engines.paddle.weights import Array, whole_shape
 from steelyard.errors import RequestError
 from steelyard.models.shapes import LlamaModel
@@ -146,10 +147,10 @@ def _header(path: Path) -> dict[str, Stored]:
 
 
 def _length(path: Path) -> int:
-    with path.open("rb") as raw:
+    with files.open_regular(path) as raw:
         return int.from_bytes(raw.read(8), "little")
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as raw:
+    with files.open_regular(path) as raw:
         return hashlib.sha256(raw.read(int.from_bytes(raw.read(8), "little"))).hexdigest()

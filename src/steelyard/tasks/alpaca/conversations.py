@@ -74,7 +74,7 @@ def _file(source: Path) -> Path:
 
 def _content(path: Path) -> bytes:
     with jsonl.refusals(path, "; alpaca's data has 23 MB"):
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             compressed = file.read(len(files.GZIP)) == files.GZIP
         if compressed and path.stat().st_size > MAX_GZIP_BYTES:
             raise RequestError(f"{path}: larger than {MAX_GZIP_BYTES} bytes, the limit for a compressed file")

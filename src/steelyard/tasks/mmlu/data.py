@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from steelyard import files
 from steelyard.data import archive, selection
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer
@@ -115,13 +116,21 @@ def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
         if (root / "test").is_dir():
             for split in ("dev", "test"):
                 for path in sorted((root / split).glob(f"*_{split}.csv")):
-                    if path.stat().st_size > MAX_FILE_BYTES:
-                        raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
-                    yield split, path.name.removesuffix(f"_{split}.csv"), path.read_bytes()
+                    yield split, path.name.removesuffix(f"_{split}.csv"), _content(path)
             return
     tars = sorted(p for p in source.iterdir() if p.name.endswith((".tar", ".tar.gz", ".tgz")))
     if len(tars) == 1:
         yield from _tar_files(tars[0])
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a CSV file. Raise RequestError if it cannot be read or is too large."""
+    try:
+        return files.read(path, MAX_FILE_BYTES)
+    except files.TooLargeError as error:
+        raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes") from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
