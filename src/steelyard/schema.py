@@ -42,4 +42,5 @@ def first_problem(error: ValidationError) -> str:
     """The first thing that is wrong with a table: where, and what."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+    what = first["msg"].removeprefix("Value error, ")  # what our own checks raise
+    return f"{where}: {what}" if where else what

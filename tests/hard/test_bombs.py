@@ -167,9 +167,12 @@ try:
 except RequestError as error:
     print(time.monotonic() - begin, (most() - before) // 1024, error)
 """
+CASES = "from steelyard.case import resolve\ndef read_case(path): return resolve.read(str(path))"
 BOMBS = {
     "17 MiB tar.gz": ("4.1 GiB", "from steelyard.tasks.mmlu import data", "data.read"),
     "240 MiB JSON record": ("5.7 GiB, two minutes", "from steelyard.record import record", "record.read"),
+    "200 MB record that repeats a rank's key": ("2.4 GiB", "from steelyard.record import record", "record.read"),
+    "64 KB case file of one dotted key": ("4 GiB, 55 s", CASES, "read_case"),
     "pickle of 5 M opcodes": ("a minute", "from steelyard.weights import torch_files", "torch_files.read"),
 }
 
@@ -181,6 +184,14 @@ def bomb(name: str, folder: Path) -> Path:
         path = folder / "record.json"
         path.write_bytes(b'{"a":[' + b"[],[]," * (40 * MIB) + b"[]]}")
         return path
+    if name.startswith("200 MB record"):
+        path = folder / "record.json"
+        path.write_bytes(b'{"schema":1,"ranks":[' + b'{"matmul_flops_per_s":1},' * 8_000_000 + b'{}],"samples":[]}')
+        return path
+    if name.startswith("64 KB case file"):
+        path = folder / "bomb.toml"
+        path.write_bytes(b"a." * 32_000 + b"a = 1")
+        return path
     path = folder / "x.pt"
     with zipfile.ZipFile(path, "w") as made:
         made.writestr("x/data.pkl", b"\x80\x02" + b"N0" * 2_500_000 + b"N.")
@@ -191,8 +202,7 @@ def bomb(name: str, folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_a_bomb_costs(name: str, tmp_path: Path, attacks: Attacks) -> None:
-    """In a process of its own: memory is what it held at most, beside what it needs for nothing. A record is mapped, and its
-    pages count."""
+    """In a process of its own: memory is what it held at most, beside what it needs for nothing."""
     before, imports, read = BOMBS[name]
     path = bomb(name, tmp_path)
     program = COST.format(imports=imports, read=read)

@@ -238,9 +238,9 @@ REFUSED = {
     "a plan of too many": (part("plan", pp=10**400), "plan.pp: "),
     "times that no run has": (every_sample(end_s=1e308), "end_s: "),
     "values that no engine gives": (every_sample(values={"loss": 1e308}), "values.loss: "),
-    "an unknown task": (question(task="cooking"), "its question: task: Value error, no task 'cooking'; known: "),
+    "an unknown task": (question(task="cooking"), "its question: task: no task 'cooking'; known: "),
     "a task of another kind": (question(task=["mmlu"]), "its question: task: "),
-    "an unknown family": (model(family="wheel"), "its question: model: Value error, no family 'wheel'; known: "),
+    "an unknown family": (model(family="wheel"), "its question: model: no family 'wheel'; known: "),
     "a model that no machine holds": (model(vocab=10**400), "its question: model.vocab: "),
     "a size that nobody names": (model(nominal_parameters=1e308), "model.nominal_parameters: "),
     "a column that is none": (

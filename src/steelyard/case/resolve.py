@@ -73,7 +73,7 @@ def read(name: str) -> Source:
     """A case file, by the name of a shipped case or by the path of a user's own file."""
     if name.endswith(".toml"):
         path = Path(name)
-        if not path.is_file():
+        if not path.exists():
             raise RequestError(
                 f"case file {name!r} does not exist; give the path of a TOML file or one of: {', '.join(names())}"
             )

@@ -182,7 +182,9 @@ def read(path: Path | None) -> Site:
     except ValidationError as error:
         allowed = ", ".join(Site.model_fields)
         raise RequestError(f"--site {str(path)!r}: {first_problem(error)}; known keys: {allowed}") from error
-    except (OSError, ValueError, files.TooLargeError) as error:
-        raise RequestError(f"--site {str(path)!r} cannot be read: {error}") from error
+    except OSError as error:
+        raise RequestError(f"--site {str(path)!r} cannot be read: {error.strerror}; check the path") from error
+    except (ValueError, files.TooLargeError) as error:
+        raise RequestError(f"--site {str(path)!r} is not a site file: {error}; see docs/clusters.md") from error
     site._file.update(file=path.name, file_sha256=hashlib.sha256(raw).hexdigest())
     return site
