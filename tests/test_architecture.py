@@ -57,6 +57,38 @@ def test_the_rule_on_clocks_can_fail():
     assert {"time.monotonic", "time.sleep"} <= names(SRC / "run" / "clock.py")
 
 
+# Modules that read files without `files.open_regular`: the kernel's, the package's, and what this program wrote itself.
+OWN_FILES = {"accelerators", "run", "files.py", "case/resolve.py", "cli/own.py", "record/index.py"}
+OWN_FILES |= {"engines/flagscale/command.py", "engines/torch/profile.py", "report/as_html.py"}
+
+
+def plain_reads(path: Path) -> list[int]:
+    """The lines that open a file for reading without looking what it is."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    reads = ("read_bytes", "read_text")
+    return [
+        call.lineno
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and (
+            (call.func.attr in reads and ast.unparse(call.func.value) != "sealed")
+            or (call.func.attr == "open" and any(getattr(mode, "value", None) in ("r", "rb") for mode in call.args))
+        )
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_files_of_a_user_are_opened_in_one_place(path):
+    """A FIFO or a device in the place of a file would be waited for."""
+    place = str(path.relative_to(SRC))
+    assert plain_reads(path) == [] or place in OWN_FILES or place.partition("/")[0] in OWN_FILES
+
+
+def test_the_rule_on_opening_can_fail(tmp_path):
+    (tmp_path / "a.py").write_text('path.open("rb")\npath.read_bytes()\npath.read_text("utf-8")\npath.open("wb")\nx.open()\n')
+    assert plain_reads(tmp_path / "a.py") == [1, 2, 3]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 def test_nothing_read_is_ever_run(path):
     found = names(path)
