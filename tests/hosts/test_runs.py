@@ -1,5 +1,6 @@
 """Runs over two hosts by ssh: the recipe of docs/clusters.md, a run that dies and goes on elsewhere, a slow rank, and ports."""
 
+import hashlib
 import os
 import re
 import shlex
@@ -44,7 +45,9 @@ def test_ssh_recipe(runs: Runs) -> None:
     assert rows == [["1x1", "TP1PP1DP1", "1"], ["2x1", "TP1PP1DP2", "1"]]
     one, two = runs.records()
     assert [[host["name"] for host in record["hosts"]] for record in (one, two)] == [["node1"], ["node1", "node2"]]
-    assert two["site"] == {"machine": "2x NVIDIA HGX H200", "network": "8x 400 Gb/s InfiniBand"}
+    sha256 = hashlib.sha256(runs.site_file.read_bytes()).hexdigest()
+    about = {"machine": "2x NVIDIA HGX H200", "network": "8x 400 Gb/s InfiniBand"}
+    assert two["site"] == {**about, "file": "site.toml", "file_sha256": sha256}
     assert runs.left() == []
 
 
