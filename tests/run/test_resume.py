@@ -13,9 +13,16 @@ import psutil
 import pytest
 from transformers import LlamaForCausalLM
 
-from fixtures.commands import SMOKE, Done, Shell, finish, wait_for
-from steelyard.case.resolve import resolve
+from fixtures.commands import SMOKE, Done, Shell, finish, kill_hard, wait_for
+from steelyard.case.request import Request
+from steelyard.case.resolve import Resolved, resolve
 from steelyard.engines.transformers.score import config
+from steelyard.errors import RequestError
+from steelyard.run import resume as resuming
+from steelyard.run.host import Host
+from steelyard.run.messages import Open
+from steelyard.run.parent import Run
+from steelyard.run.ready import ready
 from steelyard.training import checkpoints
 
 CASE = "llama1-7b-openwebtext"
@@ -139,6 +146,60 @@ def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Call
     assert len([s for s in again["samples"] if s["pass"] == "train" and s["counts"]]) == STEPS - EVERY
     assert "resumed from record" in " ".join(again["notes"])
     assert shell("verify", next((shell.folder / "again").glob("*.json"))).code == 0
+
+
+def _resolved() -> Resolved:
+    wide = [one.removeprefix("--set=") for one in WIDE]
+    return resolve(CASE, "smoke", settings=[*wide, f"tune.checkpoint_every={EVERY}"])
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> tuple[Path, Path]:
+    """The record that a run writes before its first step, and where its checkpoints will go."""
+    asked = {"token": "t" * 32, "mark": "resume", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
+    asked |= {"peer": None, "environment": {}, "variables": {}, "needs": [], "paths": [], "silence_s": 60.0}
+    run = Run(ready(Request(_resolved(), engine="torch", accelerator="cpu", out=tmp_path)), None, None)
+    run.hellos = {"localhost": Host(Open.model_validate(asked)).hello()}
+    assert run.kept is not None
+    return run._draft(), tmp_path / run.kept
+
+
+def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], kept: Path) -> None:
+    """Whatever kills the parent later, it is written at the start and no one completes it."""
+    path, folder = draft
+    assert (path.parent / json.loads(path.read_bytes())["checkpoints"]) == folder
+    shutil.copytree(folder_of(kept), folder)
+    found = resuming.find(path, _resolved(), None, STEPS, "torch")
+    assert (found.path, found.state.step) == (folder / checkpoints.name_of(9), 9)
+    assert found.record == json.loads(path.read_bytes())["id"]
+
+
+def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(draft: tuple[Path, Path]) -> None:
+    with pytest.raises(RequestError) as refused:
+        resuming.find(draft[0], _resolved(), None, STEPS, "torch")
+    assert str(refused.value) == (
+        f"--resume: the run of {draft[0]} did not get to its first checkpoint; run it again without --resume"
+    )
+
+
+@pytest.mark.full
+def test_a_run_whose_parent_was_killed_goes_on(shell: Shell, unbroken: dict[str, Any]) -> None:
+    process = shell.start(*RUN, *KEEP, "--out", shell.out, pipes=False)
+    assert wait_for(lambda: list(shell.out.glob("checkpoints/*/step-*[0-9]")), 120)
+    kill_hard(process)
+    process.wait()
+    assert shell.nothing_left(within_s=15.0)
+    path = record_of(shell.out)
+    assert path.name.endswith("-unfinished.json")
+    died = json.loads(path.read_bytes())
+    step = int(checkpoints.whole(folder_of(shell.out))[0].name.removeprefix("step-"))
+    done = resume(shell, shell.out)
+    assert done.code == 0, done.err
+    [again] = records(shell.folder / "again")
+    assert (again["restarts"][0]["record"], again["restarts"][0]["step"]) == (died["id"], step)
+    assert losses(again) == losses(unbroken)
+    for name in ("loss", "loss_first", "loss_before", "loss_after"):
+        assert again["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
 
 
 @pytest.mark.full

@@ -48,6 +48,9 @@ class Verdict:
     rank: int | None = None
 
 
+UNFINISHED = Verdict("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
+
+
 @dataclass(frozen=True)
 class Left:
     """What is there of the ranks after their end: the last file of each that can be read, why a later one cannot be, ends

@@ -23,7 +23,7 @@ from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
 from steelyard.run.launch import Allocation
 from steelyard.run.messages import Hello, Open, Start
-from steelyard.run.outcome import Left, Outcome, Verdict
+from steelyard.run.outcome import UNFINISHED, Left, Outcome, Verdict
 from steelyard.run.ready import Ready
 from steelyard.run.session import Session, Watch, last_words
 from steelyard.run.spec import WorkerSpec
@@ -33,7 +33,6 @@ LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a can
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
 MOST = 3  # contradictions that a reason names
 FIRST_STEPS = 20  # of a pass: one that runs out of memory later has cost too much to be started again unasked
-UNFINISHED = Verdict("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
 WORKER_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
     "HF_HUB_OFFLINE": "1",
@@ -340,9 +339,18 @@ class Run:
             again_s=self.again_s,
             stepped_down=self.stepped_down,
             conforms=conformity.conforms(ready.engine, self._packages()),
-            checkpoints=self.kept if self.kept and (request.out / self.kept).is_dir() else None,
+            checkpoints=self._named_checkpoints(made),
         )
         return assemble.assemble(request.resolved, request.engine, facts, made)
+
+    def _named_checkpoints(self, made: Outcome) -> str | None:
+        """Return the folder of checkpoints that the record names, or None for a run that ended without making one.
+
+        The record of a run that has not ended names the folder before it exists: if the parent is killed, nothing adds
+        the name later."""
+        planned = self.kept is not None and made.code == UNFINISHED.code
+        exists = self.kept is not None and (self.ready.request.out / self.kept).is_dir()
+        return self.kept if planned or exists else None
 
 
 def _environment(hellos: list[Hello]) -> Environment:

@@ -9,6 +9,7 @@ from steelyard.case.resolve import Resolved
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
 from steelyard.record.facts import Restart
+from steelyard.run.outcome import UNFINISHED
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
@@ -69,4 +70,7 @@ def _named(source: Path) -> tuple[Path, str]:
     folders = [source.parent / place for place in places if isinstance(place, str)]
     if not folders:
         raise RequestError(f"--resume: the run of {source} has no checkpoints; train with --checkpoint-every N to save some")
+    unfinished = any(reason.code == UNFINISHED.code for reason in found.reasons)
+    if unfinished and not any(folder.is_dir() for folder in folders):
+        raise RequestError(f"--resume: the run of {source} did not get to its first checkpoint; run it again without --resume")
     return next((folder for folder in folders if checkpoints.whole(folder)), folders[0]), found.id
