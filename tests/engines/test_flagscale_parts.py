@@ -86,6 +86,7 @@ def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
     system, model, sets = (made["train"][name] for name in ("system", "model", "data"))
     assert (system["tensor_model_parallel_size"], system["pipeline_model_parallel_size"]) == (2, 2)
     assert system["use_distributed_optimizer"] is True
+    assert system["no_gradient_accumulation_fusion"] is True  # on, Megatron needs a kernel of Apex and ends without it
     assert system["precision"] == {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
     assert system["recompute"]["recompute_granularity"] == "full"
     shape = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "seq_length": 2048}

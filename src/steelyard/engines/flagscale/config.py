@@ -91,6 +91,7 @@ def _system(job: Job) -> dict[str, Any]:
         "pipeline_model_parallel_size": plan.pp,
         "use_distributed_optimizer": tune.sharding == 1,
         "disable_bias_linear": True,
+        "no_gradient_accumulation_fusion": True,  # its kernel is Apex's, and Megatron ends where Apex is not installed
         "no_check_for_nan_in_loss_and_grad": True,  # the lines say it, and a check would wait for the device in every step
         "precision": PRECISIONS[job.case.question.precision.name],
         "recompute": RECOMPUTE[tune.recompute],
