@@ -11,13 +11,16 @@ from typing import get_args
 
 import pytest
 
+from fixtures.engines import with_tokens
 from fixtures.records import RUNS, SPECS
-from steelyard import accelerators, engines, tasks
+from steelyard import accelerators, engines, report, tasks
 from steelyard.case import resolve
-from steelyard.metrics import ceilings, table, validity
+from steelyard.cli import check as check_verb
+from steelyard.metrics import busy, ceilings, compare, fit, table, validity
 from steelyard.metrics import engines as side
 from steelyard.metrics.verify import verify
 from steelyard.record import record
+from steelyard.record.facts import HostState
 from steelyard.report import as_csv
 from steelyard.report.data import Report
 from steelyard.run import launch
@@ -248,3 +251,38 @@ def test_numbers_in_performance_are_in_records():
                 for text in re.findall(pattern, line):
                     assert text in {form(value) for value in told}, (line, text)
     assert seen == {"torch", "transformers", "megatron"}
+
+
+def block(name: str, begin: str) -> list[str]:
+    """Return the lines of the only code block of a document that has `begin` in it."""
+    (found,) = [one for one in re.findall(r"^```text\n(.*?)^```$", DOCS[name], re.DOTALL | re.MULTILINE) if begin in one]
+    return found.splitlines()
+
+
+def test_the_tutorial_shows_the_lines_of_check(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    machine = fit.Machine(
+        accelerator="cpu",
+        devices=("AMD EPYC",),
+        driver=None,
+        needs_driver=False,
+        host=HostState(load_1m=6.64, cores=2, allowed=2),
+        others=busy.Share(1.0, 1.0),
+        bounds=busy.bounds_of("cpu"),
+        free_bytes={"records": 50 << 30, "temporary": 50 << 30},
+        versions={},
+        torch_build=None,
+        amx=None,
+    )
+    shown = block("tutorial.md", "host load")
+    assert check_verb._lines(fit.judge(machine))[: len(shown)] == shown
+
+
+def test_a_comparison_is_shown_with_the_columns_of_its_answers():
+    both = [with_tokens("torch", "ABCDABCD", []) for _ in range(2)]
+    found = compare.compare(compare.side("base", both), compare.side("new", both), ["case"], 0.01)
+
+    def heads(lines):
+        return re.split(r"\s{2,}", lines[lines.index("Answers") + 3])
+
+    assert heads(block("comparing.md", "Answers")) == heads(report.text(report.comparison(found)).splitlines())
