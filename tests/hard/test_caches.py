@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from steelyard.errors import RequestError
 from steelyard.run import caches
@@ -78,6 +79,19 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> No
     (cache / "inductor").chmod(mode)
     with pytest.raises(RequestError, match="others can write"):
         caches.variables(os.environ)
+
+
+def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks) -> None:
+    """Its hello arrives, with the reason in it: nothing of the accelerator was looked for by then."""
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    hello = Host(asked()).hello()
+    assert hello.problem == (
+        f"the cache {str(cache)!r} is one that others can write: other users could change what is in it; remove it, or "
+        "name a folder of yours in XDG_CACHE_HOME"
+    )
+    assert hello.devices == []
+    attacks.add("cache that other users can write", 1, "`zip() argument 2 is longer`", "refused, the folder named")
 
 
 def test_without_a_place_for_caches_they_are_in_the_runs_own_folder(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class Host:
         return made.model_copy(update={"software": Software(**software, agent_python=made.software.python)})
 
     def _devices(self, row: Accelerator) -> list[FoundDevice]:
-        free = row.free(self.found)
+        free = row.free(self.found) if self.found else []  # none where something was wrong before they were looked for
         return [
             FoundDevice(
                 name=device.name,
