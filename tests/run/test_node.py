@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from fixtures.commands import Shell
-from steelyard.run import messages
+from steelyard.errors import RequestError
+from steelyard.run import messages, processes
 from steelyard.run.host import Host
 from steelyard.run.messages import Open, Ping, Start, Stop, Sweep
 
@@ -249,3 +251,16 @@ def test_workers_are_told_one_interface(
     monkeypatch.setattr(os, "environ", {})
     found = Host(opening(environment=environment)).variables()
     assert {name: value for name, value in found.items() if name.endswith("_IFNAME")} == told
+
+
+def test_a_working_directory_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of torch end a worker there without a word of why."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    said = "the working directory no longer exists; change to one that does (cd), and run again"
+    with pytest.raises(RequestError) as caught:
+        processes.check()
+    assert str(caught.value) == said
+    assert Host(opening()).hello().problem == said

@@ -11,7 +11,7 @@ from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
 from steelyard.record.facts import Environment, Software
-from steelyard.run import caches, environment, interpreter, locks, state
+from steelyard.run import caches, environment, interpreter, locks, processes, state
 from steelyard.run.interpreter import Interpreter
 from steelyard.run.locks import Claims
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
@@ -50,6 +50,7 @@ class Host:
         self.python = sys.executable if asked.python is None else asked.python
         self.interpreter: Interpreter | None = None  # of the workers, where it is another than this one
         try:
+            processes.check_working_directory()
             self.caches = caches.variables(os.environ)
             self.accelerator = accelerators.named(asked.accelerator) if asked.accelerator else accelerators.detect()
             self.found = self.accelerator.find()

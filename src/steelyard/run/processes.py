@@ -24,6 +24,16 @@ def check() -> None:
     """Linux shows there who runs. Without it nobody could be found, and so nobody ended."""
     if sys.platform == "linux" and not PROC.exists():
         raise RequestError("/proc is not mounted; a run needs it; mount it and run again")
+    check_working_directory()
+
+
+def check_working_directory() -> None:
+    """Raise RequestError if the working directory was deleted: libraries of workers fail there, and do not say why."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        said = "the working directory no longer exists; change to one that does (cd), and run again"
+        raise RequestError(said) from error
 
 
 def adopt_orphans() -> None:
