@@ -255,9 +255,9 @@ class Session:
         last = self.heard.progress
         where = last.phase if last is not None else "start"
         if now() - self.heard.progress_s > hang_s:
-            return Verdict("hang", f"nothing was heard of the workers for {hang_s:.0f} s, in phase {where!r}")
+            return Verdict("hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {where!r}")
         if limit_s is not None and now() - begun > limit_s:
-            return Verdict("time_limit", f"the run took longer than its limit of {limit_s:.0f} s, in phase {where!r}")
+            return Verdict("time_limit", f"the run took longer than its limit of {limit_s:.12g} s, in phase {where!r}")
         return None
 
     def stop(self, stacks: bool = False) -> None:

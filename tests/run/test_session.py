@@ -1,0 +1,28 @@
+"""What the parent makes of hosts that end or fall silent, without any process."""
+
+from typing import Any
+
+import pytest
+
+from steelyard.run import launch
+from steelyard.run.clock import now
+from steelyard.run.session import Session
+from steelyard.run.site import Site
+
+
+def session(*connections: Any) -> Session:
+    made = Session(launch.named("local"), Site(), ["localhost"], None, "t" * 32, "m")
+    made.connections = list(connections)
+    return made
+
+
+@pytest.mark.parametrize("seconds,told", [(0.25, "0.25"), (12.0, "12"), (1_800_000.5, "1800000.5")])
+def test_a_hang_and_a_limit_say_the_seconds_that_were_asked(seconds: float, told: str) -> None:
+    made = session()
+    made.heard.progress_s = now() - 2 * seconds
+    hang = made._late(now(), seconds, None)
+    assert hang is not None
+    assert hang.text == f"nothing was heard of the workers for {told} s, in phase 'start'"
+    late = made._late(now() - 2 * seconds, 10 * seconds, seconds)
+    assert late is not None
+    assert late.text == f"the run took longer than its limit of {told} s, in phase 'start'"
