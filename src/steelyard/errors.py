@@ -1,7 +1,14 @@
 """The errors a user meets as one line: a request that cannot be carried out as it was made, a lost answer, a bad network."""
 
+import errno
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"  # the next step of whoever has too little
+# What torch's CPU allocator and the C library say: neither has an exception of its own for a lack of memory.
+NO_MEMORY = ("can't allocate memory", os.strerror(errno.ENOMEM))
+NOT_MAPPED = "failed to map segment from shared object"
 
 
 def known(name: str, names: Iterable[str], word: str = "known") -> str:
@@ -35,3 +42,39 @@ class LostError(Exception):
 
 class ExchangeError(Exception):
     """Ranks cannot exchange what they must: the sum of an all-reduce is wrong."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error that an error was raised from, and that one from, as far as that goes."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error, or its first cause, says that memory ran out."""
+    return any(_starved(one) for one in (error, first_cause(error)))
+
+
+def _starved(error: BaseException) -> bool:
+    """The dynamic loader says the same of a file system from which nothing may be run."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    mapped = NOT_MAPPED in text and os.strerror(errno.EPERM) not in text
+    return any(one in text for one in NO_MEMORY) or (mapped and not _runs_nothing(getattr(error, "path", None)))
+
+
+def _runs_nothing(path: str | None) -> bool:
+    """Return whether a file lies on a file system that is mounted noexec; False if that cannot be known."""
+    try:
+        return path is not None and bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+    except OSError:
+        return False
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the text of an error without line breaks, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

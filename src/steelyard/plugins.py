@@ -4,9 +4,10 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from steelyard.errors import RequestError
+from steelyard.errors import MORE_MEMORY, RequestError, first_cause, in_one_line, lacks_memory
 
 Kind = TypeVar("Kind")
 
@@ -47,3 +48,20 @@ def load(reference: str) -> Any:
     """The object that `module:name` stands for."""
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
+
+
+def installed(module: str) -> bool:
+    """Return whether this Python has a module; raise RequestError if the package around it is there but fails.
+
+    Looking for a module in a package imports the package, which may be what is missing."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+    except (ImportError, MemoryError) as error:
+        why, package = in_one_line(first_cause(error)), module.partition(".")[0]
+        if lacks_memory(error):
+            said = f"importing it ran out of memory ({why}); {MORE_MEMORY}, then run again"
+        else:
+            said = f"it cannot be imported ({why}); install it again"
+        raise RequestError(f"{package} is installed, but {said}") from error

@@ -22,7 +22,7 @@ INSTALLED = ("torch", "transformers", "reference")
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed here."""
-    monkeypatch.setattr(engines, "_installed", lambda module: not module.startswith(("megatron", "paddle")))
+    monkeypatch.setattr(engines.plugins, "installed", lambda module: not module.startswith(("megatron", "paddle")))
 
 
 def asked(

@@ -25,7 +25,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_torch_cannot_be_imported_here(shell: Shell) -> None:
     done = shell(*SMOKE, "--out", shell.out)
     assert (done.code, done.out) == (2, "")
-    assert done.lines == ["error: engine 'torch' needs torch; pip install 'steelyard[torch]'"]
+    assert done.lines == [
+        "error: engine 'torch' cannot be imported (torch was imported); install what it needs again: "
+        "pip install --force-reinstall 'steelyard[torch]'"
+    ]
 
 
 @pytest.mark.parametrize("options", [(), ("--passes", "val,infer,bare"), ("--sample", "20")])

@@ -1,9 +1,11 @@
 """Rows of engines: what each can do is known, refused and listed without importing a framework."""
 
 import importlib.util
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +112,36 @@ def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.Monk
         engines.load("megatron", "score_texts")
     assert str(caught.value).startswith("engine 'megatron' needs megatron")
     assert str(caught.value).endswith("; pip install 'steelyard[megatron]'")
+
+
+MAPPED = "libtorch_cpu.so: failed to map segment from shared object"
+
+
+@pytest.mark.parametrize(
+    ("noexec", "kind", "said"),
+    [
+        (
+            False,
+            MemoryError,
+            f"engine 'torch' cannot be imported for lack of memory ({MAPPED}); free memory, or raise its limit (ulimit -v)",
+        ),
+        (True, RequestError, f"engine 'torch' cannot be imported ({MAPPED}); install what it needs again: "),
+    ],
+)
+def test_an_engine_that_is_there_and_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, noexec: bool, kind: type[Exception], said: str
+) -> None:
+    """The dynamic loader has the same words for a lack of memory and for a file system that runs no programs."""
+
+    def fail(reference: str) -> None:
+        cause = ImportError(MAPPED, name="_C", path="/")
+        raise ImportError("a long essay of a package", name="_C") from cause
+
+    monkeypatch.setattr(engines.plugins, "load", fail)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC if noexec else 0))
+    with pytest.raises(kind) as caught:
+        engines.load("torch", "score_texts")
+    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize("row", engines.table().values(), ids=lambda row: row.name)

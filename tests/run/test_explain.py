@@ -57,7 +57,7 @@ def asked(engine: str, **options: Any) -> Request:
 
 
 def test_what_has_no_profiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steelyard.engines._installed", lambda module: True)
+    monkeypatch.setattr("steelyard.plugins.installed", lambda module: True)
     with pytest.raises(RequestError, match="--explain: engine paddle has no profiler; allowed: engines on torch"):
         ready(asked("paddle"))
 

@@ -4,17 +4,19 @@ import json
 import os
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fixtures.commands import Shell
-from steelyard import __version__
+from fixtures.commands import SRC, Shell
+from steelyard import __version__, engines
 from steelyard.case.request import engine_settings
 from steelyard.errors import RequestError
 from steelyard.run import environment, interpreter
-from steelyard.run.host import scrubbed
+from steelyard.run.host import Host, scrubbed
+from steelyard.run.messages import Open
 
 CORPUS = "llama1-7b-openwebtext"
 
@@ -69,10 +71,79 @@ def test_those_that_do_not_fit(tmp_path: Path) -> None:
     assert refusal(answer(tmp_path, lacking=["paddle"])) == f"{named} has no paddle, and the engine needs it; install it there"
 
 
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path of modules, which the names of a test are imported from."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def package(folder: Path, name: str, source: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(source)
+    (folder / name / "part.py").write_text("")
+
+
+def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> None:
+    package(packages, "whole_package", "")
+    assert interpreter.lacking(["json", "whole_package.part", "no_such_package.part"]) == ["no_such_package.part"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "raise MemoryError",
+            "importing it ran out of memory (MemoryError); free memory, or raise its limit (ulimit -v), then run again",
+        ),
+        (
+            "raise ImportError('libx.so: failed to map segment from shared object')",
+            "importing it ran out of memory (libx.so: failed to map segment from shared object); free memory, or raise its "
+            "limit (ulimit -v), then run again",
+        ),
+        (
+            "raise ImportError('libx.so: undefined symbol: f')",
+            "it cannot be imported (libx.so: undefined symbol: f); install it again",
+        ),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_not_told_as_missing(packages: Path, source: str, said: str) -> None:
+    package(packages, "broken_package", source)
+    needs = ("broken_package.part",)
+    for look in (lambda: interpreter.lacking(needs), replace(engines.TORCH, needs=needs).missing):
+        with pytest.raises(RequestError) as caught:
+            look()
+        assert str(caught.value) == f"broken_package is installed, but {said}"
+
+
+def test_a_host_says_so(packages: Path) -> None:
+    package(packages, "starved_package", "raise MemoryError")
+    asked = {"token": "t" * 32, "mark": "m", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
+    asked |= {"peer": None, "environment": {}, "variables": {}, "needs": ["starved_package.part"], "paths": []}
+    hello = Host(Open.model_validate(asked)).hello()
+    assert str(hello.problem).startswith("starved_package is installed, but importing it ran out of memory")
+
+
+def test_another_python_that_ran_out_of_memory(tmp_path: Path) -> None:
+    path = script(tmp_path, "echo MemoryError >&2; exit 1")
+    said = f"engine.python '{path}' ran out of memory: MemoryError; free memory, or raise its limit (ulimit -v), then run again"
+    assert refusal(path) == said
+
+
+def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None:
+    package(tmp_path, "starved_package", "raise MemoryError")
+    with pytest.raises(RequestError) as caught:
+        interpreter.look(sys.executable, ["starved_package.part"], {**os.environ, "PYTHONPATH": f"{tmp_path}:{SRC}"})
+    assert str(caught.value) == (
+        f"engine.python {sys.executable!r}: starved_package is installed, but importing it ran out of memory (MemoryError); "
+        "free memory, or raise its limit (ulimit -v), then run again"
+    )
+
+
 def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "LOOK_S", 0.2)
     path = script(tmp_path, "exec sleep 60")
-    assert refusal(path) == f"engine.python '{path}' does not answer within 0 s; name another Python"
+    assert refusal(path) == f"engine.python '{path}' does not answer within 0.2 s; name another Python"
 
 
 def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:

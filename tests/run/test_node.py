@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -14,9 +15,9 @@ import pytest
 
 from fixtures.commands import Shell
 from steelyard.errors import RequestError
-from steelyard.run import messages, processes
+from steelyard.run import messages, node, processes
 from steelyard.run.host import Host
-from steelyard.run.messages import Open, Ping, Start, Stop, Sweep
+from steelyard.run.messages import Bye, Open, Ping, Start, Stop, Sweep
 
 TOKEN = "c" * 32
 
@@ -251,6 +252,88 @@ def test_workers_are_told_one_interface(
     monkeypatch.setattr(os, "environ", {})
     found = Host(opening(environment=environment)).variables()
     assert {name: value for name, value in found.items() if name.endswith("_IFNAME")} == told
+
+
+class Said:
+    """A voice that keeps what is said."""
+
+    heard = True
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def say(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def finish(self, within_s: float) -> None:
+        pass
+
+
+class Starved:
+    """Ranks whose news do not fit into memory."""
+
+    over, cleaned = False, False
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def news(self) -> list[Any]:
+        self._looks += 1
+        if self._looks == 1:
+            raise MemoryError
+        return []
+
+    def end(self) -> int:
+        return 1
+
+    def bye(self, stacks: dict[int, str], ended: int, code: str | None, problem: str | None) -> Bye:
+        return Bye(token=TOKEN, exits={}, stderr_tails={}, ended=ended, code=code, problem=problem)
+
+    def clean(self) -> None:
+        self.cleaned = True
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Said]:
+    """An agent without a process of its own, which has heard nothing yet."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    said = Said()
+    made: Any = node.Agent(SimpleQueue(), said)  # type: ignore[arg-type]
+    made._token = TOKEN
+    return made, said
+
+
+STARVED = "the agent ran out of memory; free memory, or raise its limit (ulimit -v)"
+
+
+def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, said = in_process(monkeypatch)
+    made._ranks = ranks = Starved()
+    made._sampler = node.Sampler([], 0.0)
+    made._sampler.start()
+    made.run()
+    (bye,) = [one for one in said.messages if isinstance(one, Bye)]
+    assert (bye.code, bye.problem, bye.ended, ranks.cleaned) == ("out_of_memory", STARVED, 1, True)
+
+
+def test_so_does_one_that_never_got_to_say_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starve(_: Open) -> Host:
+        raise MemoryError
+
+    made, said = in_process(monkeypatch)
+    made._token = None
+    monkeypatch.setattr(node, "Host", starve)
+    made._lines.put(messages.encode(opening()))
+    made.run()
+    assert [(one.code, one.problem) for one in said.messages] == [("out_of_memory", STARVED)]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
+def test_ranks_that_cannot_be_started_for_lack_of_memory(error: MemoryError | OSError) -> None:
+    ended = node._not_started(error)
+    assert ended.code == "out_of_memory"
+    assert str(ended.problem) == (
+        "the ranks could not be started: Cannot allocate memory; free memory, or raise its limit (ulimit -v)"
+    )
 
 
 def test_a_working_directory_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

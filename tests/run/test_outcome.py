@@ -109,3 +109,35 @@ def test_one_worker_speaks_for_all_ranks_of_its_program():
     raised = [rank(0, "raised", 1.5)]
     assert outcome.of_program(raised, 3) == raised
     assert outcome.judge(Left(raised, exits((0, 1, 2.0))), plan, ["here"]).code == "raised"
+
+
+@pytest.mark.parametrize(
+    "code,tail,verdict",
+    [
+        (
+            1,
+            "  File x\nMemoryError\n",
+            ("out_of_memory", "rank 0 left no result; exit code 1, and its stderr says: MemoryError"),
+        ),
+        (
+            1,
+            "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 GiB\n",
+            (
+                "out_of_memory",
+                "rank 0 left no result; exit code 1, and its stderr says: numpy._core._exceptions._ArrayMemoryError: "
+                "Unable to allocate 8.00 GiB",
+            ),
+        ),
+        (
+            -6,
+            "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n",
+            ("out_of_memory", "rank 0 was ended by SIGABRT, and its stderr says: what(): std::bad_alloc"),
+        ),
+        # What was said earlier, and survived, is no cause; nor is it known who sends SIGKILL.
+        (1, "torch.OutOfMemoryError: no more\nonce more with less\n", ("killed", "rank 0 left no result; exit code 1")),
+        (-9, "MemoryError\n", ("killed", "rank 0 was ended by SIGKILL")),
+    ],
+)
+def test_a_rank_that_died_for_lack_of_memory(code: int, tail: str, verdict: tuple[str, str]) -> None:
+    found = outcome.judge(Left([], exits((0, code, 1.0)), tails={0: tail}), PLAN, ["here"])
+    assert (found.code, found.text) == verdict

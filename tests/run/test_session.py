@@ -1,5 +1,6 @@
 """What the parent makes of hosts that end or fall silent, without any process."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,29 @@ def session(*connections: Any) -> Session:
     made = Session(launch.named("local"), Site(), ["localhost"], None, "t" * 32, "m")
     made.connections = list(connections)
     return made
+
+
+def ended(said: str, code: int = 1) -> Any:
+    """A connection that closed without a last message."""
+    return SimpleNamespace(name="localhost", bye=None, closed=True, exit_code=lambda: code, said=lambda: said)
+
+
+@pytest.mark.parametrize(
+    "said,code,text",
+    [
+        (
+            "Traceback (most recent call last):\nMemoryError",
+            "out_of_memory",
+            "host localhost: its agent ran out of memory (exit code 1): MemoryError; free memory, or raise its limit "
+            "(ulimit -v)",
+        ),
+        ("Killed", "agent_killed", "host localhost: its agent ended without a word (exit code 1): Killed"),
+    ],
+)
+def test_an_agent_that_ended_without_a_word(said: str, code: str, text: str) -> None:
+    found = session(ended(said))._lost()
+    assert found is not None
+    assert (found.code, found.text) == (code, text)
 
 
 @pytest.mark.parametrize("seconds,told", [(0.25, "0.25"), (12.0, "12"), (1_800_000.5, "1800000.5")])

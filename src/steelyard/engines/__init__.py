@@ -6,7 +6,6 @@ An engine does a kind of work in one framework. Other packages add rows through 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
 from steelyard import plugins
@@ -15,7 +14,7 @@ from steelyard.case.question import Question
 from steelyard.engines.bench import Ceilings
 from steelyard.engines.framework import Framework
 from steelyard.engines.job import Engine, Job
-from steelyard.errors import RequestError, known
+from steelyard.errors import MORE_MEMORY, RequestError, first_cause, in_one_line, known, lacks_memory
 from steelyard.models.shapes import VARIANTS
 from steelyard.plan.degrees import Plan
 
@@ -90,20 +89,12 @@ class EngineRow:
         return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
 
     def missing(self) -> str | None:
-        """The first module that it needs and that is not installed."""
-        return next((module for module in self.needs if not _installed(module)), None)
+        """Return the first module that it needs and that is not installed; RequestError if one is, and fails."""
+        return next((module for module in self.needs if not plugins.installed(module)), None)
 
 
 def _variants(question: Question) -> set[str]:
     return set(getattr(question.model, "variants", ()))
-
-
-def _installed(module: str) -> bool:
-    """Looking for a module in a package imports the package, which may be what is missing."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 TORCH = EngineRow(
@@ -217,16 +208,28 @@ def row(name: str) -> EngineRow:
 
 
 def load(name: str, work: str) -> Callable[[Job], Engine]:
-    """What makes the engine of a name for a kind of work."""
+    """Return what makes the engine of a name for a kind of work.
+
+    An engine that lacks a module, or whose module fails, raises RequestError; one that memory does not suffice for,
+    MemoryError."""
     found = row(name)
     if work not in found.works:
         raise RequestError(f"engine {name!r} cannot do {work}; it can do: {', '.join(found.works)}")
     try:
         engine: Callable[[Job], Engine] = plugins.load(found.works[work])
     except ImportError as error:
-        what = error.name or str(error)
-        raise RequestError(f"engine {name!r} needs {what}; pip install 'steelyard[{found.extra or name}]'") from error
+        raise _not_imported(found, error) from error
     return engine
+
+
+def _not_imported(row: EngineRow, error: ImportError) -> RequestError | MemoryError:
+    extra, why = f"'steelyard[{row.extra or row.name}]'", in_one_line(first_cause(error))
+    if lacks_memory(error):
+        return MemoryError(f"engine {row.name!r} cannot be imported for lack of memory ({why}); {MORE_MEMORY}")
+    if isinstance(error, ModuleNotFoundError):
+        return RequestError(f"engine {row.name!r} needs {error.name or why}; pip install {extra}")
+    again = f"pip install --force-reinstall {extra}"
+    return RequestError(f"engine {row.name!r} cannot be imported ({why}); install what it needs again: {again}")
 
 
 def load_framework(name: str) -> Callable[..., Framework]:

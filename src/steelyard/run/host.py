@@ -49,6 +49,7 @@ class Host:
         self.caches: dict[str, str] = {}
         self.python = sys.executable if asked.python is None else asked.python
         self.interpreter: Interpreter | None = None  # of the workers, where it is another than this one
+        self.lacking: list[str] = []
         try:
             processes.check_working_directory()
             self.caches = caches.variables(os.environ)
@@ -56,7 +57,9 @@ class Host:
             self.found = self.accelerator.find()
             self.interface = _interface(asked)
             self.listening = None if asked.peer is None else _listen(self.interface)
-            if asked.python is not None:
+            if asked.python is None:
+                self.lacking = interpreter.lacking(asked.needs)
+            else:
                 self.interpreter = interpreter.look(asked.python, asked.needs, self.variables())
         except RequestError as error:
             self.problem = str(error)
@@ -94,7 +97,7 @@ class Host:
             devices=self._devices(row),
             environment=self._environment(row),
             state=state.of_host(row, self.used),
-            lacking=[] if self.asked.python is not None else interpreter.lacking(self.asked.needs),
+            lacking=self.lacking,
             missing=[i for i, names in enumerate(self.asked.paths) if not any(Path(name).exists() for name in names)],
             address=None if listening is None else listening.getsockname()[0],
             interface=self.interface,

@@ -10,16 +10,16 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 
 from pydantic import ValidationError
 
-from steelyard import __version__
-from steelyard.errors import RequestError
-from steelyard.run import environment
+from steelyard import __version__, plugins
+from steelyard.errors import MORE_MEMORY, RequestError
+from steelyard.run import environment, outcome
 from steelyard.schema import Frozen
 
 LOOK_S = 60.0  # a first import over a network file system takes its time
+REFUSED = 65  # EX_DATAERR of sysexits.h: what is wrong is the last line of stderr, whole
 MODULE = ["-P", "-m", "steelyard.run.interpreter"]
 
 
@@ -45,8 +45,8 @@ def own(needs: Sequence[str]) -> Interpreter:
 
 
 def lacking(needs: Sequence[str]) -> list[str]:
-    """Those that this Python has not."""
-    return [name for name in needs if find_spec(name) is None]
+    """Return the modules that this Python does not have; raise RequestError if one is there but cannot be imported."""
+    return [name for name in needs if not plugins.installed(name)]
 
 
 def look(path: str, needs: Sequence[str], variables: Mapping[str, str]) -> Interpreter:
@@ -61,9 +61,13 @@ def look(path: str, needs: Sequence[str], variables: Mapping[str, str]) -> Inter
         why = error.strerror or str(error)
         raise RequestError(f"{named} cannot be started: {why}; name a Python that has steelyard and the engine") from error
     except subprocess.TimeoutExpired as error:
-        raise RequestError(f"{named} does not answer within {LOOK_S:.0f} s; name another Python") from error
+        raise RequestError(f"{named} does not answer within {LOOK_S:g} s; name another Python") from error
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        if done.returncode == REFUSED:
+            raise RequestError(f"{named}: {why}")
+        if outcome.NO_MEMORY.match(why):
+            raise RequestError(f"{named} ran out of memory: {why}; {MORE_MEMORY}, then run again")
         raise RequestError(f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there by: {install}")
     try:
         found = Interpreter.model_validate_json(done.stdout)
@@ -88,7 +92,12 @@ def _check(found: Interpreter, named: str, install: str) -> None:
 
 
 def main() -> None:
-    os.write(1, own(sys.argv[1:]).model_dump_json().encode() + b"\n")
+    try:
+        found = own(sys.argv[1:])
+    except RequestError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(REFUSED)
+    os.write(1, found.model_dump_json().encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ leave, and ends them all when it is told to, when its parent is gone, or when it
 Started by a launcher as `python -P -m steelyard.run.node`; it talks over stdin and stdout, see messages.py.
 """
 
+import errno
 import os
 import queue
 import signal
@@ -14,6 +15,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from steelyard import files
+from steelyard.errors import MORE_MEMORY, lacks_memory
 from steelyard.run import leftovers, load, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
@@ -102,6 +104,8 @@ class Agent:
                 self._look()
         except Ended as ended:
             self._finish(ended)
+        except MemoryError:
+            self._finish(Ended("out_of_memory", f"the agent ran out of memory; {MORE_MEMORY}"))
         self._voice.finish(LAST_S)
 
     def _told(self, number: int, frame: Any) -> None:
@@ -145,15 +149,15 @@ class Agent:
                 raise MessageError(f"{message.kind} was not expected now")
 
     def _start(self, host: Host, start: Start) -> None:
-        self._sampler = Sampler(host.sources(), start.origin_s)
-        self._sampler.start()
-        self._load, self._origin_s = load.Reader(start.token), start.origin_s
-        self._say_load(self._load)
         try:
+            self._sampler = Sampler(host.sources(), start.origin_s)
+            self._sampler.start()
+            self._load, self._origin_s = load.Reader(start.token), start.origin_s
+            self._say_load(self._load)
             leftovers.sweep_dead()
             self._ranks = Ranks(host, start)
             pids = self._ranks.start()
-        except (OSError, RuntimeError) as error:  # RuntimeError: a thread that cannot be started
+        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a thread that cannot be started
             raise _not_started(error) from error
         self._sampler.watch(tuple(pids))
         self._load.watch(tuple(pids))
@@ -199,8 +203,8 @@ class Agent:
     def _finish(self, ended: Ended) -> None:
         """End what was started, tell what it left, and go."""
         if self._ranks is None or self._sampler is None:
-            if self._host is not None:
-                said = Bye(token=self._known_token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem)
+            if self._token is not None and (self._host is not None or ended.code is not None):
+                said = Bye(token=self._token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem)
                 self._voice.say(said)
             return
         stacks = self._ranks.stacks() if ended.stacks else {}
@@ -214,7 +218,9 @@ class Agent:
         self._ranks.clean()
 
 
-def _not_started(error: OSError | RuntimeError) -> Ended:
+def _not_started(error: OSError | RuntimeError | MemoryError) -> Ended:
+    if lacks_memory(error):
+        return Ended("out_of_memory", f"the ranks could not be started: {os.strerror(errno.ENOMEM)}; {MORE_MEMORY}")
     why = f"the ranks could not be started: {getattr(error, 'strerror', None) or error}"
     if isinstance(error, OSError) and error.errno in files.FULL:
         return Ended("disk_full", f"{why}; TMPDIR names another folder")
@@ -239,11 +245,20 @@ def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
     os._exit(1)
 
 
+def _thread_failed(failed: threading.ExceptHookArgs) -> None:
+    """End the agent if one of its threads ran out of memory: without it, it would fall silent and not say why."""
+    threading.__excepthook__(failed)
+    if issubclass(failed.exc_type, MemoryError):
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a plug-in prints must not be read as a message
     processes.adopt_orphans()
     processes.wake_with_parent()
+    threading.excepthook = _thread_failed
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(os.fdopen(os.dup(0), "rb"), lines), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

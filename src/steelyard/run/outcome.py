@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from steelyard import files
+from steelyard.errors import NOT_MAPPED
 from steelyard.plan.degrees import Plan
 from steelyard.run.messages import Exit
 from steelyard.run.processes import signal_name
@@ -16,6 +17,8 @@ from steelyard.run.spec import DISK_FULL, RankFile
 PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
 TAIL_CHARS, WHY_CHARS = 4000, 500
 NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
+# The last line of a Python that ran out of memory, or of a C++ program that did.
+NO_MEMORY = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{NOT_MAPPED}.*)$")
 ILLEGAL_HINT = (
     "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
@@ -111,11 +114,15 @@ def _death(last: Exit, who: str, tail: str) -> Verdict:
     """What is known of it, and no guess: many things send SIGKILL."""
     code = last.code
     full = next((text for text in NO_SPACE if text in tail), None)
+    end = " ".join((tail.strip().splitlines() or [""])[-1].split())
+    starved = NO_MEMORY.match(end) is not None
     if code == DISK_FULL:
         text = f"{who} could write no result: no space is left on its disk; TMPDIR names another"
         return Verdict("disk_full", text, last.rank)
     if code == -signal.SIGILL:
         return Verdict("illegal_instruction", f"{who} was ended by SIGILL: {ILLEGAL_HINT}", last.rank)
+    if code == -signal.SIGABRT and starved:
+        return Verdict("out_of_memory", f"{who} was ended by SIGABRT, and its stderr says: {end[:WHY_CHARS]}", last.rank)
     if code is not None and code < 0:
         text = f"{who} was ended by {signal_name(-code)}"
         if code == -signal.SIGKILL and last.starved:
@@ -123,6 +130,9 @@ def _death(last: Exit, who: str, tail: str) -> Verdict:
         return Verdict("killed", text, last.rank)
     if full is not None:
         return Verdict("disk_full", f"{who} left no result; exit code {code}, and its stderr says: {full}", last.rank)
+    if starved:
+        text = f"{who} left no result; exit code {code}, and its stderr says: {end[:WHY_CHARS]}"
+        return Verdict("out_of_memory", text, last.rank)
     return Verdict("killed", f"{who} left no result; exit code {code}", last.rank)
 
 

@@ -114,7 +114,8 @@ class Run:
         done = {window.pass_name for rank in made.ranks for window in rank.windows}
         said = self.session.heard.progress
         late = said is not None and said.phase in self.ready.passes and said.done > FIRST_STEPS
-        if made.code != "out_of_memory" or self.stepped_down is not None or late or not done.isdisjoint(headline):
+        cause_is_rank = made.code == "out_of_memory" and made.rank is not None  # an agent needs as much with any sizes
+        if not cause_is_rank or self.stepped_down is not None or late or not done.isdisjoint(headline):
             return None
         less = auto.smaller(self.ready.request.resolved, self._devices())
         return None if less is None else self.ready.with_resolved(less)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from steelyard import __version__
 from steelyard.case.case import Case
 from steelyard.data.corpus import IDS
-from steelyard.errors import RequestError
+from steelyard.errors import MORE_MEMORY, RequestError
 from steelyard.plan import memory
 from steelyard.plan.degrees import Plan
 from steelyard.run.environment import PACKAGE
@@ -22,6 +22,7 @@ SCARCE = 0.9  # of a device's memory that is free: less is worth a warning
 HINTS = (
     ("No module named 'steelyard'", "that Python has no steelyard; install it there: {install}"),
     ("No module named", "that Python has not all that steelyard needs; install it there: {install}"),
+    ("MemoryError", MORE_MEMORY),
     ("does not understand a message", "another steelyard is there; install this one there: {install}"),
     ("Unknown option: -P", "that Python is older than 3.11; name another with python = in the site file"),
     ("Host key verification failed", "its host key is not known: ssh {host} once by hand and check it"),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from steelyard import files
 from steelyard.engines.framework import Framework
-from steelyard.errors import ExchangeError, RequestError
+from steelyard.errors import ExchangeError, RequestError, lacks_memory
 from steelyard.run import folder, processes
 from steelyard.run.clock import every, now
 from steelyard.run.folder import Progress
@@ -62,10 +62,7 @@ def _end_without_result(failure: OSError) -> NoReturn:
 
 
 def _kind(failure: BaseException) -> RankStatus:
-    """A CPU's allocator has no type of its own for a lack of memory, only a text."""
-    text = str(failure)
-    starved = type(failure).__name__ == "OutOfMemoryError" or isinstance(failure, MemoryError)
-    if starved or "can't allocate memory" in text:
+    if lacks_memory(failure):
         return "out_of_memory"
     if isinstance(failure, OSError) and failure.errno in files.FULL:
         return "disk_full"

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.errors import RequestError
+from steelyard.errors import MORE_MEMORY, RequestError
 from steelyard.run import connection, messages, preflight
 from steelyard.run.clock import now
 from steelyard.run.clocks import PINGS
@@ -28,7 +28,7 @@ from steelyard.run.messages import (
     Stop,
     Sweep,
 )
-from steelyard.run.outcome import Verdict
+from steelyard.run.outcome import NO_MEMORY, Verdict
 from steelyard.run.site import Site
 from steelyard.run.spec import RankFile, read_rank
 from steelyard.run.telemetry import Kept
@@ -244,6 +244,9 @@ class Session:
                 code = one.exit_code()
                 why = one.said().splitlines()
                 told = f": {why[-1].strip()}" if why else ""
+                if why and NO_MEMORY.match(why[-1].strip()):
+                    text = f"its agent ran out of memory (exit code {code}){told}; {MORE_MEMORY}"
+                    return Verdict("out_of_memory", f"host {one.name}: {text}")
                 if self.launcher.remote:
                     return Verdict("connection_lost", f"host {one.name}: its connection ended (exit code {code}){told}")
                 return Verdict("agent_killed", f"host {one.name}: its agent ended without a word (exit code {code}){told}")
