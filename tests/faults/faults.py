@@ -82,6 +82,7 @@ ON_ONE_HOST = [
     Fault("rank 1: SIGKILL, its compiler runs", "compiler", LOCAL, "killed", deeds.rank(KILL), **CAUSE),
     Fault("agent: SIGKILL, compilers run", "compiler", LOCAL, "agent_killed", deeds.agent(KILL), SWEEP_S),
     Fault("agent: SIGTERM", "pass", LOCAL, "agent_ended", deeds.agent(TERM)),
+    Fault("agent: out of memory", "pass", LOCAL, "out_of_memory", act="memory", who="agent"),
     Fault("rank 1 hangs", "join", LOCAL, "hang", **HANGS),
     Fault("rank 0 hangs", "pass", LOCAL, "hang", who="0", **HANGS),
     Fault("rank 1 hangs, and ignores SIGTERM", "pass", LOCAL, "hang", act="stubborn", **HANGS),

@@ -82,6 +82,8 @@ def made(scene: Scene, fault: Fault, done: Done) -> str:
     record = read(path)
     assert (record["status"], record["reasons"][0]["code"]) == (fault.status, fault.code), (record["reasons"], done.err)
     assert path.stem.endswith("-unfinished") == (fault.code == "unfinished")
+    if fault.code == "unfinished":  # --resume takes it
+        assert record["checkpoints"].startswith("checkpoints/")
     if fault.rank is not None:
         host = record["hosts"][fault.rank // record["plan"]["devices"]]["name"]
         assert (record["failure"]["rank"], record["failure"]["host"]) == (fault.rank, host), record["failure"]

@@ -204,6 +204,18 @@ def test_files_of_workers_that_are_none(faulty: Shell, name: str, code: int, sta
     assert (record["failure"] or {}).get("rank") == (1 if reason else None)
 
 
+@pytest.mark.full
+def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks) -> None:
+    (shell.folder / "gone").mkdir()
+    words = ["sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh", sys.executable, "-P", "-m", "steelyard"]
+    command = [*words, *SMOKE, "--out", str(shell.out)]
+    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: the working directory no longer exists; change to one that does (cd), and run again\n"
+    assert not shell.out.exists()
+    attacks.add("working directory deleted", 1, "`killed`", "refused, exit code 2")
+
+
 def test_without_proc(shell: Shell) -> None:
     words = 'mount -t tmpfs none /proc && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", words, "sh", sys.executable, "-P", "-m", "steelyard", *SMOKE]

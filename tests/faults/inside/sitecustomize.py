@@ -217,6 +217,21 @@ def at_hello() -> None:
     Host.hello = lambda self: (happen(), real(self))[1]
 
 
+def in_news() -> None:
+    """When the agent looks at how far its ranks are, and they are in the pass, or have just left it."""
+    from steelyard.run.ranks import Ranks
+
+    real = Ranks._progress
+
+    def progress(self: Ranks) -> Any:
+        said = real(self)
+        if said.phase in ("train", "prepare after", "after"):
+            happen()
+        return said
+
+    Ranks._progress = progress
+
+
 def at_record() -> None:
     """When the parent writes the record of a run that has ended."""
     from steelyard.record import record
@@ -232,7 +247,9 @@ def at_record() -> None:
 
 
 def install(phase: str) -> None:
-    if phase in PARTS:
+    if who() == "agent" and phase == "pass":
+        in_news()
+    elif phase in PARTS:
         in_parts(PARTS[phase])
     elif phase in MARKS:
         at_marks(MARKS[phase])
