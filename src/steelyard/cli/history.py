@@ -9,7 +9,7 @@ import typer
 from steelyard.cli.compare import ratio_table
 from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To, Wide
 from steelyard.cli.out import dump, one_line, say
-from steelyard.cli.report import check_format, paths, rendered, show
+from steelyard.cli.report import check_format, only_runs, paths, rendered, show
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -62,7 +62,11 @@ def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Pa
     from steelyard.record import index
 
     seal = None if no_index else _seal()
-    wanted: list[tuple[Path | None, list[Path]]] = [(_own(place), paths([place])) for place in places]
+    below = {place: paths([place]) for place in places}
+    runs = set(only_runs(list(dict.fromkeys(path for every in below.values() for path in every))))
+    wanted: list[tuple[Path | None, list[Path]]] = [
+        (_own(place), [path for path in every if path in runs]) for place, every in below.items()
+    ]
     if named is not None:
         wanted = [(index.named(named), list(dict.fromkeys(path for _, every in wanted for path in every)))]
     out: dict[Path, Entry] = {}

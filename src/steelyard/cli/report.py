@@ -1,5 +1,6 @@
 """The verbs for records that are there: report, verify and schema."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from steelyard.record.signature import Signature
     from steelyard.record.spec import SpecRecord
     from steelyard.report import Page
+
+SHOWN = 3  # spec records that a line names
 
 
 def report_(
@@ -61,9 +64,10 @@ def report_(
     from steelyard.cli import export
 
     wanted = export.Export(format_, layout, lang, to, explain, as_json)
-    specs = _specs(paths(records))
+    of_spec, runs = by_kind(paths(records))
+    specs = [] if runs else read_specs(of_spec)
     if not wanted.is_page:
-        export.show(wanted, specs, [] if specs else read(records))
+        export.show(wanted, specs, read(records) if runs else [])
         return
     columns = _columns(to, full, wide)
     if specs:
@@ -107,16 +111,34 @@ def show(page: str, to: Path | None, as_json: bool, format_: str, lang: str) -> 
         say(f"page: {to}")
 
 
-def _specs(every: list[Path]) -> "list[SpecRecord]":
-    """Records of what machines can do, where these are such; they and runs make two pages."""
-    from steelyard.metrics import ceilings
+def by_kind(every: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Separate the paths of spec records from all others, which are read as records of runs."""
     from steelyard.record import sealed
 
-    of_spec = [path for path in every if sealed.kind(path) == "spec"]
-    if of_spec and len(of_spec) < len(every):
-        runs = next(path for path in every if path not in of_spec)
-        raise RequestError(f"{of_spec[0]} is a spec record and {runs} is a run; report them separately")
-    return [ceilings.read(path) for path in of_spec]
+    kinds = {path: sealed.kind(path) for path in every}
+    return [path for path in every if kinds[path] == "spec"], [path for path in every if kinds[path] != "spec"]
+
+
+def only_runs(every: list[Path]) -> list[Path]:
+    """Return the paths that are no spec records, and print a line on the spec records that are left out. Raise
+    RequestError if there is no other path."""
+    of_spec, runs = by_kind(every)
+    if not of_spec:
+        return runs
+    shown = " ".join(shlex.quote(str(path)) for path in of_spec[:SHOWN]) + (" …" if len(of_spec) > SHOWN else "")
+    count, them = ("1 spec record", "it") if len(of_spec) == 1 else (f"{len(of_spec)} spec records", "them")
+    how = f"show {them} with: steelyard report {shown}"
+    if not runs:
+        raise RequestError(f"{count} and no run; {how}")
+    say(f"left out: {one_line(f'{count}; {how}')}")
+    return runs
+
+
+def read_specs(every: list[Path]) -> "list[SpecRecord]":
+    """Read spec records that verify, and raise RequestError for the first that does not."""
+    from steelyard.metrics import ceilings
+
+    return [ceilings.read(path) for path in every]
 
 
 def write(path: Path, text: str) -> None:
@@ -142,10 +164,11 @@ def _below(folder: Path) -> list[Path]:
 
 
 def read(places: list[Path]) -> "list[Record]":
-    """Sound records, of files and of folders."""
+    """Read the records of runs from files and folders, without the spec records among them. Raise RequestError if there
+    is no run, or for the first that does not verify."""
     from steelyard.metrics import verify
 
-    return [verify.read(path) for path in paths(places)]
+    return [verify.read(path) for path in only_runs(paths(places))]
 
 
 def verify(

@@ -26,13 +26,15 @@ def sign(
       steelyard sign records/*.json --key ~/.ssh/id_ed25519
       steelyard run smoke --sign ~/.ssh/id_ed25519
     """
-    from steelyard.cli.report import paths
+    from steelyard.cli.report import by_kind, paths, read_specs
     from steelyard.metrics.verify import read
     from steelyard.record import signature
 
     every = paths(records)
-    for path in every:
-        read(path)  # all of them before the first is signed
+    of_spec, runs = by_kind(every)
+    read_specs(of_spec)  # all records before the first is signed
+    for path in runs:
+        read(path)
     made = [signature.sign(path, key) for path in every]
     if as_json:
         dump({"signed": [{"record": str(path), "signature": str(one)} for path, one in zip(every, made, strict=True)]})
