@@ -1,11 +1,14 @@
 """Where a step's time goes: a made stretch whose parts are summed by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fixtures.report import COUNTS, make, training
 from steelyard import report
+from steelyard.cli.explained import show
+from steelyard.cli.out import Output
 from steelyard.metrics.waterfall import waterfalls
 from steelyard.record.profile import KernelFacts, Profile
 from steelyard.record.record import Record
@@ -62,13 +65,67 @@ def test_rows_are_the_hand_sum() -> None:
 
 
 @pytest.mark.parametrize(("wall_s", "agrees"), [(1.95, False), (1.97, True), (2.03, True), (2.05, False)])
-def test_what_is_left_to_the_measured_pass_is_said(wall_s: float, agrees: bool) -> None:
+def test_how_far_a_stretch_is_from_the_measured_pass(wall_s: float, agrees: bool) -> None:
     [found] = waterfalls(explained(stretch(wall_s)))
-    assert {row.name: row.time_s for row in found.rows}["unexplained"] == pytest.approx(2.0 - wall_s)
     assert found.agrees is agrees
-    assert sum(row.time_s for row in found.rows) == pytest.approx(2.0)
     page = report.text(report.explain([explained(stretch(wall_s))], "en"))
     assert ("more than 2 % away" in page) is not agrees
+
+
+def test_a_faster_stretch_leaves_a_part_of_the_pass() -> None:
+    [found] = waterfalls(explained(stretch(1.95)))
+    assert {row.name: row.time_s for row in found.rows}["unexplained"] == pytest.approx(0.05)
+    assert (found.whole_s, sum(row.time_s for row in found.rows)) == (2.0, pytest.approx(2.0))
+    page = report.text(report.explain([explained(stretch(1.95))], "en"))
+    assert "between the stretch" in page
+    assert "profiled steps, not of the pass" not in page
+
+
+@pytest.mark.parametrize(("wall_s", "whole_s"), [(2.01, 2.0), (2.03, 2.03), (3.14, 3.14)])
+def test_a_slower_stretch_has_no_negative_part(wall_s: float, whole_s: float) -> None:
+    """Up to 1 % more is put up with; beyond it the shares are those of the stretch."""
+    [found] = waterfalls(explained(stretch(wall_s)))
+    assert found.whole_s == whole_s
+    assert min(row.share for row in found.rows) > 0
+    assert sum(row.time_s for row in found.rows) == pytest.approx(wall_s)
+    assert sum(row.share for row in found.rows) == pytest.approx(wall_s / whole_s)
+    assert sum(row.share for row in found.rows) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_page_says_what_its_shares_are_of() -> None:
+    page = report.text(report.explain([explained(stretch(3.14))], "en"))
+    flat = " ".join(page.split())
+    assert "took 157.0% of what as much work took in the pass" in flat
+    assert "The shares are those of the profiled steps, not of the pass" in flat
+    [total] = [line for line in page.splitlines() if line.startswith("profiled steps ")]
+    assert total.split()[2:4] == ["1,570", "100.0%"]
+    assert "-" not in "".join(cell for line in page.splitlines() for cell in line.split() if cell.endswith("%"))
+    assert "占比按分析段计" in report.text(report.explain([explained(stretch(3.14))], "zh"))
+
+
+def test_attention_in_matmul_kernels_is_one_part_with_them() -> None:
+    """Attention of plain matmuls: its FLOPs at the peak take longer than kernels that are named attention."""
+    kernels = [kernel("gemm", "matmul", 1.25), kernel("norm", "other", 0.25)]
+    [found] = waterfalls(explained(stretch(kernels=kernels)))
+    rows = {row.name: row.time_s for row in found.rows}
+    assert rows["products"] == pytest.approx(1.25 - 2 * (MATMULS + ATTENTION) / PEAK)
+    assert not {"matmul", "attention"} & set(rows)
+    assert sum(rows.values()) == pytest.approx(2.0)
+
+
+def test_products_in_other_kernels_are_one_part_with_them() -> None:
+    [found] = waterfalls(explained(stretch(kernels=[kernel("fused", "other", 1.5)])))
+    rows = {row.name: row.time_s for row in found.rows}
+    assert rows["kernels"] == pytest.approx(1.5 - 2 * (MATMULS + ATTENTION) / PEAK)
+    assert not {"matmul", "attention", "products", "other"} & set(rows)
+    assert sum(rows.values()) == pytest.approx(2.0)
+
+
+def test_flops_that_no_kernel_had_time_for_are_said() -> None:
+    one = explained(stretch(kernels=[kernel("norm", "other", 1e-6)]))
+    [found] = waterfalls(one)
+    assert [row.name for row in found.rows if row.time_s < 0] == ["kernels"]
+    assert "take longer than all kernels did" in " ".join(report.text(report.explain([one], "en")).split())
 
 
 def test_recomputation_is_a_second_forward_of_the_layers() -> None:
@@ -107,6 +164,18 @@ def test_without_a_stretch_the_samples_tell_what_they_can() -> None:
     )
 
 
+def test_a_matmul_rate_below_the_runs_own_separates_nothing() -> None:
+    """Timed while another program had the cores, say: at that rate the products alone would take longer than the pass."""
+    ranks = [one.model_copy(update={"matmul_flops_per_s": 1.0}) for one in training().ranks]
+    record = training().model_copy(update={"ranks": ranks})
+    [found] = waterfalls(record)
+    rows = {row.name: row.time_s for row in found.rows}
+    ideal_s = 3 * (MATMULS + ATTENTION) / PEAK
+    assert rows == pytest.approx({"peak": ideal_s, "data": 3 / 8, "together": 3 - 3 / 8 - ideal_s})
+    page = " ".join(report.text(report.explain([record], "en")).split())
+    assert "the matmul rate measured in the run is below that of the pass" in page
+
+
 def test_pages_show_it_where_it_was_asked_for() -> None:
     with_stretch, without = explained(stretch(trace="x.trace.json.gz")), training()
     assert "Why it is not higher" in report.render([with_stretch], "text", "en")
@@ -131,3 +200,19 @@ def test_bytes_are_set_beside_the_datasheets_bandwidth() -> None:
 
 def test_a_failed_run_has_none() -> None:
     assert waterfalls(make(status="failed", samples=[], metrics={})) == []
+
+
+def test_after_a_run_its_waterfall_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without kernels, which `report --explain` lists; nothing where no run was profiled."""
+    show([training()], Path("records"), Output())
+    assert capsys.readouterr() == ("", "")
+    show([explained(stretch()), training()], Path("my records"), Output())
+    printed = capsys.readouterr()
+    assert printed.out.count("Why it is not higher") == 1
+    shares = [word for line in printed.out.splitlines() for word in line.split() if word.endswith("%")]
+    assert "pipeline bubble" in printed.out
+    assert "100.0%" in shares
+    assert "norm " not in printed.out
+    assert printed.err == "by kernel: steelyard report 'my records' --explain\n"
+    show([explained(stretch())], Path("records"), Output(quiet=True))
+    assert capsys.readouterr().err == ""

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from steelyard.cli import repeats
+from steelyard.cli import explained, repeats
 from steelyard.cli.out import Output, dump, one_line, paged, say, tell
 from steelyard.cli.run import ALL, carry_out, hint, hosts, interrupted
 from steelyard.errors import EngineError, RequestError
@@ -56,6 +56,8 @@ def run_engines(requests: "list[Request]", times: int, output: Output) -> int:
         _dump(done, [*left_out, *late])
     else:
         _print(done, output.wide)
+        if requests[0].explain:
+            explained.show(done, requests[0].out, output)
         hint(requests[0].out, output)
     whole = len(done) == times * (len(runs) - len(late))
     return 0 if whole and all(made.status == "valid" for made in done) else 1

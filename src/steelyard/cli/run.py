@@ -320,7 +320,7 @@ def _label(request: "Request") -> str:
 
 def _run(requests: "list[Request]", output: Output) -> int:
     from steelyard import report
-    from steelyard.cli import repeats
+    from steelyard.cli import explained, repeats
     from steelyard.record import record
     from steelyard.run.ready import ready
 
@@ -337,6 +337,8 @@ def _run(requests: "list[Request]", output: Output) -> int:
     else:
         tell(paged(report.table(done), output.wide))
         repeats.show(done, output.wide)
+        if requests[0].explain:
+            explained.show(done, requests[0].out, output)
         hint(requests[0].out, output)
     return 0 if len(done) == len(runs) and all(made.status == "valid" for made in done) else 1
 

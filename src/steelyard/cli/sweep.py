@@ -7,7 +7,7 @@ from steelyard import report
 from steelyard.case import resolve, sweep
 from steelyard.case.request import Request
 from steelyard.case.sweep import Axis
-from steelyard.cli import repeats
+from steelyard.cli import explained, repeats
 from steelyard.cli.out import Output, dump, one_line, paged, say, tell
 from steelyard.cli.run import carry_out, hint, hosts, interrupted
 from steelyard.errors import RequestError
@@ -55,6 +55,8 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
         _dump(done, axes, over_devices)
     else:
         _print(done, over_devices, output.wide)
+        if requests[0].explain:
+            explained.show([one for point in done for one in point.records], requests[0].out, output)
         hint(requests[0].out, output)
     return 0 if len(done) == len(runs) and all(point.valid(times) for point in done) else 1
 

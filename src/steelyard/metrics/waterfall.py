@@ -1,9 +1,11 @@
 """Where the time of a step goes, from the datasheet's peak down to what was measured: one row after the other, and together
-they are the measured time.
+they are the whole time.
 
-The rows come from a profiled stretch (`--explain`), in which every instant of the device's time belongs to one activity. Its
-time is set beside that of the measured pass for the same work; what is left between the two is a row of its own. Without a
-stretch the samples alone tell less: what matmuls would take at their measured rate, and the phases that the engine marked.
+The rows come from a profiled stretch (`--explain`), in which every instant of the device's time belongs to one activity.
+The stretch is compared with the measured time of the same amount of work. If the stretch is faster, the difference is a row
+of its own. If it is slower, because the profiler costs time in every operator or the machine is busier by now, no time of
+the pass is missing: the shares are then those of the stretch, and the page says so. Without a stretch the samples show
+less: what matmuls would take at their measured rate, and the phases that the engine marked.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from steelyard.record.record import Record
 
 PHASES = ("data", "meet", "exchange", "evaluate", "checkpoint", "score")  # that samples have beside compute
 AGREE = 0.02  # how far a stretch may be from the measured pass, as a share of it
+NEAR = 0.01  # how much longer it may take before shares are those of the stretch
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,13 @@ class Row:
 
     name: str
     time_s: float
-    share: float  # of the measured time
+    share: float  # of `whole_s` of the waterfall
 
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Of one rank: its steps, the measured time of as much work, and the rows, which add up to it. `profile` is None where only
-    samples tell."""
+    """Of one rank: its steps, the measured time of the same amount of work, and the rows, which add up to `whole_s` within 1 %.
+    `profile` is None if there are only samples."""
 
     rank: int
     steps: int
@@ -45,6 +48,16 @@ class Waterfall:
         """Those that are neither matmuls nor attention, largest first."""
         every = self.profile.kernels if self.profile else []
         return tuple(one for one in every if one.kind not in ("matmul", "attention"))
+
+    @property
+    def whole_s(self) -> float:
+        """The time that shares are of: the measured time, or that of a stretch that was more than 1 % slower."""
+        return _whole_s(self.profile, self.measured_s)
+
+    @property
+    def impossible(self) -> bool:
+        """Whether a row is negative: the FLOPs at the datasheet's peak take longer than all kernels did."""
+        return any(row.time_s < 0 for row in self.rows)
 
     @property
     def agrees(self) -> bool:
@@ -64,6 +77,10 @@ class _Stretch:
 
     def of(self, kind: str) -> float:
         return self.kinds.get(kind, 0.0)
+
+    @property
+    def whole_s(self) -> float:
+        return _stretch_s(self.profile)
 
     @property
     def waited_s(self) -> float:
@@ -93,6 +110,9 @@ ROWS: tuple[tuple[str, Callable[[_Stretch], float]], ...] = (
     ("recompute", lambda one: one.again * (one.of("matmul") + one.of("attention"))),
 )
 
+# Kernels are recognized by name. If FLOPs at the peak take longer than the kernels of their kind, other kernels compute a
+# part of them: the rows that cannot be separated become one.
+MERGED = (("products", ("matmul", "attention")), ("kernels", ("matmul", "attention", "other")))
 WITHOUT_PEAK = {"matmul": "matmuls", "attention": "attentions"}  # all of their time, where nothing is known to be below
 
 
@@ -108,8 +128,23 @@ def _profiled(record: Record, profile: Profile) -> Waterfall | None:
         return None
     stretch = _stretch(record, profile)
     known = {} if stretch.ideal_matmul_s is not None else WITHOUT_PEAK
-    times = [*((known.get(name, name), of(stretch)) for name, of in ROWS), ("unexplained", measured_s - profile.wall_s)]
+    times = _merged([(name, of(stretch)) for name, of in ROWS])
+    times = [(known.get(name, name), time_s) for name, time_s in times]
+    times.append(("unexplained", max(0.0, measured_s - stretch.whole_s)))
     return _waterfall(record, profile.rank, profile.steps, measured_s, times, profile)
+
+
+def _merged(times: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Merge as few of the rows of kernels as needed for none of them to be negative; all of them if none suffices."""
+    out = times
+    for name, parts in MERGED:
+        if all(time_s >= 0 for _, time_s in out):
+            return out
+        merged = (name, fsum(time_s for part, time_s in times if part in parts))
+        place = next(i for i, (part, _) in enumerate(times) if part in parts)
+        rest = [row for row in times if row[0] not in parts]
+        out = [*rest[:place], merged, *rest[place:]]
+    return out
 
 
 def _from_samples(record: Record) -> Waterfall | None:
@@ -123,17 +158,31 @@ def _from_samples(record: Record) -> Waterfall | None:
     ideal_s = work / peak if peak else 0.0
     products_s = work / achieved if achieved else ideal_s
     phases = {name: fsum(one.phases.get(name, 0.0) for one in steps) for name in PHASES}
-    times = [("peak", ideal_s), ("rate", products_s - ideal_s), *phases.items()]
-    times.append(("rest", span.wall_s - fsum(time_s for _, time_s in times)))
+    computed_s = span.wall_s - fsum(phases.values())
+    if products_s <= computed_s:
+        times = [("peak", ideal_s), ("rate", products_s - ideal_s), *phases.items(), ("rest", computed_s - products_s)]
+    else:  # the rate was measured while the device was slower than in the pass
+        times = [("peak", ideal_s), *phases.items(), ("together", computed_s - ideal_s)]
     return _waterfall(record, span.slowest, len(steps), span.wall_s, times, None)
 
 
 def _waterfall(
     record: Record, rank: int, steps: int, measured_s: float, times: list[tuple[str, float]], profile: Profile | None
 ) -> Waterfall:
-    rows = tuple(Row(name, time_s, time_s / measured_s) for name, time_s in times if time_s)
+    whole_s = _whole_s(profile, measured_s)
+    rows = tuple(Row(name, time_s, time_s / whole_s) for name, time_s in times if time_s)
     peak = record.environment.hardware.peak
     return Waterfall(rank, steps, measured_s, rows, profile, peak.bandwidth_bytes_per_s if peak else None)
+
+
+def _whole_s(profile: Profile | None, measured_s: float) -> float:
+    stretch_s = 0.0 if profile is None else _stretch_s(profile)
+    return stretch_s if stretch_s > (1 + NEAR) * measured_s else measured_s
+
+
+def _stretch_s(profile: Profile) -> float:
+    """The time of a stretch. Older records also have the activities between its end and that of the profiler."""
+    return max(profile.wall_s, fsum(one.time_s for one in profile.kernels))
 
 
 def _measured_s(record: Record, profile: Profile) -> float | None:

@@ -20,6 +20,7 @@ from steelyard.report.repeats import page as repeats
 from steelyard.report.scaling import page as scaling
 from steelyard.report.spec import page as spec_page
 from steelyard.report.summary import brief, table
+from steelyard.report.waterfall import after_run as explain_runs
 from steelyard.report.waterfall import page as explain
 from steelyard.words import LANGS
 
@@ -37,6 +38,7 @@ __all__ = [
     "comparison",
     "engines",
     "explain",
+    "explain_runs",
     "flagperf_pages",
     "history",
     "html",

@@ -57,6 +57,7 @@ class Explained(Frozen):
     rank: int
     steps: int
     measured_s: float
+    whole_s: float = Field(description="what shares are of: measured_s, or the time of profiled steps that were slower")
     profiled: bool
     rows: tuple[Row, ...]
 
@@ -232,7 +233,14 @@ def _run(run: Run, explain: bool) -> RunData:
 
 def _explained(record: Record) -> list[Explained]:
     return [
-        Explained(rank=one.rank, steps=one.steps, measured_s=one.measured_s, profiled=one.profile is not None, rows=one.rows)
+        Explained(
+            rank=one.rank,
+            steps=one.steps,
+            measured_s=one.measured_s,
+            whole_s=one.whole_s,
+            profiled=one.profile is not None,
+            rows=one.rows,
+        )
         for one in waterfalls(record)
     ]
 

@@ -37,17 +37,37 @@ def page(records: list[Record], lang: Lang) -> Page:
     return Page(title, lang, tuple(blocks), say("footer", ", ".join(record.id for record in records)))
 
 
+def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
+    """What the command line prints after runs with --explain: the waterfalls without their kernels; None where no run was
+    profiled."""
+    say = Words(lang)
+    blocks: list[Block] = []
+    for case, runs in by_case(records, lang).items():
+        for run in runs:
+            found = [_blocks(run.record, one, say, kernels=False) for one in waterfalls(run.record) if one.profile is not None]
+            if found:
+                title = " · ".join([*case, run.title])
+                blocks += [Paragraph(f"{say('explain')}: {title}", "strong"), *(block for own in found for block in own)]
+    return Page("", lang, tuple(blocks)) if blocks else None
+
+
 def _title(run: Run) -> str:
     return f"{run.title} · {run.record.status}"
 
 
-def _blocks(record: Record, found: Waterfall, say: Words) -> list[Block]:
+def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) -> list[Block]:
     out: list[Block] = [_intro(found, say)]
     if not found.agrees:
         out.append(Paragraph(say("explain.far"), "bad"))
+    if found.whole_s > found.measured_s:
+        out.append(Paragraph(say("explain.of_stretch")))
+    whys = [say.known(f"explain.{row.name}.why", "") for row in found.rows]
+    out += [Paragraph(why, "muted") for why in whys if why]
+    if found.impossible:
+        out.append(Paragraph(say("explain.impossible"), "bad"))
     parts = [Share(say(f"explain.{row.name}"), row.share, formed("percent", row.share)) for row in found.rows if row.share > 0]
     out += [Stack(say("explain"), tuple(parts)), _table(record, found, say)]
-    if found.kernels:
+    if kernels and found.kernels:
         out.append(_kernels(found, say))
     if found.profile is not None and found.profile.trace is not None:
         out.append(Paragraph(say("explain.trace", found.profile.trace), "muted"))
@@ -69,8 +89,9 @@ def _table(record: Record, found: Waterfall, say: Words) -> Table:
     for row in found.rows:
         at_s += row.time_s
         rows.append(_row(row, found.steps, ideal_s / at_s if known and at_s > 0 else None, say))
-    last = (say("explain.sum"), formed("number", MILLI * found.measured_s / max(1, found.steps)), formed("percent", 1.0))
-    mfu = formed("percent", ideal_s / found.measured_s if known else None)
+    name = "explain.stretch" if found.whole_s > found.measured_s else "explain.sum"
+    last = (say(name), formed("number", MILLI * found.whole_s / max(1, found.steps)), formed("percent", 1.0))
+    mfu = formed("percent", ideal_s / found.whole_s if known else None)
     rows.append(TableRow(tuple(Cell(text, tone="strong") for text in (*last, mfu, "")), "total"))
     heads = (
         Column(say("explain.part")),
@@ -126,7 +147,7 @@ def _kernel(one: KernelFacts, found: Waterfall, say: Words) -> TableRow:
         say.known(f"explain.{one.kind}", one.kind),
         formed("number", one.calls / steps),
         formed("number", MILLI * one.time_s / steps),
-        formed("percent", one.time_s / found.measured_s),
+        formed("percent", one.time_s / found.whole_s),
         UNKNOWN if moved is None else formed("number", moved / 1e9),
         formed("percent", None if moved is None or not limit else moved / limit),
     )

@@ -16,6 +16,17 @@ TABLE: dict[str, tuple[str, str]] = {
         "That is more than 2 % away: the profiler slows the run down, or these steps are unlike the others. Mind the shares.",
         "偏差超过 2 %：性能分析器拖慢了运行，或这几步与其余不同；各占比仅供参考。",
     ),
+    "explain.of_stretch": (
+        "The shares are those of the profiled steps, not of the pass: what the profiler or another program took is in every "
+        "part, and cannot be separated.",
+        "占比按分析段计，而非实测：性能分析器或其他程序占用的时间含在各部分之中，无法分开。",
+    ),
+    "explain.impossible": (
+        "The model's FLOPs at the datasheet's peak take longer than all kernels did: the datasheet row is not this device's, "
+        "or FLOPs were counted that nobody computed.",
+        "按标称峰值计算模型 FLOPs 所需时间超过全部内核用时：标称峰值与本设备不符，或计入了并未执行的 FLOPs。",
+    ),
+    "explain.stretch": ("profiled steps", "分析段"),
     "explain.samples": (
         "From the samples alone: run with --explain to separate kernels and gaps.",
         "仅由样本得出；用 --explain 运行可区分内核与空隙。",
@@ -24,6 +35,22 @@ TABLE: dict[str, tuple[str, str]] = {
     "explain.rate": ("matmuls at the measured rate", "矩阵乘按实测速率"),
     "explain.matmul": ("matmuls below the peak", "矩阵乘未达峰值"),
     "explain.attention": ("attention below the peak", "注意力未达峰值"),
+    "explain.products": ("matmuls and attention below the peak", "矩阵乘与注意力未达峰值"),
+    "explain.products.why": (
+        "Matmuls and attention are one part: the kernels of one compute a part of the other.",
+        "矩阵乘与注意力合为一项：其中一类内核也承担了另一类的计算。",
+    ),
+    "explain.kernels": ("all kernels below the peak", "全部内核未达峰值"),
+    "explain.kernels.why": (
+        "Matmuls, attention and other kernels are one part: other kernels compute a part of the matmuls.",
+        "矩阵乘、注意力与其他内核合为一项：其他内核也承担了部分矩阵乘。",
+    ),
+    "explain.together": ("matmuls, other kernels, gaps", "矩阵乘、其他内核与空隙"),
+    "explain.together.why": (
+        "Matmuls, other kernels and gaps are one part: the matmul rate measured in the run is below that of the pass, so it "
+        "cannot separate them.",
+        "矩阵乘、其他内核与空隙合为一项：运行中实测的矩阵乘速率低于该遍，无法据此区分。",
+    ),
     "explain.matmuls": ("matmuls", "矩阵乘"),
     "explain.attentions": ("attention", "注意力"),
     "explain.other": ("other kernels", "其他内核"),
@@ -51,8 +78,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "explain.attentions.try": ("another kernel: tune.attention", "换注意力内核：tune.attention"),
     "explain.attention.try": ("another kernel: tune.attention", "换注意力内核：tune.attention"),
     "explain.other.try": (
-        "tune.compile=true; fused kernels; the table below names them",
-        "tune.compile=true；融合内核；见下表",
+        "tune.compile=true; fused kernels; the table of kernels names them",
+        "tune.compile=true；融合内核；见内核表",
     ),
     "explain.copy.try": ("pinned memory; fewer and larger copies", "使用锁页内存；减少拷贝次数"),
     "explain.communication.try": (
@@ -67,7 +94,6 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "explain.recompute.try": ("tune.recompute=none where memory allows", "显存允许时用 tune.recompute=none"),
     "explain.exchange.try": ("a faster link; more micro-batches a step", "更快的互联；每步更多 micro-batch"),
-    "explain.kernels": ("Kernels beside matmuls and attention", "矩阵乘与注意力之外的内核"),
     "explain.kernel": ("Kernel", "内核"),
     "explain.kind": ("Kind", "类别"),
     "explain.calls": ("Calls a step", "每步调用次数"),

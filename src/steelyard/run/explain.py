@@ -48,10 +48,11 @@ def explain(
     framework.synchronize()
     if profiler is not None:
         profiler.start()
-    seen = measure(_first(items, steps), framework).trace(name, rank, count)
+    marks = measure(_first(items, steps), framework)
     if profiler is None:
         return None
-    kernels = divide(profiler.stop(trace))
+    kernels = divide(profiler.stop(trace))  # before samples are made of the marks, which is no part of the steps
+    seen = marks.trace(name, rank, count)
     worked = [sample for sample in seen.samples if sample.counts]
     return Profile(
         pass_name=name,
