@@ -25,14 +25,34 @@ def cells(table: Table) -> list[list[tuple[str, str]]]:
 
 
 def test_differences_of_the_answers_come_first() -> None:
-    page, table = shown([scored("torch", "ABCDABCD"), scored("other", "ABCDABDC", 50.0, 0.25, status="invalid")])
+    busy = [{"code": "busy", "text": "others used 20 % of the cores"}]
+    other = scored("other", "ABCDABDC", 50.0, 0.25, status="invalid", reasons=busy)
+    page, table = shown([scored("torch", "ABCDABCD"), other])
     assert page.blocks[0] == Paragraph("Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200", "strong")
     assert [column.title for column in table.columns] == HEADS
     base, other = cells(table)
     assert [text for text, _ in base] == ["torch", "/", "/", "50.0%", "100.0", "1.000", "25.0%", "10.0", "1"]
-    assert [text for text, _ in other] == ["other", "2 of 8", "25.0%", "25.0%", "/", "/", "/", "10.0", "1"]
+    assert [text for text, _ in other] == ["other", "2 of 8", "25.0%", "25.0%", "50.00", "/", "/", "10.0", "1"]
     assert [below for _, below in base] == ["base", *[""] * 8]
-    assert [below for _, below in other] == ["", "25.0%", *[""] * 6, "1 not valid"]
+    assert [below for _, below in other] == ["", "25.0%", "", "", "invalid: busy", *[""] * 3, "1 not valid"]
+    assert [row.cells[4].tone for row in table.rows] == ["plain", "muted"]
+
+
+def rate_of(records: list[Record], lang: Any = "en") -> tuple[str, str, str]:
+    """The rate of the second engine, what is below it, and its tone."""
+    _, table = shown(records, lang)
+    place = next(number for number, column in enumerate(table.columns) if column.strong)
+    cell = table.rows[1].cells[place]
+    return cell.text, cell.sub, cell.tone
+
+
+def test_valid_runs_have_the_rate_where_others_are_not_valid() -> None:
+    base, reasons = scored("torch", "A" * 8), [{"code": "busy", "text": ""}, {"code": "unsteady", "text": ""}]
+    lost = scored("other", "A" * 8, 10.0, status="invalid", reasons=reasons)
+    assert rate_of([base, lost, scored("other", "A" * 8, 50.0)]) == ("50.00", "", "plain")
+    assert rate_of([base, lost, lost], "zh") == ("10.00", "无效：busy，unsteady", "muted")
+    unknown = scored("other", "A" * 8, None, status="invalid", reasons=reasons)
+    assert rate_of([base, unknown]) == ("/", "invalid: busy, unsteady", "muted")
 
 
 def test_likeliest_tokens_have_a_column_where_they_are_kept() -> None:
@@ -54,7 +74,7 @@ def test_training_has_losses_and_norms_with_their_steps() -> None:
         "loss_after, difference",
         "loss_after",
     ]
-    assert cells(table)[1][:5] == [("other", ""), ("0.5000", "step 2"), ("0", ""), ("0", ""), ("6.000 nats", "")]
+    assert cells(table)[1][:5] == [("other", ""), ("0.5000", "step 1"), ("0", ""), ("0", ""), ("6.000 nats", "")]
 
 
 def test_an_engine_without_a_finished_run_is_named() -> None:

@@ -61,6 +61,13 @@ class EngineRuns:
     def valid(self) -> int:
         return sum(record.status == "valid" for record in self.records)
 
+    @property
+    def invalid_rate(self) -> float | None:
+        """The mean rate of runs that are not valid: to be shown with their reasons, never compared."""
+        return _mean(
+            [None if (found := runs.rate(one)) is None else found.value for one in self.records if one.status != "valid"]
+        )
+
 
 @dataclass(frozen=True)
 class Engines:

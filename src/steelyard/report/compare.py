@@ -3,12 +3,12 @@
 from typing import Any
 
 from steelyard.metrics.compare import Change, Comparison, Rate, Side
-from steelyard.metrics.engines import Answers, Apart
+from steelyard.metrics.engines import Answers
 from steelyard.metrics.fields import Field
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.table import row as metric_row
 from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow, Tone
-from steelyard.report.engines import of_items
+from steelyard.report.engines import apart, of_items
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.words import Words
 
@@ -118,15 +118,8 @@ def _answer_cells(one: Answers, metric: str, say: Words) -> tuple[Cell, ...]:
     other = EMPTY if chosen is None else of_items(chosen.other, chosen, say)
     tokens = EMPTY if chosen is None else of_items(chosen.tokens, chosen, say)
     largest = Cell(formed("number", None if chosen is None else chosen.largest))
-    steps = (_apart(one.loss, say), _apart(one.grad_norm, say))
+    steps = (apart(one.loss, say), apart(one.grad_norm, say))
     return other, tokens, largest, *steps, Cell(formed(metric_row(metric).form, one.quality))
-
-
-def _apart(found: Apart | None, say: Words) -> Cell:
-    """Steps are counted from 1 on a page."""
-    if found is None:
-        return EMPTY
-    return Cell(formed("number", found.value), say("engines.step", counted(found.step + 1)) if found.value else "")
 
 
 def _metrics(found: Comparison, say: Words) -> list[Block]:

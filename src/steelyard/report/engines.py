@@ -108,18 +108,18 @@ def _largest(row: EngineRuns, group: Engines, say: Words) -> Cell:
 
 
 def _loss(row: EngineRuns, group: Engines, say: Words) -> Cell:
-    return _apart(None if row.answers is None else row.answers.loss, say)
+    return apart(None if row.answers is None else row.answers.loss, say)
 
 
 def _grad_norm(row: EngineRuns, group: Engines, say: Words) -> Cell:
-    return _apart(None if row.answers is None else row.answers.grad_norm, say)
+    return apart(None if row.answers is None else row.answers.grad_norm, say)
 
 
-def _apart(found: Apart | None, say: Words) -> Cell:
-    """Steps are counted from 1 on a page."""
+def apart(found: Apart | None, say: Words) -> Cell:
+    """Format a difference with its step, which is counted from 0, as in records."""
     if found is None:
         return EMPTY
-    return Cell(formed("number", found.value), say("engines.step", counted(found.step + 1)) if found.value else "")
+    return Cell(formed("number", found.value), say("engines.step", counted(found.step)) if found.value else "")
 
 
 def _quality(row: EngineRuns, group: Engines, say: Words) -> Cell:
@@ -142,7 +142,12 @@ def _form(group: Engines) -> str:
 
 
 def _rate(row: EngineRuns, group: Engines, say: Words) -> Cell:
-    return _estimate("number", row.rate)
+    """The rate of valid runs. An engine that has none shows that of its other runs in grey, with the reasons."""
+    if row.rate is not None:
+        return _estimate("number", row.rate)
+    codes = dict.fromkeys(reason.code for record in row.records for reason in record.reasons)
+    why = say("colon").join(filter(None, (say("invalid"), say("comma").join(codes))))
+    return Cell(formed("number", row.invalid_rate), why, "muted")
 
 
 def _ratio(row: EngineRuns, group: Engines, say: Words) -> Cell:
