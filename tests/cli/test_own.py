@@ -42,6 +42,12 @@ def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_
         (("--model", "x", "--task", "mmlu", "smoke"), "--model and 'smoke': a model's case is made of its folder"),
         (("--model", "x", "--task", "gsm8k"), "--task 'gsm8k': allowed: alpaca, lambada, mmlu, openwebtext"),
         (("--model", "absent", "--task", "mmlu"), "'absent' is not a folder; give a Hugging Face folder"),
+        (
+            ("--model", "Qwen/Qwen2.5-0.5B", "--task", "mmlu"),
+            "'Qwen/Qwen2.5-0.5B' is not a folder here; if it is a model of the Hugging Face hub, download it first: "
+            "steelyard weights get Qwen/Qwen2.5-0.5B",
+        ),
+        (("--model", "a/b/c", "--task", "mmlu"), "'a/b/c' is not a folder; give a Hugging Face folder"),
     ],
 )
 def test_wrong_requests(arguments: tuple[str, ...], line: str, shell: Shell) -> None:

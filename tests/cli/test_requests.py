@@ -14,6 +14,7 @@ from steelyard.case.request import Request
 from steelyard.cli import app
 from steelyard.cli.out import Output
 from steelyard.errors import RequestError
+from steelyard.run.ready import ready
 
 
 @pytest.fixture
@@ -115,3 +116,19 @@ def test_label_tells_the_devices() -> None:
     one = Request(resolve.resolve(CASE, "smoke"))
     assert cli.run._label(one) == f"{CASE} closed fp32 torch"
     assert cli.run._label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"
+
+
+@pytest.mark.parametrize(
+    ("devices", "divisible", "line"),
+    [
+        (2, False, "--devices 9: 2 abacus device(s) here; allowed: 1 to 2"),
+        (1, True, "--devices 9: ranks share the abacus of this host; allowed: 1 to 8"),
+    ],
+)
+def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool, line: str) -> None:
+    machine(monkeypatch, devices, divisible)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    request = Request(resolve.resolve(CASE, "smoke"), accelerator="abacus", devices=9)
+    with pytest.raises(RequestError) as caught:
+        ready(request)
+    assert str(caught.value) == line

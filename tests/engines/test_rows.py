@@ -206,5 +206,8 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
     others = {name: one["framework"] for name, one in found.items() if one["framework"] != "torch"}
     assert others == {"paddle": "paddle", "flagscale": "program"}
     assert found["torch"]["works"] == ["score_choices", "score_texts", "train_rows", "train_cloze"]
+    assert found["paddle"]["trains_in"] == ["fp32", "tf32", "fp16-o2", "bf16-o2"]
     shown = " ".join(shell("list").out.split())
+    assert "; closed; fp32, tf32, fp16-o2, bf16-o2; TP PP DP" in shown
+    assert " torch all cases; closed, open; fp32, tf32, fp16, bf16, fp8, bf16-pure, fp8-pure; TP PP DP" in shown
     assert f" transformers {', '.join(llama)}; closed; " in shown

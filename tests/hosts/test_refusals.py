@@ -121,7 +121,7 @@ SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
     "more devices than a host has": (
         {},
         ("--devices", "99"),
-        "--devices 99: host node1 has 1 cpu device(s); allowed: 1 to ",
+        "--devices 99: ranks share the cpu of host node1; allowed: 1 to ",
         "",
     ),
     "more hosts than there are": ({}, ("--nodes", "3"), "--nodes 3: the site file names 2 host(s); allowed: 1 to 2", ""),

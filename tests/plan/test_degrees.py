@@ -115,7 +115,7 @@ def test_weights_must_fit_a_device_in_shares():
     gib = 1 << 30
     says = (
         r"^aquila2-34b-lambada in bf16 takes 66.6 GiB a device by its shapes \(parameters 62.8, activations 3.06, "
-        r"logits 0.763\) and one has 40.0 GiB; choose a 16-bit --precision, "
+        r"logits 0.763\) and one has 40.0 GiB; choose "
         r"more devices with --parallel TP, .*, or --size smoke$"
     )
     with pytest.raises(RequestError, match=says):
@@ -123,6 +123,37 @@ def test_weights_must_fit_a_device_in_shares():
     assert memory.check_fits(case, plan.make(case, 1, 8), 40 * gib) is None
     assert memory.check_fits(case, one, 139 * gib) is None
     assert memory.check_fits(case, one, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "settings", "advice"),
+    [
+        (
+            "aquila2-34b-lambada",
+            "fp32",
+            [],
+            "a 16-bit --precision, more devices with --parallel TP, a smaller tune.batch_tokens",
+        ),
+        ("aquila2-34b-lambada", "fp16", [], "more devices with --parallel TP, a smaller tune.batch_tokens"),
+        ("aquila2-34b-lambada", "fp8", [], "more devices with --parallel TP, a smaller tune.batch_tokens"),
+        (
+            "llama1-7b-openwebtext",
+            "bf16",
+            [],
+            "--precision bf16-pure, more devices with --parallel TP or PP, --set tune.sharding=3, --set tune.recompute=full",
+        ),
+        (
+            "llama1-7b-openwebtext",
+            "bf16-pure",
+            ["tune.sharding=3", "tune.recompute=full"],
+            "more devices with --parallel TP or PP",
+        ),
+    ],
+)
+def test_what_is_set_already_is_not_advised(name: str, precision: str, settings: list[str], advice: str):
+    case = resolve(name, "full", precision, settings=[*settings, "tune.parallel=DP"]).case
+    with pytest.raises(RequestError, match=rf"; choose {re.escape(advice)}, or --size smoke$"):
+        memory.check_fits(case, plan.make(case, 1, 1), 1 << 30)
 
 
 def test_what_is_close_is_warned_of_and_not_refused():
@@ -133,7 +164,7 @@ def test_what_is_close_is_warned_of_and_not_refused():
         said = memory.check_fits(case, one, int(size))
         assert (said is not None) == warned
         assert said is None or re.search(
-            r"takes 66.6 GiB a device .*; it may not fit: a 16-bit --precision, .* need less$", said
+            r"takes 66.6 GiB a device .*; it may not fit: more devices with --parallel TP, .* need less$", said
         )
     with pytest.raises(RequestError, match=r"takes 66\.6 GiB"):
         memory.check_fits(case, one, int(needed / 1.101))

@@ -308,9 +308,7 @@ def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
     parts = need(case, plan)
     if memory_bytes is None or parts.total <= CLOSE * memory_bytes:
         return None
-    how = "a 16-bit --precision, more devices with --parallel TP, a smaller tune.batch_tokens"
-    if case.question.kind == "train":
-        how = "--precision bf16-pure, more devices with --parallel TP or PP, --set tune.sharding=3, --set tune.recompute=full"
+    how = _advice(case)
     said = (
         f"{case.name} in {case.question.precision.name} takes {parts.total / GIB:.1f} GiB a device by its shapes "
         f"({listed(parts)}) and one has {memory_bytes / GIB:.1f} GiB"
@@ -318,3 +316,22 @@ def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
     if parts.total > CERTAIN * memory_bytes:
         raise RequestError(f"{said}; choose {how}, or --size smoke")
     return f"{said}; it may not fit: {how} need less"
+
+
+def _advice(case: Case) -> str:
+    """List what makes a run need less memory, without what is set already."""
+    wide = BYTES[case.question.precision.weights] > BYTES["bf16"]
+    if case.question.kind == "train":
+        steps = (
+            ("--precision bf16-pure", wide),
+            ("more devices with --parallel TP or PP", True),
+            ("--set tune.sharding=3", case.tune.sharding != 3),
+            ("--set tune.recompute=full", case.tune.recompute != "full"),
+        )
+    else:
+        steps = (
+            ("a 16-bit --precision", wide),
+            ("more devices with --parallel TP", True),
+            ("a smaller tune.batch_tokens", True),
+        )
+    return ", ".join(step for step, helps in steps if helps)

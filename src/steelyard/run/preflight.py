@@ -130,10 +130,10 @@ def able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
     if not hello.devices:
         raise RequestError(f"host {name}: no {hello.accelerator} device was found; see steelyard list there")
     if plan.devices > hello.most:
-        raise RequestError(
-            f"--devices {plan.devices}: host {name} has {len(hello.devices)} {hello.accelerator} device(s); "
-            f"allowed: 1 to {hello.most}"
-        )
+        there = f"host {name} has {len(hello.devices)} {hello.accelerator} device(s)"
+        if hello.divisible:
+            there = f"ranks share the {hello.accelerator} of host {name}"
+        raise RequestError(f"--devices {plan.devices}: {there}; allowed: 1 to {hello.most}")
     for device in hello.devices[: plan.devices]:
         if device.busy is not None and not hello.divisible:
             raise RequestError(f"host {name}: {device.name} ({device.uuid}) is in use by {device.busy}; wait for it to end")

@@ -250,7 +250,10 @@ def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
         raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
     most = accelerator.most(found)
     if plan.devices > most:
-        raise RequestError(f"--devices {plan.devices}: {len(found)} {accelerator.name} device(s) here; allowed: 1 to {most}")
+        here = f"{len(found)} {accelerator.name} device(s) here"
+        if accelerator.divisible:
+            here = f"ranks share the {accelerator.name} of this host"
+        raise RequestError(f"--devices {plan.devices}: {here}; allowed: 1 to {most}")
     sharing = -(-plan.devices // len(found))  # ranks that have one device's memory between them
     size = found[0].memory_bytes
     memory.check_fits(case, plan, size // sharing if size is not None else None)

@@ -1,5 +1,6 @@
 """A folder as Hugging Face publishes a model: what is in it, and whether it is the model of a case. Without torch."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from steelyard.weights.settings import shown
 
 OWN = "to run them: steelyard run --model DIR --task TASK"
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # of what config.json says weights are stored in
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -38,6 +40,11 @@ class Folder:
 
 def read(path: Path) -> Folder:
     """A folder with a model; refuses one that is none."""
+    if not path.exists() and HUB_ID.fullmatch(str(path)):
+        raise RequestError(
+            f"{str(path)!r} is not a folder here; if it is a model of the Hugging Face hub, download it first: "
+            f"steelyard weights get {path}"
+        )
     if not path.is_dir():
         raise RequestError(f"{str(path)!r} is not a folder; give a Hugging Face folder: {CONFIG_NAME}, weights and tokenizer")
     config = hf_config.read_json(path / CONFIG_NAME)
