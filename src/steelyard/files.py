@@ -73,6 +73,12 @@ def read(path: Path, most_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
+def begin(path: Path, size_bytes: int) -> bytes:
+    """Return the first bytes of a file, unpacked if they are gzip's. OSError where it cannot be read."""
+    with _unpacked(path) as (file, _):
+        return file.read(size_bytes)
+
+
 def lines(
     path: Path, most_line_bytes: int, most_bytes: int | None = None, watch: Callable[[int], None] | None = None
 ) -> Iterator[tuple[int, bytes]]:

@@ -12,6 +12,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -45,16 +46,31 @@ class Corpus:
 
 def open_corpus(source: Path) -> Corpus:
     """A corpus from its prefix (`folder/name`), from one of its two files, or from the folder of one pair."""
-    prefix = _prefix(source)
-    tokens, index = Path(f"{prefix}{IDS}"), Path(f"{prefix}{IDX}")
-    for path in (tokens, index):
-        if not path.is_file():
-            raise RequestError(f"{path} is missing; a pair needs both files; copy it there, or {AGAIN}")
+    prefix, tokens, index = _pair(source)
     ids = _mapped(tokens)
     lens, docs = _index(index, len(ids))
     _check_index(index, lens, docs, len(ids))
     ends = np.cumsum(lens.astype(np.int64))[docs.astype(np.int64)[1:] - 1]
     return Corpus(ids, ends, prefix.name)
+
+
+def check_files(source: Path) -> None:
+    """Raise RequestError if there is no pair of token files, by their names, the header of the tokens and what the index
+    holds. Neither tokens nor index are read."""
+    _, tokens, index = _pair(source)
+    _mapped(tokens)
+    with _index_members(index):
+        pass
+
+
+def _pair(source: Path) -> tuple[Path, Path, Path]:
+    """The prefix of a pair, and its two files."""
+    prefix = _prefix(source)
+    tokens, index = Path(f"{prefix}{IDS}"), Path(f"{prefix}{IDX}")
+    for path in (tokens, index):
+        if not path.is_file():
+            raise RequestError(f"{path} is missing; a pair needs both files; copy it there, or {AGAIN}")
+    return prefix, tokens, index
 
 
 def _prefix(source: Path) -> Path:
@@ -124,6 +140,13 @@ def _array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, 
 
 
 def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    with _index_members(path) as (archive, lens, docs):
+        return _member(archive, lens, path, tokens), _member(archive, docs, path, tokens + 1)
+
+
+@contextmanager
+def _index_members(path: Path) -> Iterator[tuple[zipfile.ZipFile, zipfile.ZipInfo, zipfile.ZipInfo]]:
+    """An open index and its two members, of which nothing was read. What goes wrong inside the block is refused too."""
     try:
         with files.open_regular(path) as raw, zipfile.ZipFile(raw) as archive:
             infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -133,7 +156,7 @@ def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
             size = infos["lens"].file_size + infos["docs"].file_size
             if size > MAX_INDEX_BYTES:
                 raise RequestError(f"{path}: lens and docs are {size} bytes; allowed: at most {MAX_INDEX_BYTES} in all")
-            return _member(archive, infos["lens"], path, tokens), _member(archive, infos["docs"], path, tokens + 1)
+            yield archive, infos["lens"], infos["docs"]
     # What a zip can go wrong with has no common name: an unknown compression, a password, a checksum.
     except (zipfile.BadZipFile, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RuntimeError) as error:
         raise RequestError(f"{path}: not a readable .npz: {error}; copy it again, or {AGAIN}") from error

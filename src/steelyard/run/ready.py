@@ -195,6 +195,8 @@ def _check_files(request: Request, launcher: Launcher) -> None:
         source = table.of_task(case.question.row.name)
         get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""
         raise RequestError(f"{case.name} at size full needs its data: give their folder with --data{get}, or try --size smoke")
+    if request.data is not None and not launcher.remote:
+        case.question.row.check_data(request.data)
 
 
 def _check_weights(request: Request, launcher: Launcher) -> None:

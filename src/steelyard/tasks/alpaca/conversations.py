@@ -23,6 +23,7 @@ from steelyard.tasks.alpaca.fields import ConversationData, MadeConversations
 
 MAX_FILE_BYTES = 1 << 30
 MAX_GZIP_BYTES = 256 << 20
+BEGIN_BYTES = 1 << 20  # of a file, which show whether it holds conversations
 JOINT: str = ConversationData.model_fields["joint"].default
 
 Role = Literal["human", "assistant"]
@@ -46,14 +47,33 @@ class Conversation:
 def read(source: Path, joint: str = JOINT) -> tuple[list[Conversation], str]:
     """All conversations in the order of the file, and the file's name."""
     path = _file(source)
-    content = _content(path)
+    return list(_conversations(_content(path), path, joint)), path.name
+
+
+def check_source(source: Path) -> None:
+    """Raise RequestError if a file or folder holds no conversations, by the first of them."""
+    path = _file(source)
+    with jsonl.refusals(path):
+        content = files.begin(path, BEGIN_BYTES)
+    cut = len(content) == BEGIN_BYTES
+    if cut:
+        content = content.decode("utf-8", "ignore").encode()  # without a part of a character at its end
+    try:
+        next(_conversations(content, path, JOINT))
+    except RequestError as error:
+        if not cut or not isinstance(error.__cause__, ValueError):  # else the first conversation may go on behind the cut
+            raise
+
+
+def _conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversation]:
     first = content.lstrip(b" \t\r\n")[:1]
     if first == b"[":
-        return [_alpaca(found, where, joint) for found, where in _elements(content, path)], path.name
-    if first == b"{":
-        return [_conversation(line) for line in jsonl.parse(jsonl.split(content), path, _LINE)], path.name
-    begins = f"begins with {first!r}" if first else "is empty"
-    raise RequestError(f"{path}: {begins}; allowed: alpaca's JSON, which is a list, or conversations, one object a line")
+        yield from (_alpaca(found, where, joint) for found, where in _elements(content, path))
+    elif first == b"{":
+        yield from map(_conversation, jsonl.parse(jsonl.split(content), path, _LINE))
+    else:
+        begins = f"begins with {first!r}" if first else "is empty"
+        raise RequestError(f"{path}: {begins}; allowed: alpaca's JSON, which is a list, or conversations, one object a line")
 
 
 def _file(source: Path) -> Path:

@@ -12,6 +12,7 @@ TASK = Task(
     data=ConversationData,
     outputs=held_out.HeldOutOutputs,
     reader="steelyard.tasks.alpaca.prepare:prepare",
+    data_check="steelyard.tasks.alpaca.conversations:check_source",
     check=held_out.check,
     merge=held_out.merge,
     score=held_out.score,

@@ -59,8 +59,21 @@ def read(source: Path) -> list[str]:
     if content.count(b"\n") > MAX_LINES:
         raise RequestError(f"{path}: more than {MAX_LINES} lines; LAMBADA's test set has 5153")
     if not content:
-        raise RequestError(f"{path}: no lines; LAMBADA's test set has 5153")
+        raise RequestError(_empty(path))
     return [_passage(line) for line in jsonl.parse(_lines(content, path), path, _LINE)]
+
+
+def check_source(source: Path) -> None:
+    """Raise RequestError if a file or folder is not LAMBADA's, by its first line."""
+    path = _file(source)
+    line = next(jsonl.read(path, _LINE, MAX_LINE_BYTES), None)
+    if line is None:
+        raise RequestError(_empty(path))
+    _passage(line)
+
+
+def _empty(path: Path) -> str:
+    return f"{path}: no lines; LAMBADA's test set has 5153"
 
 
 def _file(source: Path) -> Path:

@@ -67,6 +67,7 @@ TASK = Task(
     data=LambadaData,
     outputs=score.LambadaOutputs,
     reader="steelyard.tasks.lambada.prepare:prepare",
+    data_check="steelyard.tasks.lambada.data:check_source",
     check=score.check,
     merge=score.merge,
     score=score.score,

@@ -88,7 +88,7 @@ def read(source: Path) -> list[Subject]:
     tests = sorted(name for split, name in files if split == "test")
     devs = {name for split, name in files if split == "dev"}
     if not tests:
-        raise RequestError(f"{source}: no test/*_test.csv in it; give the folder or tar that holds data/dev and data/test")
+        raise RequestError(_none(source))
     odd = sorted(devs ^ set(tests))
     if odd:
         split = "dev" if odd[0] not in devs else "test"
@@ -100,6 +100,19 @@ def read(source: Path) -> list[Subject]:
         left -= len(dev) + len(test)
         out.append(Subject(name, dev, test))
     return out
+
+
+def check_source(source: Path) -> None:
+    """Raise RequestError if a folder or tar has no file of MMLU, or the first of them has no rows of it."""
+    found = next(_files(source), None)
+    if found is None:
+        raise RequestError(_none(source))
+    split, name, content = found
+    _rows(content, f"{split}/{name}_{split}.csv", MAX_ROWS)
+
+
+def _none(source: Path) -> str:
+    return f"{source}: no test/*_test.csv in it; give the folder or tar that holds data/dev and data/test"
 
 
 def _files(source: Path) -> Iterator[tuple[str, str, bytes]]:

@@ -35,6 +35,7 @@ TASK = Task(
     data=MmluData,
     outputs=score.MmluOutputs,
     reader="steelyard.tasks.mmlu.prepare:prepare",
+    data_check="steelyard.tasks.mmlu.data:check_source",
     check=score.check,
     merge=score.merge,
     score=score.score,

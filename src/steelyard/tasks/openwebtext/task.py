@@ -12,6 +12,7 @@ TASK = Task(
     data=CorpusData,
     outputs=held_out.HeldOutOutputs,
     reader="steelyard.tasks.openwebtext.prepare:prepare",
+    data_check="steelyard.data.corpus:check_files",
     check=held_out.check,
     merge=held_out.merge,
     score=held_out.score,

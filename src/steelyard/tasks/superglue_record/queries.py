@@ -64,8 +64,21 @@ def read(path: Path) -> list[Query]:
     lines = jsonl.read(path, _LINE, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most")
     out = [query for line in lines for query in _queries(line)]
     if not out:
-        raise RequestError(f"{path}: no queries; {_LINE}")
+        raise RequestError(_empty(path))
     return out
+
+
+def check_source(folder: Path) -> None:
+    """Raise RequestError if a folder is not ReCoRD's, by its names and the first line of each file."""
+    for path in find(folder):
+        line = next(jsonl.read(path, _LINE, MAX_LINE_BYTES), None)
+        if line is None:
+            raise RequestError(_empty(path))
+        list(_queries(line))
+
+
+def _empty(path: Path) -> str:
+    return f"{path}: no queries; {_LINE}"
 
 
 def plain(text: str) -> str:

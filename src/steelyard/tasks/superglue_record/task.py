@@ -51,6 +51,7 @@ TASK = Task(
     data=RecordData,
     outputs=score.RecordOutputs,
     reader="steelyard.tasks.superglue_record.prepare:prepare",
+    data_check="steelyard.tasks.superglue_record.queries:check_source",
     check=score.check,
     merge=score.merge,
     score=score.score,
