@@ -1,13 +1,17 @@
 """Models of one's own from the command line: case new and run --model."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fixtures.commands import Shell
 from fixtures.own_models import folder_of
 from steelyard.case import resolve
+from steelyard.case.request import Request
+from steelyard.cli.out import Output
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +118,90 @@ def test_a_model_of_another_type_runs_by_engine_transformers(shell: Shell, gpt2:
     assert second["outputs"] == record["outputs"]
     verified = shell("verify", shell.out)
     assert verified.code == 0, verified.out
+
+
+@pytest.fixture
+def config_only(qwen2: Path, tmp_path: Path) -> Path:
+    """The folder of a model whose weights are not downloaded yet."""
+    folder = tmp_path / "tiny-qwen2"
+    folder.mkdir()
+    shutil.copy(qwen2 / "config.json", folder)
+    return folder
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What command lines ask to run, with nothing run."""
+    made: list[Request] = []
+
+    def keep(requests: list[Request], output: Output) -> int:
+        made.extend(requests)
+        return 0
+
+    monkeypatch.setattr("steelyard.cli.run._run", keep)
+    return made
+
+
+def test_a_config_is_enough_to_train_from_random_weights(shell: Shell, config_only: Path, requests: list[Request]) -> None:
+    done = shell.ask("run", "--model", config_only, "--task", "openwebtext", "--data", "owt")
+    assert done.code == 0, done.err
+    [one] = requests
+    assert (one.weights, one.tokenizer, one.resolved.case.question.model.qkv_bias) == (None, None, True)
+
+
+def test_a_config_is_enough_with_random_weights_and_a_tokenizer(
+    shell: Shell, config_only: Path, requests: list[Request]
+) -> None:
+    asked = ("run", "--model", config_only, "--task", "mmlu", "--data", "mmlu", "--weights", "random")
+    assert shell.ask(*asked, "--tokenizer", "tokenizer.json").code == 0
+    (config_only / "tokenizer.json").write_text("{}")
+    assert shell.ask(*asked).code == 0
+    beside = shell.folder / "mmlu"
+    beside.mkdir()
+    (config_only / "tokenizer.json").rename(beside / "tokenizer.json")
+    assert shell.ask(*asked).code == 0
+    assert [(one.weights, one.tokenizer) for one in requests] == [
+        (None, Path("tokenizer.json")),
+        (None, config_only),
+        (None, None),
+    ]
+
+
+def test_what_a_config_alone_is_not_enough_for(shell: Shell, config_only: Path) -> None:
+    (shell.folder / "mmlu").mkdir()
+    asked = ("run", "--model", config_only, "--task", "mmlu", "--data", "mmlu")
+    for more, line in (
+        (
+            (),
+            f"{str(config_only)!r} has neither model.safetensors nor model.safetensors.index.json; give a complete Hugging "
+            "Face folder, or measure speed alone with --weights random",
+        ),
+        (
+            ("--weights", "random"),
+            f"--model {str(config_only)!r}: no tokenizer in it nor beside the data, and task mmlu needs one; name it with "
+            "--tokenizer",
+        ),
+    ):
+        done = shell.ask(*asked, *more)
+        assert (done.code, done.out, done.lines) == (2, "", [f"error: {line}"])
+    done = shell.ask("case", "new", "mine", "--from", config_only, "--task", "openwebtext")
+    assert (done.code, done.lines[0].endswith("; give a complete Hugging Face folder")) == (2, True)
+
+
+def test_a_tiny_model_needs_no_tokenizer(shell: Shell, config_only: Path, requests: list[Request]) -> None:
+    assert shell.ask("run", "--model", config_only, "--task", "mmlu", "--size", "smoke").code == 0
+    assert [(one.weights, one.tokenizer) for one in requests] == [(None, None)]
+
+
+@pytest.mark.full
+def test_a_run_of_a_config_alone_says_that_weights_are_random(shell: Shell, config_only: Path) -> None:
+    ids = np.random.default_rng(0).integers(3, 512, 20_000, dtype=np.int32)
+    np.save(shell.folder / "owt_ids.npy", ids)
+    np.savez(shell.folder / "owt_idx.npz", lens=np.full(20, 1000), docs=np.arange(21))
+    part = ("--sample", "2", "--steps", "3", "--passes", "train", "--set", "tune.compile=false")
+    asked = ("run", "--model", config_only, "--task", "openwebtext", "--data", shell.folder / "owt", *part)
+    done = shell(*asked, "--precision", "fp32", "--accelerator", "cpu", "--out", shell.out, "--json")
+    assert done.code in (0, 1), done.err
+    [record] = done.json()["records"]
+    assert (record["status"] == "failed", record["weights"]["source"]) == (False, "random")
+    assert (record["quality"]["evaluated"], record["metrics"]["tokens_per_device_s"]["value"] > 0) == (False, True)

@@ -66,6 +66,11 @@ def task_row(name: str) -> Task:
     return tasks.row(name)
 
 
+def starts_random(row: Task) -> bool:
+    """Whether the question of a task is to train from random weights."""
+    return row.kind == "train" and not row.starts_trained
+
+
 def slug(text: str) -> str:
     """A name that a case may have."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "model"
@@ -109,7 +114,7 @@ def make(name: str, task: str, model: Model) -> New:
     text = _head(model, row, name, template, assumed) + toml.write(_without_empty(table), comments)
     origins = {f"question.model.{key}": f"{MADE} config.json" for key in model.table}
     source = Source(name, text, tomllib.loads(text), _origins(text, origins, template))
-    return New(name, source, template, tuple(assumed), row.kind == "train" and not row.starts_trained)
+    return New(name, source, template, tuple(assumed), starts_random(row))
 
 
 def _data(shipped: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
     from steelyard.case.new import Model, New
+    from steelyard.tasks.task import Sources, Task
     from steelyard.weights.hf_folder import Folder
 
 PROBE = "steelyard.engines.transformers.probe"
@@ -24,17 +25,52 @@ TINY_HEAD, TINY_WINDOW = 32, 48
 
 
 def new_case(folder: Path, task: str, name: str | None = None, check_tokenizer: bool = True) -> "New":
-    """The case of a task with the model of a folder."""
+    """Make the case of a task with the model of a folder, which has to have weights and, with `check_tokenizer`, the
+    tokenizer that a task on texts needs."""
     from steelyard.case import new
     from steelyard.weights import hf_folder
 
     row = new.task_row(task)
     found = hf_folder.read(folder)
-    model = _model(found, check_tokenizer and (row.kind == "score" or row.starts_trained))
+    hf_folder.check_complete(found)
+    return _case(found, row, name, check_tokenizer and not new.starts_random(row))
+
+
+def case_to_run(folder: Path, task: str, load_weights: bool, sources: "Sources") -> "New":
+    """Make the case of a task with the model of a folder for a run. If its weights are not loaded (`load_weights` is False,
+    or the task trains from random ones), config.json is enough, with a tokenizer in `sources` if the task's data are
+    texts."""
+    from steelyard.case import new
+    from steelyard.weights import hf_folder
+
+    row = new.task_row(task)
+    found = hf_folder.read(folder)
+    if load_weights and not new.starts_random(row):
+        hf_folder.check_complete(found, ", or measure speed alone with --weights random")
+    elif not new.starts_random(row) and _without_tokenizer(sources):
+        raise RequestError(
+            f"--model {str(folder)!r}: no tokenizer in it nor beside the data, and task {task} needs one; "
+            "name it with --tokenizer"
+        )
+    return _case(found, row, None, check_tokenizer=False)
+
+
+def _without_tokenizer(sources: "Sources") -> bool:
+    """Return whether the data are here, and no tokenizer is named or lies beside them."""
+    from steelyard.data import tokenizer
+
+    here = sources.data is not None and sources.data.exists()
+    return here and sources.tokenizer is None and not tokenizer.present(sources.tokenizer_places())
+
+
+def _case(found: "Folder", row: "Task", name: str | None, check_tokenizer: bool) -> "New":
+    from steelyard.case import new
+
+    model = _model(found, check_tokenizer)
     if row.work not in _works(model):
         able = sorted(name for name in new.templates() if new.task_row(name).work in _works(model))
         raise RequestError(
-            f"--task {task}: a model of type {shown_type(found)} is run by engine transformers, which does not train it; "
+            f"--task {row.name}: a model of type {shown_type(found)} is run by engine transformers, which does not train it; "
             f"allowed: {', '.join(able)}"
         )
     return new.make(name or new.name_of(found.name, row.name), row.name, model)
@@ -80,7 +116,7 @@ def _llama(found: "Folder") -> "Model":
     comments["family"] = f"model_type {found.config.get('model_type')}"
     smoke = {**table, **TINY, **({"head_dim": TINY_HEAD} if "head_dim" in table else {})}
     smoke |= {"window": TINY_WINDOW} if "window" in table else {}
-    return Model(found.name, ("config.json", found.weights), table, smoke, comments, found.precision)
+    return Model(found.name, found.files, table, smoke, comments, found.precision)
 
 
 def _keys(config: dict[str, Any]) -> set[str]:
@@ -110,8 +146,7 @@ def _auto(found: "Folder", why: str) -> "Model":
     if told["why"]:
         assumed.append(f"no tiny model: {told['why']}")
     model, smoke = told["model"], told["smoke"]
-    files = ("config.json", found.weights)
-    return Model(found.name, files, model, smoke, comments, found.precision, ("closed",), tuple(assumed))
+    return Model(found.name, found.files, model, smoke, comments, found.precision, ("closed",), tuple(assumed))
 
 
 def _probe(found: "Folder") -> dict[str, Any]:

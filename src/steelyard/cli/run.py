@@ -207,7 +207,7 @@ def run(
     from steelyard.record.signature import try_key
     from steelyard.run import site as sites
 
-    asked = what(cases, model, task, engine, weights, size)
+    asked = what(cases, model, task, engine, weights, size, data, tokenizer)
     engine = asked.engine
     if not output.silent:
         for line in asked.said:
@@ -242,7 +242,7 @@ def run(
             resume=resume,
             weights=asked.weights,
             data=data_of(data, resolved.case),
-            tokenizer=tokenizer,
+            tokenizer=asked.tokenizer,
             site=where,
             out=out,
             hang_s=hang_after,

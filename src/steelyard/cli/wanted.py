@@ -23,11 +23,19 @@ class What:
     cases: "tuple[str | Source, ...]"
     engine: str
     weights: Path | None
+    tokenizer: Path | None
     said: tuple[str, ...] = ()
 
 
 def what(
-    cases: list[str] | None, model: Path | None, task: str | None, engine: str | None, weights: str | None, size: str | None
+    cases: list[str] | None,
+    model: Path | None,
+    task: str | None,
+    engine: str | None,
+    weights: str | None,
+    size: str | None,
+    data: Path | None = None,
+    tokenizer: Path | None = None,
 ) -> What:
     """Cases that are named, or the one of a model's folder and a task."""
     given = None if weights in (None, RANDOM) else Path(str(weights))
@@ -36,18 +44,23 @@ def what(
             raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
         if not cases:
             raise RequestError("name a case, or smoke for every case, tiny; or a model's folder with --model and --task")
-        return What(tuple(cases), engine or ENGINE, given)
+        return What(tuple(cases), engine or ENGINE, given, tokenizer)
     if cases:
         raise RequestError(f"--model and {cases[0]!r}: a model's case is made of its folder; drop one of them")
     if task is None:
         raise RequestError("--model needs --task: mmlu, lambada, openwebtext or alpaca")
-    from steelyard.cli.own import AUTO, new_case
+    from steelyard.cli.own import AUTO, case_to_run
+    from steelyard.data.tokenizer import present
+    from steelyard.tasks.task import Sources
 
-    made = new_case(model, task, check_tokenizer=False)
+    loads = weights is None and size != SMOKE
+    if tokenizer is None and weights == RANDOM and size != SMOKE and present([model]):
+        tokenizer = model
+    made = case_to_run(model, task, loads, Sources(None if size == SMOKE else data, tokenizer, given))
     only = made.source.table["question"]["model"]["family"] == AUTO
-    folder = given if weights is not None or size == SMOKE or made.random else model
+    folder = model if loads and not made.random else given
     said = (f"case {made.name}, made in memory as steelyard case new makes it", *(f"  assumed: {one}" for one in made.assumed))
-    return What((made.source,), engine or ("transformers" if only else ENGINE), folder, said)
+    return What((made.source,), engine or ("transformers" if only else ENGINE), folder, tokenizer, said)
 
 
 def at(

@@ -312,6 +312,11 @@ def load(places: list[Path]) -> Tokenizer:
     return _first(places, FILES, "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt")
 
 
+def present(places: list[Path]) -> bool:
+    """Return whether `load` finds a tokenizer in these places, without reading it."""
+    return any(path.is_file() for place in places for path, _ in _candidates(place, FILES))
+
+
 def load_pieces(places: list[Path]) -> WordPieces:
     """The first word pieces found: those of `vocab.txt`, also where another form of the same tokenizer lies beside it."""
     return _first(places, _PIECES, "BERT's vocab.txt")

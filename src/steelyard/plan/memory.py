@@ -321,6 +321,7 @@ def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
 def _advice(case: Case) -> str:
     """List what makes a run need less memory, without what is set already."""
     wide = BYTES[case.question.precision.weights] > BYTES["bf16"]
+    steps: tuple[tuple[str, bool], ...]
     if case.question.kind == "train":
         steps = (
             ("--precision bf16-pure", wide),

@@ -68,6 +68,7 @@ def ready(request: Request) -> Ready:
     _check_weights(request, launcher)
     _check_numbers(request)
     _check_selection(request)
+    _check_data(request, launcher)
     accelerator = accelerators.named(request.accelerator) if request.accelerator else None
     if not launcher.remote:
         accelerator = accelerator or accelerators.detect()
@@ -195,14 +196,18 @@ def _check_files(request: Request, launcher: Launcher) -> None:
         source = table.of_task(case.question.row.name)
         get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""
         raise RequestError(f"{case.name} at size full needs its data: give their folder with --data{get}, or try --size smoke")
-    if request.data is not None and not launcher.remote:
-        case.question.row.check_data(request.data)
 
 
 def _check_weights(request: Request, launcher: Launcher) -> None:
     """Weights of another model are named as such before anybody asks whether the case's has room."""
     if request.weights is not None and not launcher.remote and request.weights.is_dir():
         request.resolved.case.question.check_weights(request.weights)
+
+
+def _check_data(request: Request, launcher: Launcher) -> None:
+    """Files that are not the task's data are refused before anything is started; a worker reads all of them."""
+    if request.data is not None and not launcher.remote:
+        request.resolved.case.question.row.check_data(request.data)
 
 
 def _check_numbers(request: Request) -> None:

@@ -21,11 +21,16 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True)
 class Folder:
-    """`weights` is the file that holds the weights, or the index of several."""
+    """`weights` is the file that holds the weights, or the index of several; None if there is neither."""
 
     path: Path
     config: dict[str, Any]
-    weights: str
+    weights: str | None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that make the model."""
+        return (CONFIG_NAME,) if self.weights is None else (CONFIG_NAME, self.weights)
 
     @property
     def name(self) -> str:
@@ -39,7 +44,7 @@ class Folder:
 
 
 def read(path: Path) -> Folder:
-    """A folder with a model; refuses one that is none."""
+    """A folder with a model, perhaps without its weights; refuses one that is none."""
     if not path.exists() and HUB_ID.fullmatch(str(path)):
         raise RequestError(
             f"{str(path)!r} is not a folder here; if it is a model of the Hugging Face hub, download it first: "
@@ -50,9 +55,15 @@ def read(path: Path) -> Folder:
     config = hf_config.read_json(path / CONFIG_NAME)
     check_plain(path, config)
     found = next((name for name in (SINGLE_NAME, INDEX_NAME, *PICKLES) if (path / name).is_file()), None)
-    if found is None:
-        raise RequestError(f"{str(path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a complete Hugging Face folder")
     return Folder(path, config, found)
+
+
+def check_complete(found: Folder, instead: str = "") -> None:
+    """Refuse a folder without weights; `instead` says what else can be done."""
+    if found.weights is None:
+        raise RequestError(
+            f"{str(found.path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a complete Hugging Face folder{instead}"
+        )
 
 
 def check_code(path: Path, config: dict[str, Any]) -> None:
