@@ -9,13 +9,15 @@ import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from steelyard import tasks
 from steelyard.case import resolve, toml
 from steelyard.case.resolve import Source
+from steelyard.data import tokenizer as tokenizers
 from steelyard.errors import RequestError, known
-from steelyard.tasks.task import Task
+from steelyard.tasks.task import Sources, Task
 
 MADE = "made from"  # what the origin of a value begins with that no case file holds
 # Fields whose value must fit into the model's positions, and where they stand in a question.
@@ -69,6 +71,13 @@ def task_row(name: str) -> Task:
 def starts_random(row: Task) -> bool:
     """Whether the question of a task is to train from random weights."""
     return row.kind == "train" and not row.starts_trained
+
+
+def lacks_tokenizer(row: Task, data: Path | None, tokenizer: Path | None, weights: Path | None) -> bool:
+    """Whether a task reads texts that are here, and no tokenizer is named or lies beside them or the weights."""
+    if starts_random(row) or tokenizer is not None or data is None or not data.exists():
+        return False
+    return not tokenizers.present(Sources(data, None, weights).tokenizer_places())
 
 
 def slug(text: str) -> str:

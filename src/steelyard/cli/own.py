@@ -13,7 +13,7 @@ from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
     from steelyard.case.new import Model, New
-    from steelyard.tasks.task import Sources, Task
+    from steelyard.tasks.task import Task
     from steelyard.weights.hf_folder import Folder
 
 PROBE = "steelyard.engines.transformers.probe"
@@ -36,10 +36,12 @@ def new_case(folder: Path, task: str, name: str | None = None, check_tokenizer: 
     return _case(found, row, name, check_tokenizer and not new.starts_random(row))
 
 
-def case_to_run(folder: Path, task: str, load_weights: bool, sources: "Sources") -> "New":
+def case_to_run(
+    folder: Path, task: str, load_weights: bool, data: Path | None, tokenizer: Path | None, weights: Path | None
+) -> "New":
     """Make the case of a task with the model of a folder for a run. If its weights are not loaded (`load_weights` is False,
-    or the task trains from random ones), config.json is enough, with a tokenizer in `sources` if the task's data are
-    texts."""
+    or the task trains from random ones), config.json is enough, with a tokenizer that is named or lies beside the data or
+    other `weights` if the task's data are texts."""
     from steelyard.case import new
     from steelyard.weights import hf_folder
 
@@ -47,20 +49,12 @@ def case_to_run(folder: Path, task: str, load_weights: bool, sources: "Sources")
     found = hf_folder.read(folder)
     if load_weights and not new.starts_random(row):
         hf_folder.check_complete(found, ", or measure speed alone with --weights random")
-    elif not new.starts_random(row) and _without_tokenizer(sources):
+    elif new.lacks_tokenizer(row, data, tokenizer, weights):
         raise RequestError(
             f"--model {str(folder)!r}: no tokenizer in it nor beside the data, and task {task} needs one; "
             "name it with --tokenizer"
         )
     return _case(found, row, None, check_tokenizer=False)
-
-
-def _without_tokenizer(sources: "Sources") -> bool:
-    """Return whether the data are here, and no tokenizer is named or lies beside them."""
-    from steelyard.data import tokenizer
-
-    here = sources.data is not None and sources.data.exists()
-    return here and sources.tokenizer is None and not tokenizer.present(sources.tokenizer_places())
 
 
 def _case(found: "Folder", row: "Task", name: str | None, check_tokenizer: bool) -> "New":

@@ -51,12 +51,11 @@ def what(
         raise RequestError("--model needs --task: mmlu, lambada, openwebtext or alpaca")
     from steelyard.cli.own import AUTO, case_to_run
     from steelyard.data.tokenizer import present
-    from steelyard.tasks.task import Sources
 
     loads = weights is None and size != SMOKE
     if tokenizer is None and weights == RANDOM and size != SMOKE and present([model]):
         tokenizer = model
-    made = case_to_run(model, task, loads, Sources(None if size == SMOKE else data, tokenizer, given))
+    made = case_to_run(model, task, loads, None if size == SMOKE else data, tokenizer, given)
     only = made.source.table["question"]["model"]["family"] == AUTO
     folder = model if loads and not made.random else given
     said = (f"case {made.name}, made in memory as steelyard case new makes it", *(f"  assumed: {one}" for one in made.assumed))
