@@ -74,7 +74,8 @@ def read(path: Path, most_bytes: int) -> bytes:
 
 
 def begin(path: Path, size_bytes: int) -> bytes:
-    """Return the first bytes of a file, unpacked if they are gzip's. OSError where it cannot be read."""
+    """Return the first bytes of a file, unpacked if they are gzip's. OSError where it cannot be
+    read."""
     with _unpacked(path) as (file, _):
         return file.read(size_bytes)
 

@@ -1,4 +1,5 @@
-"""Runs and spec records in one folder: each verb reads its own kind, and says in a line what it leaves out."""
+"""Runs and spec records in one folder: each verb reads its own kind, and says in a line what it
+leaves out."""
 
 import json
 import shutil
@@ -48,7 +49,12 @@ def test_report_json_is_one_document(shell: Shell, run: Path, of_spec: Path) -> 
 
 
 @pytest.mark.parametrize("options", [("--format", "csv"), ("--layout", "flagperf"), ("--explain",)])
-def test_report_in_other_forms(shell: Shell, run: Path, of_spec: Path, options: tuple[str, ...]) -> None:
+def test_report_in_other_forms(
+    shell: Shell,
+    run: Path,
+    of_spec: Path,
+    options: tuple[str, ...],
+) -> None:
     done = shell.ask("report", shell.out, *options)
     assert (done.code, done.lines) == (0, [left_out(of_spec)])
     assert done.out == shell.ask("report", run, *options).out
@@ -63,11 +69,17 @@ def test_report_of_spec_records_alone_is_their_page(shell: Shell, of_spec: Path)
 def test_several_spec_records_are_named_in_one_line(shell: Shell, run: Path, of_spec: Path) -> None:
     other = Path(shutil.copy(of_spec, shell.out / "my spec.json"))
     done = shell.ask("report", shell.out)
-    assert done.lines == [f"left out: 2 spec records; show them with: steelyard report {of_spec} '{other}'"]
+    shown = f"steelyard report {of_spec} '{other}'"
+    assert done.lines == [f"left out: 2 spec records; show them with: {shown}"]
 
 
 @pytest.mark.parametrize("options", [("--no-index",), ()])
-def test_history_is_of_runs(shell: Shell, run: Path, of_spec: Path, options: tuple[str, ...]) -> None:
+def test_history_is_of_runs(
+    shell: Shell,
+    run: Path,
+    of_spec: Path,
+    options: tuple[str, ...],
+) -> None:
     done = shell.ask("history", shell.out, "--json", *options)
     assert (done.code, done.lines) == (0, [left_out(of_spec)])
     [trend] = done.json()["trends"]
@@ -100,7 +112,8 @@ def test_a_verb_of_runs_needs_one(shell: Shell, of_spec: Path, verb: str) -> Non
 def test_compare_needs_runs_on_both_sides(shell: Shell, run: Path, of_spec: Path) -> None:
     done = shell.ask("compare", run, of_spec)
     assert (done.code, done.out) == (2, "")
-    assert done.lines == [f"error: 1 spec record and no run; show it with: steelyard report {of_spec}"]
+    shown = f"steelyard report {of_spec}"
+    assert done.lines == [f"error: 1 spec record and no run; show it with: {shown}"]
 
 
 def test_verify_takes_both(shell: Shell, run: Path, of_spec: Path) -> None:
@@ -109,13 +122,14 @@ def test_verify_takes_both(shell: Shell, run: Path, of_spec: Path) -> None:
     assert sorted(one["path"] for one in done.json()["records"]) == sorted(map(str, (run, of_spec)))
 
 
-@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen, of OpenSSH 8.2 or later")
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen of OpenSSH 8.2")
 def test_sign_takes_both(shell: Shell, run: Path, of_spec: Path) -> None:
     key = shell.folder / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     done = shell.ask("sign", shell.out, "--key", key, "--json")
     assert (done.code, done.err) == (0, "")
-    assert sorted(one["record"] for one in done.json()["signed"]) == sorted(map(str, (run, of_spec)))
+    signed = sorted(one["record"] for one in done.json()["signed"])
+    assert signed == sorted(map(str, (run, of_spec)))
     signers = shell.folder / "signers"
     signers.write_text(f"me {Path(f'{key}.pub').read_text()}")
     assert shell.ask("verify", shell.out, "--signers", signers).code == 0

@@ -41,17 +41,32 @@ def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--task", "mmlu", "llama2-7b-mmlu"), "--task mmlu: only with --model DIR; a case has its task"),
+        (
+            ("--task", "mmlu", "llama2-7b-mmlu"),
+            "--task mmlu: only with --model DIR; a case has its task",
+        ),
         (("--model", "x"), "--model needs --task: mmlu, lambada, openwebtext or alpaca"),
-        (("--model", "x", "--task", "mmlu", "smoke"), "--model and 'smoke': a model's case is made of its folder"),
-        (("--model", "x", "--task", "gsm8k"), "--task 'gsm8k': allowed: alpaca, lambada, mmlu, openwebtext"),
-        (("--model", "absent", "--task", "mmlu"), "'absent' is not a folder; give a Hugging Face folder"),
+        (
+            ("--model", "x", "--task", "mmlu", "smoke"),
+            "--model and 'smoke': a model's case is made of its folder",
+        ),
+        (
+            ("--model", "x", "--task", "gsm8k"),
+            "--task 'gsm8k': allowed: alpaca, lambada, mmlu, openwebtext",
+        ),
+        (
+            ("--model", "absent", "--task", "mmlu"),
+            "'absent' is not a folder; give a Hugging Face folder",
+        ),
         (
             ("--model", "Qwen/Qwen2.5-0.5B", "--task", "mmlu"),
-            "'Qwen/Qwen2.5-0.5B' is not a folder here; if it is a model of the Hugging Face hub, download it first: "
-            "steelyard weights get Qwen/Qwen2.5-0.5B",
+            "'Qwen/Qwen2.5-0.5B' is not a folder here; if it is a model of the Hugging Face hub, "
+            "download it first: steelyard weights get Qwen/Qwen2.5-0.5B",
         ),
-        (("--model", "a/b/c", "--task", "mmlu"), "'a/b/c' is not a folder; give a Hugging Face folder"),
+        (
+            ("--model", "a/b/c", "--task", "mmlu"),
+            "'a/b/c' is not a folder; give a Hugging Face folder",
+        ),
     ],
 )
 def test_wrong_requests(arguments: tuple[str, ...], line: str, shell: Shell) -> None:
@@ -142,17 +157,35 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return made
 
 
-def test_a_config_is_enough_to_train_from_random_weights(shell: Shell, config_only: Path, requests: list[Request]) -> None:
+def test_a_config_is_enough_to_train_from_random_weights(
+    shell: Shell,
+    config_only: Path,
+    requests: list[Request],
+) -> None:
     done = shell.ask("run", "--model", config_only, "--task", "openwebtext", "--data", "owt")
     assert done.code == 0, done.err
     [one] = requests
-    assert (one.weights, one.tokenizer, one.resolved.case.question.model.qkv_bias) == (None, None, True)
+    assert (one.weights, one.tokenizer, one.resolved.case.question.model.qkv_bias) == (
+        None,
+        None,
+        True,
+    )
 
 
 def test_a_config_is_enough_with_random_weights_and_a_tokenizer(
     shell: Shell, config_only: Path, requests: list[Request]
 ) -> None:
-    asked = ("run", "--model", config_only, "--task", "mmlu", "--data", "mmlu", "--weights", "random")
+    asked = (
+        "run",
+        "--model",
+        config_only,
+        "--task",
+        "mmlu",
+        "--data",
+        "mmlu",
+        "--weights",
+        "random",
+    )
     assert shell.ask(*asked, "--tokenizer", "tokenizer.json").code == 0
     (config_only / "tokenizer.json").write_text("{}")
     assert shell.ask(*asked).code == 0
@@ -173,13 +206,13 @@ def test_what_a_config_alone_is_not_enough_for(shell: Shell, config_only: Path) 
     for more, line in (
         (
             (),
-            f"{str(config_only)!r} has neither model.safetensors nor model.safetensors.index.json; give a complete Hugging "
-            "Face folder, or measure speed alone with --weights random",
+            f"{str(config_only)!r} has neither model.safetensors nor "
+            "model.safetensors.index.json; give a complete Hugging Face folder, or measure speed alone with --weights random",
         ),
         (
             ("--weights", "random"),
-            f"--model {str(config_only)!r}: no tokenizer in it nor beside the data, and task mmlu needs one; name it with "
-            "--tokenizer",
+            f"--model {str(config_only)!r}: no tokenizer in it nor beside the data, "
+            "and task mmlu needs one; name it with --tokenizer",
         ),
     ):
         done = shell.ask(*asked, *more)
@@ -188,20 +221,48 @@ def test_what_a_config_alone_is_not_enough_for(shell: Shell, config_only: Path) 
     assert (done.code, done.lines[0].endswith("; give a complete Hugging Face folder")) == (2, True)
 
 
-def test_a_tiny_model_needs_no_tokenizer(shell: Shell, config_only: Path, requests: list[Request]) -> None:
+def test_a_tiny_model_needs_no_tokenizer(
+    shell: Shell,
+    config_only: Path,
+    requests: list[Request],
+) -> None:
     assert shell.ask("run", "--model", config_only, "--task", "mmlu", "--size", "smoke").code == 0
     assert [(one.weights, one.tokenizer) for one in requests] == [(None, None)]
 
 
 @pytest.mark.full
-def test_a_run_of_a_config_alone_says_that_weights_are_random(shell: Shell, config_only: Path) -> None:
+def test_a_run_of_a_config_alone_says_that_weights_are_random(
+    shell: Shell,
+    config_only: Path,
+) -> None:
     ids = np.random.default_rng(0).integers(3, 512, 20_000, dtype=np.int32)
     np.save(shell.folder / "owt_ids.npy", ids)
     np.savez(shell.folder / "owt_idx.npz", lens=np.full(20, 1000), docs=np.arange(21))
     part = ("--sample", "2", "--steps", "3", "--passes", "train", "--set", "tune.compile=false")
-    asked = ("run", "--model", config_only, "--task", "openwebtext", "--data", shell.folder / "owt", *part)
-    done = shell(*asked, "--precision", "fp32", "--accelerator", "cpu", "--out", shell.out, "--json")
+    asked = (
+        "run",
+        "--model",
+        config_only,
+        "--task",
+        "openwebtext",
+        "--data",
+        shell.folder / "owt",
+        *part,
+    )
+    done = shell(
+        *asked,
+        "--precision",
+        "fp32",
+        "--accelerator",
+        "cpu",
+        "--out",
+        shell.out,
+        "--json",
+    )
     assert done.code in (0, 1), done.err
     [record] = done.json()["records"]
     assert (record["status"] == "failed", record["weights"]["source"]) == (False, "random")
-    assert (record["quality"]["evaluated"], record["metrics"]["tokens_per_device_s"]["value"] > 0) == (False, True)
+    assert (
+        record["quality"]["evaluated"],
+        record["metrics"]["tokens_per_device_s"]["value"] > 0,
+    ) == (False, True)

@@ -125,7 +125,12 @@ def test_label_tells_the_devices() -> None:
         (1, True, "--devices 9: ranks share the abacus of this host; allowed: 1 to 8"),
     ],
 )
-def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool, line: str) -> None:
+def test_more_devices_than_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    divisible: bool,
+    line: str,
+) -> None:
     machine(monkeypatch, devices, divisible)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     request = Request(resolve.resolve(CASE, "smoke"), accelerator="abacus", devices=9)

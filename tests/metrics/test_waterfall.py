@@ -99,12 +99,13 @@ def test_a_page_says_what_its_shares_are_of() -> None:
     assert "The shares are those of the profiled steps, not of the pass" in flat
     [total] = [line for line in page.splitlines() if line.startswith("profiled steps ")]
     assert total.split()[2:4] == ["1,570", "100.0%"]
-    assert "-" not in "".join(cell for line in page.splitlines() for cell in line.split() if cell.endswith("%"))
+    assert not [word for word in page.split() if word.startswith("-") and word.endswith("%")]
     assert "占比按分析段计" in report.text(report.explain([explained(stretch(3.14))], "zh"))
 
 
 def test_attention_in_matmul_kernels_is_one_part_with_them() -> None:
-    """Attention of plain matmuls: its FLOPs at the peak take longer than kernels that are named attention."""
+    """Attention of plain matmuls: its FLOPs at the peak take longer than kernels that are named
+    attention."""
     kernels = [kernel("gemm", "matmul", 1.25), kernel("norm", "other", 0.25)]
     [found] = waterfalls(explained(stretch(kernels=kernels)))
     rows = {row.name: row.time_s for row in found.rows}
@@ -125,7 +126,8 @@ def test_flops_that_no_kernel_had_time_for_are_said() -> None:
     one = explained(stretch(kernels=[kernel("norm", "other", 1e-6)]))
     [found] = waterfalls(one)
     assert [row.name for row in found.rows if row.time_s < 0] == ["kernels"]
-    assert "take longer than all kernels did" in " ".join(report.text(report.explain([one], "en")).split())
+    page = " ".join(report.text(report.explain([one], "en")).split())
+    assert "take longer than all kernels did" in page
 
 
 def test_recomputation_is_a_second_forward_of_the_layers() -> None:
@@ -165,7 +167,8 @@ def test_without_a_stretch_the_samples_tell_what_they_can() -> None:
 
 
 def test_a_matmul_rate_below_the_runs_own_separates_nothing() -> None:
-    """Timed while another program had the cores, say: at that rate the products alone would take longer than the pass."""
+    """Timed while another program had the cores, say: at that rate the products alone would take
+    longer than the pass."""
     ranks = [one.model_copy(update={"matmul_flops_per_s": 1.0}) for one in training().ranks]
     record = training().model_copy(update={"ranks": ranks})
     [found] = waterfalls(record)
@@ -209,7 +212,7 @@ def test_after_a_run_its_waterfall_is_printed(capsys: pytest.CaptureFixture[str]
     show([explained(stretch()), training()], Path("my records"), Output())
     printed = capsys.readouterr()
     assert printed.out.count("Why it is not higher") == 1
-    shares = [word for line in printed.out.splitlines() for word in line.split() if word.endswith("%")]
+    shares = [word for word in printed.out.split() if word.endswith("%")]
     assert "pipeline bubble" in printed.out
     assert "100.0%" in shares
     assert "norm " not in printed.out

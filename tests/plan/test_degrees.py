@@ -134,8 +134,18 @@ def test_weights_must_fit_a_device_in_shares():
             [],
             "a 16-bit --precision, more devices with --parallel TP, a smaller tune.batch_tokens",
         ),
-        ("aquila2-34b-lambada", "fp16", [], "more devices with --parallel TP, a smaller tune.batch_tokens"),
-        ("aquila2-34b-lambada", "fp8", [], "more devices with --parallel TP, a smaller tune.batch_tokens"),
+        (
+            "aquila2-34b-lambada",
+            "fp16",
+            [],
+            "more devices with --parallel TP, a smaller tune.batch_tokens",
+        ),
+        (
+            "aquila2-34b-lambada",
+            "fp8",
+            [],
+            "more devices with --parallel TP, a smaller tune.batch_tokens",
+        ),
         (
             "llama1-7b-openwebtext",
             "bf16",
@@ -150,7 +160,12 @@ def test_weights_must_fit_a_device_in_shares():
         ),
     ],
 )
-def test_what_is_set_already_is_not_advised(name: str, precision: str, settings: list[str], advice: str):
+def test_what_is_set_already_is_not_advised(
+    name: str,
+    precision: str,
+    settings: list[str],
+    advice: str,
+):
     case = resolve(name, "full", precision, settings=[*settings, "tune.parallel=DP"]).case
     with pytest.raises(RequestError, match=rf"; choose {re.escape(advice)}, or --size smoke$"):
         memory.check_fits(case, plan.make(case, 1, 1), 1 << 30)
@@ -164,7 +179,8 @@ def test_what_is_close_is_warned_of_and_not_refused():
         said = memory.check_fits(case, one, int(size))
         assert (said is not None) == warned
         assert said is None or re.search(
-            r"takes 66.6 GiB a device .*; it may not fit: more devices with --parallel TP, .* need less$", said
+            r"takes 66.6 GiB a device .*; it may not fit: more devices with --parallel TP, .* need less$",
+            said,
         )
     with pytest.raises(RequestError, match=r"takes 66\.6 GiB"):
         memory.check_fits(case, one, int(needed / 1.101))

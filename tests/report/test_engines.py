@@ -32,9 +32,27 @@ def test_differences_of_the_answers_come_first() -> None:
     assert [column.title for column in table.columns] == HEADS
     base, other = cells(table)
     assert [text for text, _ in base] == ["torch", "/", "/", "50.0%", "100.0", "1.000", "25.0%", "10.0", "1"]
-    assert [text for text, _ in other] == ["other", "2 of 8", "25.0%", "25.0%", "50.00", "/", "/", "10.0", "1"]
+    assert [text for text, _ in other] == [
+        "other",
+        "2 of 8",
+        "25.0%",
+        "25.0%",
+        "50.00",
+        "/",
+        "/",
+        "10.0",
+        "1",
+    ]
     assert [below for _, below in base] == ["base", *[""] * 8]
-    assert [below for _, below in other] == ["", "25.0%", "", "", "invalid: busy", *[""] * 3, "1 not valid"]
+    assert [below for _, below in other] == [
+        "",
+        "25.0%",
+        "",
+        "",
+        "invalid: busy",
+        *[""] * 3,
+        "1 not valid",
+    ]
     assert [row.cells[4].tone for row in table.rows] == ["plain", "muted"]
 
 
@@ -47,7 +65,10 @@ def rate_of(records: list[Record], lang: Any = "en") -> tuple[str, str, str]:
 
 
 def test_valid_runs_have_the_rate_where_others_are_not_valid() -> None:
-    base, reasons = scored("torch", "A" * 8), [{"code": "busy", "text": ""}, {"code": "unsteady", "text": ""}]
+    base, reasons = (
+        scored("torch", "A" * 8),
+        [{"code": "busy", "text": ""}, {"code": "unsteady", "text": ""}],
+    )
     lost = scored("other", "A" * 8, 10.0, status="invalid", reasons=reasons)
     assert rate_of([base, lost, scored("other", "A" * 8, 50.0)]) == ("50.00", "", "plain")
     assert rate_of([base, lost, lost], "zh") == ("10.00", "无效：busy，unsteady", "muted")
@@ -74,7 +95,13 @@ def test_training_has_losses_and_norms_with_their_steps() -> None:
         "loss_after, difference",
         "loss_after",
     ]
-    assert cells(table)[1][:5] == [("other", ""), ("0.5000", "step 1"), ("0", ""), ("0", ""), ("6.000 nats", "")]
+    assert cells(table)[1][:5] == [
+        ("other", ""),
+        ("0.5000", "step 1"),
+        ("0", ""),
+        ("0", ""),
+        ("6.000 nats", ""),
+    ]
 
 
 def test_an_engine_without_a_finished_run_is_named() -> None:

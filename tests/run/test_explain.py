@@ -82,7 +82,8 @@ def test_real_runs(case: str, devices: int, shell: Shell) -> None:
     assert trace["traceEvents"]
     assert "Why it is not higher" in done.out
     assert done.lines[-1] == f"by kernel: steelyard report {shell.out} --explain"
-    [explained] = shell("report", shell.out, "--explain", "--json").json()["cases"][0]["runs"][0]["explain"]
+    [case] = shell("report", shell.out, "--explain", "--json").json()["cases"]
+    [explained] = case["runs"][0]["explain"]
     assert min(row["time_s"] for row in explained["rows"]) > 0
     assert sum(row["share"] for row in explained["rows"]) == pytest.approx(1.0, abs=0.01)
     assert shell("verify", shell.out).code == 0

@@ -1,4 +1,5 @@
-"""Data files that are not a task's: refused in the parent, in one line, before anything is started."""
+"""Data files that are not a task's: refused in the parent, in one line, before anything is
+started."""
 
 import gzip
 import io
@@ -59,35 +60,100 @@ def record(folder: Path, train: object, val: object) -> Path:
 RIGHT: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a folder of MMLU": ("mmlu", lambda path: mmlu(path / "mmlu")),
     "a tar of MMLU": ("mmlu", lambda path: tar(path / "mmlu.tgz", "data/test/anatomy_test.csv")),
-    "LAMBADA": ("lambada", lambda path: written(path / "lambada_test.jsonl", {"text": "two words"})),
-    "alpaca": ("alpaca", lambda path: written(path / "a.json", [{"instruction": "a", "input": "", "output": "b"}] * 2)),
-    "conversations": ("alpaca", lambda path: written(path / "a.jsonl.gz", gzip.compress(json.dumps(TURNS).encode()))),
+    "LAMBADA": (
+        "lambada",
+        lambda path: written(path / "lambada_test.jsonl", {"text": "two words"}),
+    ),
+    "alpaca": (
+        "alpaca",
+        lambda path: written(path / "a.json", [{"instruction": "a", "input": "", "output": "b"}] * 2),
+    ),
+    "conversations": (
+        "alpaca",
+        lambda path: written(path / "a.jsonl.gz", gzip.compress(json.dumps(TURNS).encode())),
+    ),
     "token files": ("openwebtext", lambda path: corpus(path / "owt")),
     "ReCoRD": ("superglue_record", lambda path: record(path / "record", PASSAGE, PASSAGE)),
 }
 WRONG: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no tar": ("mmlu", lambda path: written(path / "x.tar", b"no tar"), "not a readable tar: "),
-    "another tar": ("mmlu", lambda path: tar(path / "x.tgz", "a.txt"), "no test/*_test.csv in it; give the folder or tar"),
-    "another folder": ("mmlu", lambda path: path, "no test/*_test.csv in it; give the folder or tar"),
-    "five columns": ("mmlu", lambda path: mmlu(path / "m", b"a,b,c,d,A\n"), "row 1 has 5 columns; a question has 6"),
-    "no JSON lines": ("lambada", lambda path: written(path / "x", b"text\n"), "line 1 is not JSON in UTF-8"),
+    "another tar": (
+        "mmlu",
+        lambda path: tar(path / "x.tgz", "a.txt"),
+        "no test/*_test.csv in it; give the folder or tar",
+    ),
+    "another folder": (
+        "mmlu",
+        lambda path: path,
+        "no test/*_test.csv in it; give the folder or tar",
+    ),
+    "five columns": (
+        "mmlu",
+        lambda path: mmlu(path / "m", b"a,b,c,d,A\n"),
+        "row 1 has 5 columns; a question has 6",
+    ),
+    "no JSON lines": (
+        "lambada",
+        lambda path: written(path / "x", b"text\n"),
+        "line 1 is not JSON in UTF-8",
+    ),
     "another key": ("lambada", lambda path: written(path / "x", {"words": ""}), "line 1 is "),
-    "an empty file": ("lambada", lambda path: written(path / "x", b""), "no lines; LAMBADA's test set has 5153"),
+    "an empty file": (
+        "lambada",
+        lambda path: written(path / "x", b""),
+        "no lines; LAMBADA's test set has 5153",
+    ),
     "no passages": ("lambada", lambda path: path, "no lambada_test.jsonl in it"),
-    "no JSON": ("alpaca", lambda path: written(path / "x", b"%PDF"), "begins with b'%'; allowed: alpaca's JSON"),
-    "no instruction": ("alpaca", lambda path: written(path / "x", [{"output": "b"}]), "element 1 has no instruction"),
-    "no turns": ("alpaca", lambda path: written(path / "x", {"a": 1}), "line 1 is {'a': 1}; a line is "),
-    "no token file": ("openwebtext", lambda path: written(path / "x.txt", b"text"), "not a token file; allowed: NAME_ids.npy"),
+    "no JSON": (
+        "alpaca",
+        lambda path: written(path / "x", b"%PDF"),
+        "begins with b'%'; allowed: alpaca's JSON",
+    ),
+    "no instruction": (
+        "alpaca",
+        lambda path: written(path / "x", [{"output": "b"}]),
+        "element 1 has no instruction",
+    ),
+    "no turns": (
+        "alpaca",
+        lambda path: written(path / "x", {"a": 1}),
+        "line 1 is {'a': 1}; a line is ",
+    ),
+    "no token file": (
+        "openwebtext",
+        lambda path: written(path / "x.txt", b"text"),
+        "not a token file; allowed: NAME_ids.npy",
+    ),
     "no .npy": (
         "openwebtext",
         lambda path: written(path / "x_ids.npy", b"text") and written(path / "x_idx.npz", b"text"),
         "not a .npy array: ",
     ),
-    "another index": ("openwebtext", lambda path: corpus(path / "owt", lens=np.array([4])), "no docs in it"),
-    "one file of a pair": ("openwebtext", lambda path: written(path / "x_ids.npy", b""), "is missing; a pair needs both files"),
-    "a file of ReCoRD": ("superglue_record", lambda path: written(path / "train.jsonl", b""), "is not a folder"),
-    "no queries": ("superglue_record", lambda path: record(path / "r", PASSAGE, {"a": 1}), "val.jsonl: line 1 is "),
-    "an empty set": ("superglue_record", lambda path: record(path / "r", b"", PASSAGE), "train.jsonl: no queries"),
+    "another index": (
+        "openwebtext",
+        lambda path: corpus(path / "owt", lens=np.array([4])),
+        "no docs in it",
+    ),
+    "one file of a pair": (
+        "openwebtext",
+        lambda path: written(path / "x_ids.npy", b""),
+        "is missing; a pair needs both files",
+    ),
+    "a file of ReCoRD": (
+        "superglue_record",
+        lambda path: written(path / "train.jsonl", b""),
+        "is not a folder",
+    ),
+    "no queries": (
+        "superglue_record",
+        lambda path: record(path / "r", PASSAGE, {"a": 1}),
+        "val.jsonl: line 1 is ",
+    ),
+    "an empty set": (
+        "superglue_record",
+        lambda path: record(path / "r", b"", PASSAGE),
+        "train.jsonl: no queries",
+    ),
 }
 
 
@@ -105,12 +171,21 @@ def test_what_is_no_data_of_a_task(name: str, tmp_path: Path) -> None:
     assert said in str(caught.value)
 
 
-def test_a_long_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies behind the first bytes is for the worker; a first element that is longer than these is no error."""
+def test_a_long_file_is_not_read_to_its_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What lies behind the first bytes is for the worker; a first element that is longer than these
+    is no error."""
     monkeypatch.setattr(conversations, "BEGIN_BYTES", 64)
     good, row = {"instruction": "é" * 10, "output": "b"}, tasks.row("alpaca")
     row.check_data(written(tmp_path / "1.json", json.dumps([good, 1], ensure_ascii=False).encode()))
-    row.check_data(written(tmp_path / "2.json", json.dumps([{**good, "output": "é" * 99}], ensure_ascii=False).encode()))
+    row.check_data(
+        written(
+            tmp_path / "2.json",
+            json.dumps([{**good, "output": "é" * 99}], ensure_ascii=False).encode(),
+        )
+    )
     row.check_data(written(tmp_path / "3.jsonl", {**TURNS, "instruction": "a" * 99}))
 
 
@@ -119,8 +194,20 @@ def test_every_shipped_task_has_a_check() -> None:
 
 
 def test_nothing_is_started_with_wrong_data(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steelyard.run.parent.run_case", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(
+        "steelyard.run.parent.run_case",
+        lambda *_: pytest.fail("a run was started"),
+    )
     path = written(shell.folder / "lambada.jsonl", {"text": "two words"})
-    done = shell.ask("run", "llama1-7b-openwebtext", "--data", path, "--accelerator", "cpu", "--out", shell.out)
+    done = shell.ask(
+        "run",
+        "llama1-7b-openwebtext",
+        "--data",
+        path,
+        "--accelerator",
+        "cpu",
+        "--out",
+        shell.out,
+    )
     assert (done.code, done.out, len(done.lines)) == (2, "", 1)
     assert done.lines[0].startswith(f"error: {path}: not a token file; ")

@@ -73,8 +73,14 @@ def starts_random(row: Task) -> bool:
     return row.kind == "train" and not row.starts_trained
 
 
-def lacks_tokenizer(row: Task, data: Path | None, tokenizer: Path | None, weights: Path | None) -> bool:
-    """Whether a task reads texts that are here, and no tokenizer is named or lies beside them or the weights."""
+def lacks_tokenizer(
+    row: Task,
+    data: Path | None,
+    tokenizer: Path | None,
+    weights: Path | None,
+) -> bool:
+    """Whether a task reads texts that are here, and no tokenizer is named or lies beside them or
+    the weights."""
     if starts_random(row) or tokenizer is not None or data is None or not data.exists():
         return False
     return not tokenizers.present(Sources(data, None, weights).tokenizer_places())

@@ -1,4 +1,5 @@
-"""What is printed after runs with --explain: where the time of a step goes, and where its kernels are listed."""
+"""What is printed after runs with --explain: where the time of a step goes, and where its kernels
+are listed."""
 
 import shlex
 from pathlib import Path
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def show(records: "list[Record]", out: Path, output: Output) -> None:
-    """Print the waterfall of every run that was profiled, and a line on stderr that says how to list the kernels."""
+    """Print the waterfall of every run that was profiled, and a line on stderr that says how to
+    list the kernels."""
     from steelyard import report
 
     page = report.explain_runs(records)

@@ -25,8 +25,8 @@ TINY_HEAD, TINY_WINDOW = 32, 48
 
 
 def new_case(folder: Path, task: str, name: str | None = None, check_tokenizer: bool = True) -> "New":
-    """Make the case of a task with the model of a folder, which has to have weights and, with `check_tokenizer`, the
-    tokenizer that a task on texts needs."""
+    """Make the case of a task with the model of a folder, which has to have weights and, with
+    `check_tokenizer`, the tokenizer that a task on texts needs."""
     from steelyard.case import new
     from steelyard.weights import hf_folder
 
@@ -37,11 +37,17 @@ def new_case(folder: Path, task: str, name: str | None = None, check_tokenizer: 
 
 
 def case_to_run(
-    folder: Path, task: str, load_weights: bool, data: Path | None, tokenizer: Path | None, weights: Path | None
+    folder: Path,
+    task: str,
+    load_weights: bool,
+    data: Path | None,
+    tokenizer: Path | None,
+    weights: Path | None,
 ) -> "New":
-    """Make the case of a task with the model of a folder for a run. If its weights are not loaded (`load_weights` is False,
-    or the task trains from random ones), config.json is enough, with a tokenizer that is named or lies beside the data or
-    other `weights` if the task's data are texts."""
+    """Make the case of a task with the model of a folder for a run. If its weights are not loaded
+    (`load_weights` is False, or the task trains from random ones), config.json is enough, with a
+    tokenizer that is named or lies beside the data or other `weights` if the task's data are
+    texts."""
     from steelyard.case import new
     from steelyard.weights import hf_folder
 
@@ -51,8 +57,8 @@ def case_to_run(
         hf_folder.check_complete(found, ", or measure speed alone with --weights random")
     elif new.lacks_tokenizer(row, data, tokenizer, weights):
         raise RequestError(
-            f"--model {str(folder)!r}: no tokenizer in it nor beside the data, and task {task} needs one; "
-            "name it with --tokenizer"
+            f"--model {str(folder)!r}: no tokenizer in it nor beside the data, "
+            f"and task {task} needs one; name it with --tokenizer"
         )
     return _case(found, row, None, check_tokenizer=False)
 
@@ -64,8 +70,8 @@ def _case(found: "Folder", row: "Task", name: str | None, check_tokenizer: bool)
     if row.work not in _works(model):
         able = sorted(name for name in new.templates() if new.task_row(name).work in _works(model))
         raise RequestError(
-            f"--task {row.name}: a model of type {shown_type(found)} is run by engine transformers, which does not train it; "
-            f"allowed: {', '.join(able)}"
+            f"--task {row.name}: a model of type {shown_type(found)} is run by engine transformers, "
+            f"which does not train it; allowed: {', '.join(able)}"
         )
     return new.make(name or new.name_of(found.name, row.name), row.name, model)
 
@@ -140,7 +146,16 @@ def _auto(found: "Folder", why: str) -> "Model":
     if told["why"]:
         assumed.append(f"no tiny model: {told['why']}")
     model, smoke = told["model"], told["smoke"]
-    return Model(found.name, found.files, model, smoke, comments, found.precision, ("closed",), tuple(assumed))
+    return Model(
+        found.name,
+        found.files,
+        model,
+        smoke,
+        comments,
+        found.precision,
+        ("closed",),
+        tuple(assumed),
+    )
 
 
 def _probe(found: "Folder") -> dict[str, Any]:

@@ -115,18 +115,23 @@ def by_kind(every: list[Path]) -> tuple[list[Path], list[Path]]:
     """Separate the paths of spec records from all others, which are read as records of runs."""
     from steelyard.record import sealed
 
-    kinds = {path: sealed.kind(path) for path in every}
-    return [path for path in every if kinds[path] == "spec"], [path for path in every if kinds[path] != "spec"]
+    out: tuple[list[Path], list[Path]] = ([], [])
+    for path in every:
+        out[sealed.kind(path) != "spec"].append(path)
+    return out
 
 
 def only_runs(every: list[Path]) -> list[Path]:
-    """Return the paths that are no spec records, and print a line on the spec records that are left out. Raise
-    RequestError if there is no other path."""
+    """Return the paths that are no spec records, and print a line on the spec records that are left
+    out. Raise RequestError if there is no other path."""
     of_spec, runs = by_kind(every)
     if not of_spec:
         return runs
-    shown = " ".join(shlex.quote(str(path)) for path in of_spec[:SHOWN]) + (" …" if len(of_spec) > SHOWN else "")
-    count, them = ("1 spec record", "it") if len(of_spec) == 1 else (f"{len(of_spec)} spec records", "them")
+    named = [shlex.quote(str(path)) for path in of_spec[:SHOWN]]
+    shown = " ".join([*named, "…"] if len(of_spec) > SHOWN else named)
+    count, them = f"{len(of_spec)} spec records", "them"
+    if len(of_spec) == 1:
+        count, them = "1 spec record", "it"
     how = f"show {them} with: steelyard report {shown}"
     if not runs:
         raise RequestError(f"{count} and no run; {how}")
@@ -164,8 +169,8 @@ def _below(folder: Path) -> list[Path]:
 
 
 def read(places: list[Path]) -> "list[Record]":
-    """Read the records of runs from files and folders, without the spec records among them. Raise RequestError if there
-    is no run, or for the first that does not verify."""
+    """Read the records of runs from files and folders, without the spec records among them. Raise
+    RequestError if there is no run, or for the first that does not verify."""
     from steelyard.metrics import verify
 
     return [verify.read(path) for path in only_runs(paths(places))]

@@ -66,17 +66,24 @@ def _columns(pairs: list[tuple[str, str]]) -> list[str]:
 def _able(row: dict[str, Any], cases: int) -> str:
     """What an engine runs, in words."""
     what = "all cases" if len(row["cases"]) == cases else ", ".join(row["cases"]) or "none of these cases"
-    told = [what, ", ".join(row["divisions"]), ", ".join(_named_precisions(row)), " ".join(row["degrees"])]
+    told = [
+        what,
+        ", ".join(row["divisions"]),
+        ", ".join(_named_precisions(row)),
+        " ".join(row["degrees"]),
+    ]
     told += [f"{row['missing']} is not installed"] if row["missing"] else []
     told += [f"needs --set engine.checkout=DIR, a checkout of {row['checkout']}"] if row["checkout"] else []
     return "; ".join(told)
 
 
 def _named_precisions(row: dict[str, Any]) -> list[str]:
-    """Return the values of --precision that an engine takes: those of matmuls if it scores, and those that it trains in."""
+    """Return the values of --precision that an engine takes: those of matmuls if it scores, and
+    those that it trains in."""
     trains = [work for work in row["works"] if work.startswith("train")]
     scores = len(trains) < len(row["works"])
-    return list(dict.fromkeys([*(row["precisions"] if scores else []), *(row["trains_in"] if trains else [])]))
+    named = [*(row["precisions"] if scores else []), *(row["trains_in"] if trains else [])]
+    return list(dict.fromkeys(named))
 
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:

@@ -56,7 +56,8 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
     else:
         _print(done, over_devices, output.wide)
         if requests[0].explain:
-            explained.show([one for point in done for one in point.records], requests[0].out, output)
+            records = [one for point in done for one in point.records]
+            explained.show(records, requests[0].out, output)
         hint(requests[0].out, output)
     return 0 if len(done) == len(runs) and all(point.valid(times) for point in done) else 1
 

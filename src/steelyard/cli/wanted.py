@@ -59,7 +59,8 @@ def what(
     only = made.source.table["question"]["model"]["family"] == AUTO
     folder = model if loads and not made.random else given
     said = (f"case {made.name}, made in memory as steelyard case new makes it", *(f"  assumed: {one}" for one in made.assumed))
-    return What((made.source,), engine or ("transformers" if only else ENGINE), folder, tokenizer, said)
+    engine = engine or ("transformers" if only else ENGINE)
+    return What((made.source,), engine, folder, tokenizer, said)
 
 
 def at(

@@ -55,8 +55,8 @@ def open_corpus(source: Path) -> Corpus:
 
 
 def check_files(source: Path) -> None:
-    """Raise RequestError if there is no pair of token files, by their names, the header of the tokens and what the index
-    holds. Neither tokens nor index are read."""
+    """Raise RequestError if there is no pair of token files, by their names, the header of the
+    tokens and what the index holds. Neither tokens nor index are read."""
     _, tokens, index = _pair(source)
     _mapped(tokens)
     with _index_members(index):
@@ -145,8 +145,11 @@ def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 @contextmanager
-def _index_members(path: Path) -> Iterator[tuple[zipfile.ZipFile, zipfile.ZipInfo, zipfile.ZipInfo]]:
-    """An open index and its two members, of which nothing was read. What goes wrong inside the block is refused too."""
+def _index_members(
+    path: Path,
+) -> Iterator[tuple[zipfile.ZipFile, zipfile.ZipInfo, zipfile.ZipInfo]]:
+    """An open index and its two members, of which nothing was read. What goes wrong inside the
+    block is refused too."""
     try:
         with files.open_regular(path) as raw, zipfile.ZipFile(raw) as archive:
             infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}

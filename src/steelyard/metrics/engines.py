@@ -63,10 +63,9 @@ class EngineRuns:
 
     @property
     def invalid_rate(self) -> float | None:
-        """The mean rate of runs that are not valid: to be shown with their reasons, never compared."""
-        return _mean(
-            [None if (found := runs.rate(one)) is None else found.value for one in self.records if one.status != "valid"]
-        )
+        """The mean rate of runs that are not valid: shown with their reasons, never compared."""
+        found = [runs.rate(one) for one in self.records if one.status != "valid"]
+        return _mean([None if one is None else one.value for one in found])
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Where the time of a step goes, from the datasheet's peak down to what was measured: one row after the other, and together
-they are the whole time.
+"""Where the time of a step goes, from the datasheet's peak down to what was measured: one row after
+the other, and together they are the whole time.
 
-The rows come from a profiled stretch (`--explain`), in which every instant of the device's time belongs to one activity.
-The stretch is compared with the measured time of the same amount of work. If the stretch is faster, the difference is a row
-of its own. If it is slower, because the profiler costs time in every operator or the machine is busier by now, no time of
-the pass is missing: the shares are then those of the stretch, and the page says so. Without a stretch the samples show
-less: what matmuls would take at their measured rate, and the phases that the engine marked.
+The rows come from a profiled stretch (`--explain`), in which every instant of the device's time
+belongs to one activity. The stretch is compared with the measured time of the same amount of work.
+If the stretch is faster, the difference is a row of its own. If it is slower, because the profiler
+costs time in every operator or the machine is busier by now, no time of the pass is missing: the
+shares are then those of the stretch, and the page says so. Without a stretch the samples show less:
+what matmuls would take at their measured rate, and the phases that the engine marked.
 """
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Of one rank: its steps, the measured time of the same amount of work, and the rows, which add up to `whole_s` within 1 %.
-    `profile` is None if there are only samples."""
+    """Of one rank: its steps, the measured time of the same amount of work, and the rows, which add
+    up to `whole_s` within 1 %. `profile` is None if there are only samples."""
 
     rank: int
     steps: int
@@ -51,12 +52,14 @@ class Waterfall:
 
     @property
     def whole_s(self) -> float:
-        """The time that shares are of: the measured time, or that of a stretch that was more than 1 % slower."""
+        """The time that shares are of: the measured time, or that of a stretch that was
+        more than 1 % slower."""
         return _whole_s(self.profile, self.measured_s)
 
     @property
     def impossible(self) -> bool:
-        """Whether a row is negative: the FLOPs at the datasheet's peak take longer than all kernels did."""
+        """Whether a row is negative: the FLOPs at the datasheet's peak take longer than all kernels
+        did."""
         return any(row.time_s < 0 for row in self.rows)
 
     @property
@@ -110,8 +113,8 @@ ROWS: tuple[tuple[str, Callable[[_Stretch], float]], ...] = (
     ("recompute", lambda one: one.again * (one.of("matmul") + one.of("attention"))),
 )
 
-# Kernels are recognized by name. If FLOPs at the peak take longer than the kernels of their kind, other kernels compute a
-# part of them: the rows that cannot be separated become one.
+# Kernels are recognized by name. If FLOPs at the peak take longer than the kernels of their kind,
+# other kernels compute a part of them: the rows that cannot be separated become one.
 MERGED = (("products", ("matmul", "attention")), ("kernels", ("matmul", "attention", "other")))
 WITHOUT_PEAK = {"matmul": "matmuls", "attention": "attentions"}  # all of their time, where nothing is known to be below
 
@@ -135,7 +138,8 @@ def _profiled(record: Record, profile: Profile) -> Waterfall | None:
 
 
 def _merged(times: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Merge as few of the rows of kernels as needed for none of them to be negative; all of them if none suffices."""
+    """Merge as few of the rows of kernels as needed for none of them to be negative; all of them if
+    none suffices."""
     out = times
     for name, parts in MERGED:
         if all(time_s >= 0 for _, time_s in out):
@@ -160,7 +164,12 @@ def _from_samples(record: Record) -> Waterfall | None:
     phases = {name: fsum(one.phases.get(name, 0.0) for one in steps) for name in PHASES}
     computed_s = span.wall_s - fsum(phases.values())
     if products_s <= computed_s:
-        times = [("peak", ideal_s), ("rate", products_s - ideal_s), *phases.items(), ("rest", computed_s - products_s)]
+        times = [
+            ("peak", ideal_s),
+            ("rate", products_s - ideal_s),
+            *phases.items(),
+            ("rest", computed_s - products_s),
+        ]
     else:  # the rate was measured while the device was slower than in the pass
         times = [("peak", ideal_s), *phases.items(), ("together", computed_s - ideal_s)]
     return _waterfall(record, span.slowest, len(steps), span.wall_s, times, None)
@@ -181,7 +190,8 @@ def _whole_s(profile: Profile | None, measured_s: float) -> float:
 
 
 def _stretch_s(profile: Profile) -> float:
-    """The time of a stretch. Older records also have the activities between its end and that of the profiler."""
+    """The time of a stretch. Older records also have the activities between its end and that of the
+    profiler."""
     return max(profile.wall_s, fsum(one.time_s for one in profile.kernels))
 
 

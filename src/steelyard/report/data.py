@@ -57,7 +57,7 @@ class Explained(Frozen):
     rank: int
     steps: int
     measured_s: float
-    whole_s: float = Field(description="what shares are of: measured_s, or the time of profiled steps that were slower")
+    whole_s: float = Field(description="what shares are of: measured_s, or slower profiled steps")
     profiled: bool
     rows: tuple[Row, ...]
 

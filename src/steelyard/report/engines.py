@@ -119,7 +119,10 @@ def apart(found: Apart | None, say: Words) -> Cell:
     """Format a difference with its step, which is counted from 0, as in records."""
     if found is None:
         return EMPTY
-    return Cell(formed("number", found.value), say("engines.step", counted(found.step)) if found.value else "")
+    return Cell(
+        formed("number", found.value),
+        say("engines.step", counted(found.step)) if found.value else "",
+    )
 
 
 def _quality(row: EngineRuns, group: Engines, say: Words) -> Cell:
@@ -142,7 +145,8 @@ def _form(group: Engines) -> str:
 
 
 def _rate(row: EngineRuns, group: Engines, say: Words) -> Cell:
-    """The rate of valid runs. An engine that has none shows that of its other runs in grey, with the reasons."""
+    """The rate of valid runs. An engine that has none shows that of its other runs in grey, with
+    the reasons."""
     if row.rate is not None:
         return _estimate("number", row.rate)
     codes = dict.fromkeys(reason.code for record in row.records for reason in record.reasons)

@@ -38,16 +38,20 @@ def page(records: list[Record], lang: Lang) -> Page:
 
 
 def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
-    """What the command line prints after runs with --explain: the waterfalls without their kernels; None where no run was
-    profiled."""
+    """What the command line prints after runs with --explain: the waterfalls without their kernels;
+    None where no run was profiled."""
     say = Words(lang)
     blocks: list[Block] = []
     for case, runs in by_case(records, lang).items():
         for run in runs:
-            found = [_blocks(run.record, one, say, kernels=False) for one in waterfalls(run.record) if one.profile is not None]
+            profiled = [one for one in waterfalls(run.record) if one.profile is not None]
+            found = [_blocks(run.record, one, say, kernels=False) for one in profiled]
             if found:
                 title = " · ".join([*case, run.title])
-                blocks += [Paragraph(f"{say('explain')}: {title}", "strong"), *(block for own in found for block in own)]
+                blocks += [
+                    Paragraph(f"{say('explain')}: {title}", "strong"),
+                    *(block for own in found for block in own),
+                ]
     return Page("", lang, tuple(blocks)) if blocks else None
 
 
@@ -90,7 +94,11 @@ def _table(record: Record, found: Waterfall, say: Words) -> Table:
         at_s += row.time_s
         rows.append(_row(row, found.steps, ideal_s / at_s if known and at_s > 0 else None, say))
     name = "explain.stretch" if found.whole_s > found.measured_s else "explain.sum"
-    last = (say(name), formed("number", MILLI * found.whole_s / max(1, found.steps)), formed("percent", 1.0))
+    last = (
+        say(name),
+        formed("number", MILLI * found.whole_s / max(1, found.steps)),
+        formed("percent", 1.0),
+    )
     mfu = formed("percent", ideal_s / found.whole_s if known else None)
     rows.append(TableRow(tuple(Cell(text, tone="strong") for text in (*last, mfu, "")), "total"))
     heads = (

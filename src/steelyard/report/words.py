@@ -166,7 +166,8 @@ TABLE: dict[str, tuple[str, str]] = {
         "and steps; those of the base itself are its other runs'. Other answers: items that were answered otherwise. Other "
         "likeliest tokens: items whose argmax over the whole vocabulary is another. Largest difference: of the number that is "
         "kept of each item (a passage's loss per token). Rate: work of all devices over wall time, the mean over valid runs; "
-        "below a number its 95 % interval. Of an engine without a valid run it is grey, with the reasons, and not compared.",
+        "below a number its 95 % interval. Of an engine without a valid run it is grey, with the "
+        "reasons, and not compared.",
         "各运行仅引擎不同。差异均相对基准的首次运行，取所有运行与各步中的最大值；基准自身的差异来自其其余运行。答案不同数："
         "回答不一致的题目数。最可能 token 不同数：整个词表上 argmax 不同的题目数。最大差异：每题所保留的数值之差（每段文本的每 "
         "token 损失）。吞吐量：全部设备的工作量除以总时间，取有效运行的平均；数字下方为其 95 % 区间。"

@@ -17,13 +17,13 @@ TABLE: dict[str, tuple[str, str]] = {
         "偏差超过 2 %：性能分析器拖慢了运行，或这几步与其余不同；各占比仅供参考。",
     ),
     "explain.of_stretch": (
-        "The shares are those of the profiled steps, not of the pass: what the profiler or another program took is in every "
-        "part, and cannot be separated.",
+        "The shares are those of the profiled steps, not of the pass: what the profiler or another "
+        "program took is in every part, and cannot be separated.",
         "占比按分析段计，而非实测：性能分析器或其他程序占用的时间含在各部分之中，无法分开。",
     ),
     "explain.impossible": (
-        "The model's FLOPs at the datasheet's peak take longer than all kernels did: the datasheet row is not this device's, "
-        "or FLOPs were counted that nobody computed.",
+        "The model's FLOPs at the datasheet's peak take longer than all kernels did: the datasheet "
+        "row is not this device's, or FLOPs were counted that no kernel computed.",
         "按标称峰值计算模型 FLOPs 所需时间超过全部内核用时：标称峰值与本设备不符，或计入了并未执行的 FLOPs。",
     ),
     "explain.stretch": ("profiled steps", "分析段"),
@@ -47,8 +47,8 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "explain.together": ("matmuls, other kernels, gaps", "矩阵乘、其他内核与空隙"),
     "explain.together.why": (
-        "Matmuls, other kernels and gaps are one part: the matmul rate measured in the run is below that of the pass, so it "
-        "cannot separate them.",
+        "Matmuls, other kernels and gaps are one part: "
+        "the matmul rate measured in the run is below that of the pass, so it cannot separate them.",
         "矩阵乘、其他内核与空隙合为一项：运行中实测的矩阵乘速率低于该遍，无法据此区分。",
     ),
     "explain.matmuls": ("matmuls", "矩阵乘"),

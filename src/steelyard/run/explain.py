@@ -51,7 +51,7 @@ def explain(
     marks = measure(_first(items, steps), framework)
     if profiler is None:
         return None
-    kernels = divide(profiler.stop(trace))  # before samples are made of the marks, which is no part of the steps
+    kernels = divide(profiler.stop(trace))  # before samples are made, which is no part of the steps
     seen = marks.trace(name, rank, count)
     worked = [sample for sample in seen.samples if sample.counts]
     return Profile(

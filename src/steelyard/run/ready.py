@@ -205,7 +205,8 @@ def _check_weights(request: Request, launcher: Launcher) -> None:
 
 
 def _check_data(request: Request, launcher: Launcher) -> None:
-    """Files that are not the task's data are refused before anything is started; a worker reads all of them."""
+    """Files that are not the task's data are refused before anything is started; a worker reads all
+    of them."""
     if request.data is not None and not launcher.remote:
         request.resolved.case.question.row.check_data(request.data)
 

@@ -239,9 +239,7 @@ class Task:
     selects: tuple[Selector, ...] = ()  # what a user may name of its data, beside a sample
     off_scope: Callable[[Any, Selected], str | None] = lambda outputs, selected: None  # why outputs are not of a selection
     spelling: str = ""  # in questions, records and keys, where that is another
-    data_check: str = (
-        ""  # `module:function` of a path, which raises RequestError if that is not the task's data; see check_data
-    )
+    data_check: str = ""  # `module:function` of a path: see check_data
 
     def prepare(self, asked: Asked) -> Prepared:
         """Read the data, and make inputs of them."""
@@ -249,8 +247,9 @@ class Task:
         return prepared
 
     def check_data(self, source: Path) -> None:
-        """Raise RequestError if a file or folder is not this task's data, as far as names and first bytes show. The parent
-        calls it before it starts anything; a worker reads all of the data."""
+        """Raise RequestError if a file or folder is not this task's data, as far as names and first
+        bytes show. The parent calls it before it starts anything; a worker reads all of the
+        data."""
         if self.data_check:
             plugins.load(self.data_check)(source)
 

@@ -21,7 +21,8 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True)
 class Folder:
-    """`weights` is the file that holds the weights, or the index of several; None if there is neither."""
+    """`weights` is the file that holds the weights, or the index of several; None if there is
+    neither."""
 
     path: Path
     config: dict[str, Any]
@@ -47,8 +48,8 @@ def read(path: Path) -> Folder:
     """A folder with a model, perhaps without its weights; refuses one that is none."""
     if not path.exists() and HUB_ID.fullmatch(str(path)):
         raise RequestError(
-            f"{str(path)!r} is not a folder here; if it is a model of the Hugging Face hub, download it first: "
-            f"steelyard weights get {path}"
+            f"{str(path)!r} is not a folder here; if it is a model of the Hugging Face hub, "
+            f"download it first: steelyard weights get {path}"
         )
     if not path.is_dir():
         raise RequestError(f"{str(path)!r} is not a folder; give a Hugging Face folder: {CONFIG_NAME}, weights and tokenizer")

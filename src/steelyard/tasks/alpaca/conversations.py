@@ -57,11 +57,12 @@ def check_source(source: Path) -> None:
         content = files.begin(path, BEGIN_BYTES)
     cut = len(content) == BEGIN_BYTES
     if cut:
-        content = content.decode("utf-8", "ignore").encode()  # without a part of a character at its end
+        content = content.decode("utf-8", "ignore").encode()  # without a cut character at its end
     try:
         next(_conversations(content, path, JOINT))
     except RequestError as error:
-        if not cut or not isinstance(error.__cause__, ValueError):  # else the first conversation may go on behind the cut
+        # What is not JSON may go on behind the cut.
+        if not cut or not isinstance(error.__cause__, ValueError):
             raise
 
 

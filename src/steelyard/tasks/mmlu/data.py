@@ -103,7 +103,8 @@ def read(source: Path) -> list[Subject]:
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a folder or tar has no file of MMLU, or the first of them has no rows of it."""
+    """Raise RequestError if a folder or tar has no file of MMLU, or the first of them has no rows
+    of it."""
     found = next(_files(source), None)
     if found is None:
         raise RequestError(_none(source))

@@ -69,7 +69,8 @@ def read(path: Path) -> list[Query]:
 
 
 def check_source(folder: Path) -> None:
-    """Raise RequestError if a folder is not ReCoRD's, by its names and the first line of each file."""
+    """Raise RequestError if a folder is not ReCoRD's, by its names and the first line of each
+    file."""
     for path in find(folder):
         line = next(jsonl.read(path, _LINE, MAX_LINE_BYTES), None)
         if line is None:
