@@ -81,7 +81,8 @@ def reproduce(
     from steelyard.case.request import engine_settings
     from steelyard.cli.get import data_of
     from steelyard.cli.report import read
-    from steelyard.cli.run import at_least_one, site_file
+    from steelyard.cli.run import at_least_one
+    from steelyard.cli.wanted import site_file
     from steelyard.metrics import compare
     from steelyard.run import reproduce as again
     from steelyard.run.ready import ready

@@ -202,7 +202,7 @@ def run(
     from steelyard.case.request import Request
     from steelyard.cli.engines import check_all, chosen
     from steelyard.cli.get import data_of
-    from steelyard.cli.wanted import at, what
+    from steelyard.cli.wanted import at, site_file, what
     from steelyard.data import selection
     from steelyard.record.signature import try_key
     from steelyard.run import site as sites
@@ -269,19 +269,6 @@ def run(
 
         return run_engines(requests, times, output)
     return _run([request for request in requests for _ in range(times)], output)
-
-
-def site_file(named: Path | None, output: Output) -> Path | None:
-    """Return the site file to use, and say which one is used unasked and which one is left out."""
-    from steelyard.run import site
-
-    path = site.find(named)
-    if path is not None and named is None and not output.silent:
-        say(f"site: {path}")
-    left_out = site.unused(path)
-    if left_out is not None:
-        say(f"warning: {left_out} in this folder is not used; to use it: --site {left_out}")
-    return path
 
 
 def _given(

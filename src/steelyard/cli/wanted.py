@@ -1,9 +1,11 @@
-"""What the names on a command line stand for: cases, and for `smoke` every case that an engine runs at that size."""
+"""What the names on a command line stand for: cases, for `smoke` every case that an engine runs at that size, and site
+files."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from steelyard.cli.out import Output, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -125,3 +127,16 @@ def numbers(case: "Case", smoke: bool, engine: str, devices: int | None, acceler
     divides = engines.row(engine)
     able = [n for n in case.devices if n <= most and divides.divides(degrees.make(case, 1, n))]
     return able or [1]
+
+
+def site_file(named: Path | None, output: Output) -> Path | None:
+    """Return the site file to use, and say which one is used unasked and which one is left out."""
+    from steelyard.run import site
+
+    path = site.find(named)
+    if path is not None and named is None and not output.silent:
+        say(f"site: {path}")
+    left_out = site.unused(path)
+    if left_out is not None:
+        say(f"warning: {left_out} in this folder is not used; to use it: --site {left_out}")
+    return path
