@@ -142,7 +142,7 @@ LOADERS = [
         ("a = " + "[" * 5000, "nested more than 16 deep"),
         (f"devices = {'1' * 5000}", "more than 255 characters"),
         ("devices = 0", "devices"),
-        ("a = ", "cannot be read"),
+        ("a = ", "is not a site file: Invalid value"),
         ("silence_s = 0.1", "silence_s"),
     ],
 )
