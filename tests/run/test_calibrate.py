@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from steelyard.accelerators.events import HostEvent
 from steelyard.plan.matmuls import Matmul
 from steelyard.record.facts import MatmulRate
-from steelyard.run.calibrate import calibrate
+from steelyard.run.calibrate import calibrate, calibrate_after
 
 SQUARE_FLOPS = 1280
 
@@ -14,7 +15,7 @@ class Abacus:
     """Multiplies at 128 FLOP/s, and at 64 where the result has few rows."""
 
     def __init__(self, cannot: str = "", square: bool = True) -> None:
-        self.now, self.cannot, self.square = 0.0, cannot, square
+        self.now, self.used, self.cannot, self.square = 0.0, 0.0, cannot, square
         self.asked: list[Matmul] = []
 
     def _spend(self, time_s: float) -> None:
@@ -88,3 +89,72 @@ def test_a_framework_that_multiplies_nothing_is_asked_for_no_shape():
     device = Abacus(square=False)
     assert calibrate(device, "bf16", shapes, lambda: device.now) == {}  # type: ignore[arg-type]
     assert device.asked == []
+
+
+class Cores(Abacus):
+    """Works in CPU time: a call of the square matmul takes `call_s`. `slow` maps the number of a
+    call to the factor by which it uses more CPU time, as beside a neighbour on the same core."""
+
+    def __init__(self, slow: dict[int, float], call_s: float = 0.01) -> None:
+        super().__init__()
+        self.slow, self.call_s, self.calls = slow, call_s, 0
+
+    def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
+        return self._multiply, SQUARE_FLOPS
+
+    def _multiply(self) -> None:
+        self._spend(self.call_s)
+        self.used += self.call_s * self.slow.get(self.calls, 1.0)
+        self.calls += 1
+
+    def event(self) -> HostEvent:  # type: ignore[override]
+        return HostEvent(lambda: self.now)
+
+
+def before(device: Any) -> dict[str, Any]:
+    return calibrate(device, "bf16", lambda smaller: (), lambda: device.now, lambda: device.used)
+
+
+def after(device: Any, rate: float) -> list[float]:
+    told = calibrate_after(device, "bf16", rate, lambda: device.now, lambda: device.used)
+    return [round(one, 6) for one in told]
+
+
+def test_cpu_time_is_read_several_times_before_the_pass() -> None:
+    """One call, three to warm up and 39 in 0.3 s: eight parts of 3 or 6 calls. All calls but three
+    are disturbed: the mean does not show the rate of a quiet host, one of the parts does."""
+    cores = Cores({call: 2.0 for call in range(43) if call not in (22, 23, 24)}, call_s=1 / 128)
+    told = before(cores)
+    assert cores.calls == 43
+    assert told["matmul_cpu_rates"] == {"before": [81_920.0] * 4 + [163_840.0] + [81_920.0] * 3}
+    assert told["matmul_flops_per_cpu_s"] == 163_840.0 * 42 / 81
+    assert told["matmul_flops_per_s"] == 163_840.0
+
+
+def test_few_calls_are_one_timing_each_three() -> None:
+    cores = Cores({}, call_s=1.0)
+    assert before(cores)["matmul_cpu_rates"] == {"before": [1280.0, 1280.0]}
+    assert cores.calls == 7
+
+
+def test_a_device_with_its_own_clock_has_no_rates_of_cpu_time() -> None:
+    device = Abacus()
+    assert "matmul_cpu_rates" not in before(device)
+    assert after(device, 128.0) == []
+
+
+def test_timings_after_the_pass_take_some_tens_of_milliseconds() -> None:
+    """A call to warm up and three that count take 0.04 s; three more would not end in 0.05 s."""
+    cores = Cores({0: 5.0})
+    assert after(cores, 128_000.0) == [128_000.0]
+    assert cores.calls == 4
+    quick = Cores({1: 2.0, 2: 2.0, 3: 2.0}, call_s=0.001)
+    # 16 timings of three calls, joined to eight.
+    assert after(quick, 1_280_000.0) == [853_333.333333, *[1_280_000.0] * 7]
+    assert quick.calls == 49
+
+
+def test_a_slow_device_multiplies_once_after_the_pass() -> None:
+    cores = Cores({}, call_s=2.0)
+    assert after(cores, 640.0) == [640.0]
+    assert cores.calls == 1

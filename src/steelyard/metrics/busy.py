@@ -5,6 +5,7 @@ run's own processes did, is what others took.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steelyard.metrics.result import Finding, judged, note
@@ -63,21 +64,35 @@ def share(load: Load, begin_s: float, end_s: float) -> Share:
     return Share(min(1.0, others_s / (load.cores * time_s)), time_s)  # ticks of many cores may add up to more
 
 
-def quiet(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """On every host, over what rates are taken from. Size smoke, which measures nothing, gets the note alone."""
+def _shares(record: Record) -> Iterator[tuple[str, Load, Share]]:
+    """Yield the name, the load and the share that others took of every host that counts CPU time,
+    over the part of the run that rates are taken from."""
     found = span(record)
-    out: list[Finding] = []
     for host in record.hosts:
         windows = [found.borders[rank] for rank in host.ranks if found is not None and rank in found.borders]
-        if host.load is None or not windows:
-            continue
-        taken = share(host.load, min(begin for begin, _ in windows), max(end for _, end in windows))
+        if host.load is not None and windows:
+            begin_s, end_s = min(begin for begin, _ in windows), max(end for _, end in windows)
+            yield host.name, host.load, share(host.load, begin_s, end_s)
+
+
+def is_busy(record: Record) -> bool:
+    """Return whether others are known to have taken more of a host's cores than a full run allows,
+    whatever the size of this run."""
+    most = bounds_of(record.environment.hardware.accelerator).most
+    return any(taken.value is not None and taken.value > most for _, _, taken in _shares(record))
+
+
+def quiet(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """On every host, over what rates are taken from. Size smoke, which measures nothing, gets the note alone."""
+    out: list[Finding] = []
+    for name, load, taken in _shares(record):
         if taken.value is None:
             why = taken.why or Message("busy.not_counted")
-            out.append(note(Message("note.busy_unknown", {"host": host.name, "why": why})))
+            out.append(note(Message("note.busy_unknown", {"host": name, "why": why})))
             continue
         limit = bounds_of(record.environment.hardware.accelerator)
-        told: Values = {"host": host.name, "share": taken.value, "cores": host.load.cores, "time": taken.time_s}
+        told: Values = {"host": name, "share": taken.value, "cores": load.cores}
+        told |= {"time": taken.time_s}
         said = Message("busy.taken", told)
         noted = Message("note.busy", {"taken": said, "least": limit.note}) if taken.value > limit.note else None
         if record.case.size != "smoke":

@@ -37,7 +37,7 @@ def _interval(record: Record, steps: list[Sample], rate: float) -> tuple[float, 
     working = [sample for sample in steps if sample.counts.get("tokens")]
     tokens = [float(sample.counts["tokens"]) for sample in working]
     times = [sample.end_s - sample.start_s for sample in working]
-    if record.formulas == 3:
+    if record.formulas is not None and record.formulas >= 3:
         flops_of = [float(flops.causal(record.question.model, sample.counts)) for sample in working]
         return stats.rate_interval(rate, flops_of, times)
     if record.formulas == 2:

@@ -195,6 +195,12 @@ class RankFacts(OpenTable):
     threads: int | None = None
     matmul_flops_per_s: Rate | None = None
     matmul_flops_per_cpu_s: Rate | None = None
+    matmul_cpu_rates: dict[str, list[Rate]] | None = Field(
+        None,
+        description="FLOP per second of CPU time in several short timings of the square matmul: "
+        "`before` the first pass, `after` the last; of a device that works in CPU time, and left "
+        "out by older records",
+    )
     matmuls: list[MatmulRate] | None = None
     all_reduce_bytes_per_s: Rate | None = None
     in_use_bytes: dict[str, Bytes | None] | None = None

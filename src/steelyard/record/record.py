@@ -32,7 +32,7 @@ Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 LATER_HASHES = ("bytes",)  # which older records do not have
 LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")  # where nothing is known of them
-FORMULAS = 3  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
+FORMULAS = 4  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
 WORDING = 2  # the version of the English of its notes: a record is verified by that of its time, 1 where it says nothing
 COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
 
@@ -182,7 +182,7 @@ class Nothing(Frozen):
 class Record(Frozen):
     schema_version: int = Field(SCHEMA, alias="schema")
     kind: Literal["run"] = "run"
-    formulas: Literal[2, 3] | None = Field(
+    formulas: Literal[2, 3, 4] | None = Field(
         None, description="version of the formulas that its metrics follow (docs/records.md); left out where it is 1"
     )
     wording: Literal[2] | None = Field(

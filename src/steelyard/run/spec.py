@@ -74,6 +74,10 @@ class RankFile(Frozen):
     threads: int | None = None
     matmul_flops_per_s: float | None = None
     matmul_flops_per_cpu_s: float | None = Field(None, description="the same over the CPU time of this process")
+    matmul_cpu_rates: dict[str, list[float]] = Field(
+        default_factory=dict,
+        description="the same in several short timings: `before` the first pass, `after` the last",
+    )
     matmuls: list[MatmulRate] = Field(default_factory=list, description="the case's own shapes, each with its rate")
     drawn: dict[str, list[dict[str, int]]] = Field(default_factory=dict, description="what rows drawn count; rank 0 alone")
     all_reduce_bytes_per_s: float | None = None
@@ -98,7 +102,7 @@ class RankFile(Frozen):
             told["clocks"] = self.clocks
         if self.matmul_flops_per_cpu_s is not None:
             told["matmul_flops_per_cpu_s"] = self.matmul_flops_per_cpu_s
-        for name in ("matmuls", "beside", "compile_cache"):
+        for name in ("matmul_cpu_rates", "matmuls", "beside", "compile_cache"):
             if getattr(self, name):
                 told[name] = getattr(self, name)
         return RankFacts(**told)

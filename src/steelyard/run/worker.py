@@ -23,7 +23,7 @@ from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
-from steelyard.run.calibrate import calibrate
+from steelyard.run.calibrate import calibrate, calibrate_after
 from steelyard.run.clock import busy, now
 from steelyard.run.explain import explain, steps_of
 from steelyard.run.measure import Trace, bare, measure, time_of
@@ -71,6 +71,7 @@ class Worker(RankProcess):
                 with self._phase("calibrate"):
                     self._add(**self._calibrate(framework))
             self._pass(engine, name, framework)
+        self._calibrate_after(framework)
         if self.spec.explain:
             self._explain(engine, framework)
         self._add(compile_cache=framework.compile_cache())
@@ -173,6 +174,15 @@ class Worker(RankProcess):
             return matmuls.of_case(self.case, self.spec.plan.tp, self._held, smaller)
 
         return calibrate(framework, self.case.question.precision.matmul, shapes_of)
+
+    def _calibrate_after(self, framework: Framework) -> None:
+        """Time the square matmul again and add its rates to the rank file: a host that was busy
+        before the passes may be quiet after them."""
+        rates, rate = self.file.matmul_cpu_rates, self.file.matmul_flops_per_s
+        if rates and rate:
+            with self._phase("calibrate"):
+                after = calibrate_after(framework, self.case.question.precision.matmul, rate)
+            self._add(matmul_cpu_rates={**rates, "after": after})
 
     @cached_property
     def _held(self) -> dict[str, int] | None:

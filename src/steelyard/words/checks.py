@@ -73,6 +73,14 @@ TABLE: dict[str, tuple[str, str]] = {
         "{margin} times the measured matmul rate, both per second of CPU time",
         "实测矩阵乘法速率的 {margin} 倍，均按 CPU 时间计",
     ),
+    "limit.cpu_best": (
+        "{margin} times the fastest of {count} matmul timings before and after the passes, both per second of CPU time",
+        "各遍前后 {count} 次矩阵乘法计时中最快者的 {margin} 倍，均按 CPU 时间计",
+    ),
+    "limit.busy": (
+        "{limit}; the margin is wide because other processes used the host's cores",
+        "{limit}；其他进程占用了该主机的核，故上限放宽",
+    ),
     "check.beside.ok": (
         "{pass}: rank {rank} spent {spent:.3f} s outside the timed pass of {wall:.3f} s ({parts}), within the "
         "allowed {most:.0%}",

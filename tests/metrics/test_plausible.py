@@ -1,0 +1,141 @@
+"""The matmul rate and the margin that a pass is judged by, in each version of the formulas."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures import report
+from steelyard import words
+from steelyard.metrics import plausible, table, validity
+from steelyard.metrics.result import Judged
+from steelyard.record import record as records
+from steelyard.record.facts import HostFacts, Load, MatmulRate, RankFacts
+from steelyard.record.record import Record, Window
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+WALL_S = 40.0
+
+
+def made(
+    accelerator: str,
+    ranks: list[RankFacts],
+    formulas: int | None = 4,
+    others: float = 0.0,
+) -> Record:
+    """Return a record of one pass of 40 s of wall and CPU time, while others use a share of the
+    host's four cores."""
+    base = report.make()
+    told = {"pass": "infer", "rank": 0, "start_s": 5.0, "wall_s": WALL_S, "cpu_s": WALL_S}
+    window = Window.model_validate(told | {"allocated_bytes": 0, "reserved_bytes": 0})
+    device = {"accelerator": accelerator, "peak": None}
+    hardware = base.environment.hardware.model_copy(update=device)
+    times = [0.0, 50.0]
+    load = Load(t_s=times, allowed=4, own_s=times, busy_s=[(1 + 4 * others) * t for t in times])
+    changed: dict[str, Any] = {
+        "environment": base.environment.model_copy(update={"hardware": hardware}),
+        "passes": [window],
+        "ranks": ranks,
+        "formulas": formulas,
+        "hosts": [HostFacts(name="here", ranks=[0], load=load)],
+    }
+    return base.model_copy(update=changed)
+
+
+def judged(record: Record) -> Judged:
+    [found] = plausible.plausible(record, {})
+    assert found.check is not None
+    assert found.code == "implausible"
+    return found.check
+
+
+def rate_on(accelerator: str) -> float:
+    """Return the rate of the pass, over CPU time or over the device's own."""
+    rank = RankFacts(rank=0, matmul_flops_per_s=1e15, matmul_flops_per_cpu_s=1e15)
+    [(share, _)] = plausible._claims(made(accelerator, [rank]), "infer")
+    return share * plausible.MARGIN * 1e15
+
+
+RATE = rate_on("cpu")
+
+
+def timed(share: float, before: list[float], after: list[float]) -> list[RankFacts]:
+    """Return a rank whose matmul reached a share of the pass's rate on average, and these shares in
+    single timings."""
+    rates = {"before": [RATE * one for one in before], "after": [RATE * one for one in after]}
+    return [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE * share, matmul_cpu_rates=rates)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ok"),
+    [
+        ([0.8, 0.8], [0.8], False),  # all of them below 1 / 1.1
+        ([0.8, 0.92], [0.8], True),
+        ([0.8, 0.8], [0.8, 0.92], True),
+        ([0.8], [], False),
+    ],
+)
+def test_the_best_of_several_timings_is_the_limit(before: list[float], after: list[float], ok: bool) -> None:
+    ranks = timed(0.8, before, after)
+    assert judged(made("cpu", ranks)).ok is ok
+    assert not judged(made("cpu", ranks, formulas=3)).ok  # which has one timing
+    assert not judged(made("cpu", ranks, formulas=None)).ok
+
+
+def test_a_worker_that_times_once_is_judged_by_that() -> None:
+    assert judged(made("cpu", [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE / 1.05)])).ok
+    assert not judged(made("cpu", [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE / 1.2)])).ok
+
+
+@pytest.mark.parametrize(("others", "ok"), [(0.09, False), (0.11, True)])
+def test_beside_others_the_margin_on_a_cpu_is_wider(others: float, ok: bool) -> None:
+    """Where they took more than 10 % of the cores, which makes a full run `busy`."""
+    ranks = timed(0.4, [0.41], [0.4])
+    assert judged(made("cpu", ranks, others=others)).ok is ok
+    slower = timed(0.3, [0.3], [0.39])  # the pass is above 2.5 times the best of these
+    assert not judged(made("cpu", slower, others=others)).ok
+    assert not judged(made("cpu", ranks, formulas=3, others=others)).ok
+
+
+@pytest.mark.parametrize(("others", "ok"), [(0.7, False), (0.8, True)])
+def test_beside_others_the_margin_on_another_device_is_wider(others: float, ok: bool) -> None:
+    """Kernels that a host launches too late take longer, from one event to the next."""
+    rate = rate_on("cuda")
+    shape = MatmulRate(name="up", layout="nt", m=1, n=1, k=1, count=1, flops_per_s=rate / 2.4)
+    ranks = [RankFacts(rank=0, matmul_flops_per_s=rate / 3, matmuls=[shape])]
+    assert judged(made("cuda", ranks, others=others)).ok is ok
+    assert not judged(made("cuda", ranks, formulas=3, others=others)).ok
+
+
+def test_the_check_says_which_limit() -> None:
+    said = words.text(judged(made("cpu", timed(0.8, [0.8, 0.92], [0.9]))).said)
+    assert said.endswith(
+        "FLOP/s: 1.1 times the fastest of 3 matmul timings before and after the passes, both per second of CPU time"
+    )
+    busy = words.text(judged(made("cpu", timed(0.4, [0.41], [0.4]), others=0.5)).said)
+    assert busy.endswith(
+        "FLOP/s: 2.5 times the fastest of 2 matmul timings before and after the passes, both per second "
+        "of CPU time; the margin is wide because other processes used the host's cores"
+    )
+
+
+COMMITTED = {
+    "20261116T181648-smollm2-135m-mmlu-full-closed-fp32-transformers-fd558c53": (3, False),
+    "20261116T181616-smollm2-135m-mmlu-full-closed-fp32-torch-786a75be": (3, True),
+    "20261116T130936-llama2-7b-mmlu-smoke-closed-fp32-torch-135f21b3": (2, True),
+    "20261116T041617-llama2-7b-mmlu-smoke-closed-fp32-torch-df8b7f75": (None, True),
+}
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_published_records_are_judged_as_they_were(name: str) -> None:
+    """Their own version judges them; the one that is implausible stays so, with its limit."""
+    [path] = RESULTS.rglob(f"{name}.json")
+    found = records.read(path)
+    checks, reasons, _, _ = validity.judge(found, table.derive(found))
+    [then] = [one for one in found.checks if one.name == "plausible"]
+    [now] = [one for one in checks if one.name == "plausible"]
+    assert (found.formulas, now.ok, now.ok) == (*COMMITTED[name], then.ok)
+    if found.formulas is not None:  # whose words are those of today
+        assert now.detail == then.detail
+    assert [one.code for one in reasons] == [one.code for one in found.reasons]
