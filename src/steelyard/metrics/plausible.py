@@ -13,9 +13,10 @@ from steelyard.words import Message, Values
 
 MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperature and its neighbours move
 # The same on a busy host. A neighbour on the other thread of a core, and threads that spin for one
-# that waits, can each take half of a matmul's rate. Such a run is invalid as `busy` anyway, size
-# smoke apart. Engines that do no work in the pass were measured at 3 times the matmul's rate, where
-# threads spin meanwhile, and at 40 times (tests/hard/test_cheats.py).
+# that waits, can each take half of a matmul's rate: 1.35e11 FLOP per CPU second were measured where
+# a quiet host gave 2.16e11. Such a run is invalid as `busy` anyway, size smoke apart. Engines that
+# do no work in the pass were measured at 3 times the matmul's rate, where threads spin meanwhile,
+# and at 40 times (tests/hard/test_cheats.py).
 BUSY_MARGIN = 2.5
 SEVERAL = 4  # the first version of the formulas with several timings and a margin for busy hosts
 ASIDE = 0.1  # the most of a pass's wall time that may be spent beside it, on its answers and its length
