@@ -25,7 +25,7 @@ GZIP = b"\x1f\x8b"
 PART = ".part"  # ends the name of a file that is not complete
 CHUNK_BYTES = 1 << 20
 GIT_TIMEOUT_S = 10.0
-MAX_TOML_DEPTH = 16  # of tables and lists; a case has four
+MAX_TOML_DEPTH = 16  # of tables and lists; a case has tables four deep
 MAX_TOML_WORD = 255  # characters of a bare key or a number
 
 Content = bytes | Callable[[BinaryIO], None]
@@ -37,6 +37,10 @@ class TooLargeError(Exception):
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"larger than {most_bytes} bytes")
         self.most_bytes = most_bytes
+
+
+class TomlLimitError(ValueError):
+    """TOML is nested deeper, or holds a longer word, than its reader allows."""
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -131,8 +135,8 @@ _TOML_LONG_WORD = re.compile(rf"[\w+-]{{{MAX_TOML_WORD + 1}}}", re.ASCII)
 
 
 def parse_toml(raw: bytes | str) -> dict[str, Any]:
-    """Parse TOML from a stranger. Raise ValueError with the reason if it is not TOML, is nested deeper
-    than `MAX_TOML_DEPTH`, or holds a bare key or number longer than `MAX_TOML_WORD`.
+    """Parse TOML from a stranger. Raise ValueError with the reason if it is not TOML, and TomlLimitError
+    if it is nested deeper than `MAX_TOML_DEPTH` or holds a bare key or number longer than `MAX_TOML_WORD`.
 
     Depth is bounded before parsing: tomllib's time and memory grow with the square of a dotted key's
     length. Where this scan and tomllib would disagree on what a string is, the text is not TOML, and
@@ -140,9 +144,9 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     bare = _TOML_TEXT.sub(lambda match: "s" if match[1] else "", text)  # a quoted part of a key counts
     if _TOML_DEEP_KEY.search(bare) or _bracket_depth(bare) > MAX_TOML_DEPTH:
-        raise ValueError(f"nested more than {MAX_TOML_DEPTH} deep")
+        raise TomlLimitError(f"tables nested more than {MAX_TOML_DEPTH} deep")
     if _TOML_LONG_WORD.search(bare):
-        raise ValueError(f"a key or a number has more than {MAX_TOML_WORD} characters")
+        raise TomlLimitError(f"a key or a number has more than {MAX_TOML_WORD} characters")
     return tomllib.loads(text)
 
 

@@ -78,6 +78,7 @@ def test_it_is_listed(shell: Shell) -> None:
         "families": ["llama"],
         "divisions": ["closed"],
         "precisions": ["fp32"],
+        "trains_in": [],
         "degrees": ["DP"],
         "missing": None,
         "checkout": None,

@@ -63,13 +63,13 @@ def test_a_long_header_is_not_read(size: int) -> None:
 def test_deep_dotted_keys_in_a_case_get_one_line(depth: int, where: str, shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(f"{where}{'.a' * depth} = 1\n{OWN if where == 'smoke' else ''}")
-    one_line(shell.ask("show", path), "own.toml': tables nested more than 16 deep; a case has four")
+    one_line(shell.ask("show", path), "own.toml': tables nested more than 16 deep; a case has tables four deep")
 
 
 @pytest.mark.parametrize("depth", [40, 300, 900, 2000, 50_000])
 def test_deep_dotted_keys_on_the_command_line_get_one_line(depth: int, shell: Shell) -> None:
     key = "tune.env" + ".a" * depth
-    one_line(shell.ask("show", CASE, "--set", f"{key}=1"), "--set ", "nested more than 16 deep; a case has four")
+    one_line(shell.ask("show", CASE, "--set", f"{key}=1"), "--set ", "nested more than 16 deep; a case has tables four deep")
     one_line(shell.ask("show", CASE, "--set", f"question{'.a' * depth}=1"), "--set: no key ")
     nested = "{a=" * min(depth, 300) + "1" + "}" * min(depth, 300)
     one_line(shell.ask("show", CASE, "--set", f"tune.env={nested}"))

@@ -85,10 +85,12 @@ def read(name: str) -> Source:
         raise RequestError(f"no case {name!r}; {hint} (a file of your own ends in .toml)")
     try:
         table = files.parse_toml(raw)
+    except files.TomlLimitError as error:
+        raise RequestError(f"case file {name!r}: {error}; a case has tables four deep, and short names") from error
     except ValueError as error:
         raise RequestError(f"case file {name!r} is not TOML: {error}") from error
     if _deeper(table, MAX_TOML_DEPTH):
-        raise RequestError(f"case file {name!r}: tables nested more than {MAX_TOML_DEPTH} deep; a case has four")
+        raise RequestError(f"case file {name!r}: tables nested more than {MAX_TOML_DEPTH} deep; a case has tables four deep")
     return Source(name, raw.decode("utf-8"), table)
 
 
@@ -227,7 +229,7 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
     check_key(key, settable(), "--set")
     value = typed(text)
     if key.count(".") + 1 > MAX_TOML_DEPTH or _deeper(value, MAX_TOML_DEPTH):
-        raise RequestError(f"--set {shown(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has four")
+        raise RequestError(f"--set {shown(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has tables four deep")
     if key.startswith("tune.env.") and not isinstance(value, str):
         value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")

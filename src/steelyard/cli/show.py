@@ -80,10 +80,12 @@ def _able(row: dict[str, Any], cases: int) -> str:
 def _named_precisions(row: dict[str, Any]) -> list[str]:
     """Return the values of --precision that an engine takes: those of matmuls if it scores, and
     those that it trains in."""
-    trains = [work for work in row["works"] if work.startswith("train")]
-    scores = len(trains) < len(row["works"])
-    named = [*(row["precisions"] if scores else []), *(row["trains_in"] if trains else [])]
-    return list(dict.fromkeys(named))
+    scores = not all(_is_training(work) for work in row["works"])
+    return list(dict.fromkeys([*(row["precisions"] if scores else []), *row["trains_in"]]))
+
+
+def _is_training(work: str) -> bool:
+    return work.startswith("train")
 
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
@@ -97,7 +99,7 @@ def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
         "families": list(row.families),
         "divisions": list(row.divisions),
         "precisions": list(row.precisions),
-        "trains_in": list(row.trains_in),
+        "trains_in": list(row.trains_in) if any(map(_is_training, row.works)) else [],
         "degrees": [degree.upper() for degree in row.degrees],
         "missing": row.missing(),
         "checkout": row.checkout or None,
