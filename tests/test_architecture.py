@@ -135,7 +135,7 @@ ROOMS: dict[str, set[str]] = {
     "run": {"accelerators", "case", "data", "engines", "metrics", "plan", "record", "sources", "tasks", "training"},
     "report": {"case", "metrics", "plan", "record", "tasks"},
     "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
-    "record": {"case", "plan", "tasks"},
+    "record": {"accelerators", "case", "plan", "tasks"},
     "plan": {"case", "models"},
     "case": {"data", "models", "tasks"},
     "tasks": {"data"},

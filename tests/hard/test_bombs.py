@@ -8,7 +8,6 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -113,12 +112,50 @@ def test_a_large_record_needs_the_memory_that_it_takes(tmp_path: Path, monkeypat
     size = path.stat().st_size
     monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
     monkeypatch.setattr(sealed, "RANK_BYTES", size // 2)  # it is larger than one rank's and within two's
-    for free, fits in ((25 * size, True), (25 * size - 1, False)):
-        monkeypatch.setattr(sealed.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+    monkeypatch.setattr(sealed, "SMALL_BYTES", 1000)
+    content = path.read_bytes()
+    needed = 25 * size + 80 * (content.count(b"{") + content.count(b"["))
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(sealed, "available_to_process", lambda free=free: free)
         if fits:
             assert record.read(path).plan.world == 2
         else:
-            assert f"{size} bytes take up to {25 * size >> 20} MiB of memory to read" in refusal(record.read, path)
+            assert f"{size} bytes take up to {needed >> 20} MiB of memory to read" in refusal(record.read, path)
+
+
+UNITS = {
+    "tables": b"{}",
+    "tables of one key": b'{"a":0}',
+    "lists": b"[[]]",
+    "deep lists": b"[" * 60 + b"]" * 60,
+    "deep tables": b'{"a":' * 50 + b"0" + b"}" * 50,
+    "floats": b"1.5",
+    "strings": b'"ab"',
+    "wide strings": '"ab","\U0001f600"'.encode(),
+}
+PEAK = """
+import sys
+from pathlib import Path
+from steelyard.record import sealed
+def kib(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+path = Path(sys.argv[1])
+before = kib("VmRSS")
+sealed.table(path, sealed.read_bytes(path))
+print((kib("VmHWM") - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_parsed_record_takes_no_more_memory_than_is_expected(unit: str, tmp_path: Path) -> None:
+    """The peak of a process that parses two megabytes of it, beside what it had before."""
+    path = tmp_path / "record.json"
+    content = b'{"schema":1,"junk":[' + b",".join([UNITS[unit]] * (2_000_000 // (len(UNITS[unit]) + 1))) + b"]}"
+    path.write_bytes(content)
+    needed = sealed.MEMORY_PER_BYTE * len(content)
+    needed += sealed.MEMORY_PER_TABLE * (content.count(b"{") + content.count(b"["))
+    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True, timeout=120)
+    assert len(content) < int(done.stdout) <= needed
 
 
 def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

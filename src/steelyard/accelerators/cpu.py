@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -45,6 +46,17 @@ def free() -> int:
     """Bytes that processes can have without another losing its own."""
     available: int = psutil.virtual_memory().available
     return available
+
+
+def available_to_process() -> int:
+    """Return the bytes that this process can still take: of the host's free memory, within the limits of
+    its control group and of its address space (ulimit -v)."""
+    own = psutil.Process().memory_info()
+    limits = [free(), capacity()[0] - own.rss]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space - own.vms)
+    return max(0, min(limits))
 
 
 def capacity(proc: Path = PROC, groups: Path = GROUPS) -> tuple[int, str]:
