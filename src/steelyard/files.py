@@ -65,10 +65,11 @@ def _require_regular(mode: int, path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read(path: Path, most_bytes: int) -> bytes:
-    """All bytes of a file, unpacked if they are gzip's. OSError where it cannot be read, TooLargeError beyond the limit."""
+def read(path: Path, most_bytes: int, unpack: bool = True) -> bytes:
+    """Read a whole file, unpacked if it is gzip's and `unpack` holds. Raise OSError if it cannot be read,
+    TooLargeError beyond the limit."""
     chunks, size = [], 0
-    with _unpacked(path) as (file, _):
+    with _unpacked(path, unpack) as (file, _):
         while chunk := file.read(CHUNK_BYTES):  # a read of the whole limit would take that much memory for any file
             chunks.append(chunk)
             size += len(chunk)
@@ -103,11 +104,11 @@ def lines(
 
 
 @contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """A file to read from, and the one that lies on disk, which is the same unless that is gzip's."""
     try:
         with open_regular(path) as raw:
-            packed = raw.read(len(GZIP)) == GZIP
+            packed = unpack and raw.read(len(GZIP)) == GZIP
             raw.seek(0)
             with gzip.GzipFile(fileobj=raw) if packed else contextlib.nullcontext(raw) as file:
                 yield file, raw  # type: ignore[misc]

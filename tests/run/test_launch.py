@@ -1,6 +1,7 @@
 """Launchers as pure functions: a site in, command lines out; and the site file itself."""
 
 import errno
+import gzip
 import hashlib
 import os
 import shlex
@@ -136,7 +137,7 @@ LOADERS = [
         ('[slurm]\noptions = ["; rm -rf"]', "slurm.options.0"),
         ('[environment]\n"A B" = "x"', "environment"),
         *((f'[environment]\n{name} = "x"', f"'{name}' is not a variable that a site file may set") for name in LOADERS),
-        ('[environment]\nNCCL_IB_HAC = "x"', "did you mean 'NCCL_IB_HCA'"),
+        ('[environment]\nNCCL_IB_HAC = "x"', "did you mean 'NCCL_IB_HCA'.*export others in the prologue"),
         ('file = "other.toml"', "file: "),
         ("a." * 5000 + "b = 1", "nested more than 16 deep"),
         ("a = " + "[" * 5000, "nested more than 16 deep"),
@@ -185,21 +186,39 @@ def test_a_site_file_of_the_working_directory_is_not_taken(own: Path) -> None:
 def test_a_relative_configuration_folder_is_not_taken(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", "config")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert site.find(None) is None
+    (tmp_path / ".config").symlink_to("config")
+    for home in (str(tmp_path / "home"), "."):
+        monkeypatch.setenv("HOME", home)
+        assert site.find(None) is None
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert site.find(None) == tmp_path / ".config" / "steelyard" / "site.toml"
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_site_file_that_others_can_write_is_refused(own: Path, mode: int) -> None:
     own.chmod(mode)
-    with pytest.raises(RequestError, match="can be written by other users; run: chmod go-w"):
+    with pytest.raises(RequestError, match=f": it can be written by other users; run: chmod go-w '{own}'"):
         site.find(None)
+
+
+def test_a_site_file_in_a_folder_that_others_can_write_is_refused(own: Path) -> None:
+    """They could replace it."""
+    own.parent.chmod(0o777)
+    with pytest.raises(RequestError, match=f"its folder can be written by other users; run: chmod go-w '{own.parent}'"):
+        site.find(None)
+
+
+def test_a_packed_site_file_is_not_unpacked(tmp_path: Path) -> None:
+    """The hash in a record is of the file as it lies there."""
+    (tmp_path / "site.toml").write_bytes(gzip.compress(b"devices = 2"))
+    with pytest.raises(RequestError, match="is not a site file"):
+        site.read(tmp_path / "site.toml")
 
 
 def test_a_site_file_of_another_user_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = os.stat_result((0o100600, 1, 1, 1, 4711, 0, 0, 0, 0, 0))
     monkeypatch.setattr(Path, "stat", lambda path: status)
-    with pytest.raises(RequestError, match="belongs to user 4711; remove it, or name it with --site"):
+    with pytest.raises(RequestError, match="its folder belongs to user 4711; remove it, or name it with --site"):
         site.find(None)
 
 

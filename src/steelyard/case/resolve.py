@@ -97,7 +97,7 @@ def read(name: str) -> Source:
 def _read_file(path: Path) -> bytes:
     """Return the bytes of a case file. Raise RequestError if it cannot be read or is too large."""
     try:
-        return files.read(path, MAX_CASE_BYTES)
+        return files.read(path, MAX_CASE_BYTES, unpack=False)
     except files.TooLargeError as error:
         raise RequestError(
             f"case file {str(path)!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few kilobytes"

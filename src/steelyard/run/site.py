@@ -7,6 +7,7 @@ anything starts.
 
 import hashlib
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from steelyard import files
 from steelyard.case.case import ENV
-from steelyard.errors import RequestError, known
+from steelyard.errors import RequestError
 from steelyard.run.messages import SILENCE_S
 from steelyard.schema import Frozen, first_problem
 
@@ -108,8 +109,11 @@ class Site(Frozen):
     def _check_names(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
             if name not in ENVIRONMENT:
+                near = get_close_matches(name, ENVIRONMENT, 1, 0.85)
+                hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
-                    f"{name[:100]!r} is not a variable that a site file may set; {known(name, sorted(ENVIRONMENT), 'allowed')}"
+                    f"{name[:100]!r} is not a variable that a site file may set; {hint}allowed: those of tune.env "
+                    "and of networks (docs/clusters.md); export others in the prologue"
                 )
         return environment
 
@@ -135,8 +139,10 @@ def find(named: Path | None) -> Path | None:
     if named is not None:
         return named
     path = _own_path()
+    if path is None:
+        return None
     try:
-        status = path.stat()
+        places = {"its folder": path.parent.stat(), "it": path.stat()}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -144,23 +150,31 @@ def find(named: Path | None) -> Path | None:
             f"the site file {str(path)!r} cannot be read: {error.strerror}; name one with --site, "
             "or set XDG_CONFIG_HOME to a folder of yours"
         ) from error
-    if status.st_uid not in (0, os.geteuid()):
-        raise RequestError(
-            f"the site file {str(path)!r} belongs to user {status.st_uid}; remove it, or name it with --site if you trust it"
-        )
-    if status.st_mode & 0o022:
-        raise RequestError(f"the site file {str(path)!r} can be written by other users; run: chmod go-w {str(path)!r}")
+    for what, status in places.items():
+        if status.st_uid not in (0, os.geteuid()):
+            raise RequestError(
+                f"the site file {str(path)!r}: {what} belongs to user {status.st_uid}; "
+                "remove it, or name it with --site if you trust it"
+            )
+        if status.st_mode & 0o022:
+            where = path if what == "it" else path.parent
+            raise RequestError(
+                f"the site file {str(path)!r}: {what} can be written by other users; run: chmod go-w {str(where)!r}"
+            )
     return path
 
 
-def _own_path() -> Path:
-    """Return where the user's own site file would be. A relative XDG_CONFIG_HOME is ignored, as its
-    specification demands: it would be the working directory's."""
+def _own_path() -> Path | None:
+    """Return where the user's own site file would be, or None if no home folder is known. A relative
+    XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME too: either would be a
+    folder of the working directory."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "")
-    try:
-        return (config if config.is_absolute() else Path.home() / ".config") / "steelyard" / NAME
-    except RuntimeError as error:
-        raise RequestError(f"no home folder is known: {error}; set HOME, or name a site file with --site") from error
+    if not config.is_absolute():
+        try:
+            config = Path.home() / ".config"
+        except RuntimeError:
+            return None
+    return config / "steelyard" / NAME if config.is_absolute() else None
 
 
 def unused(path: Path | None) -> Path | None:
@@ -177,11 +191,12 @@ def read(path: Path | None) -> Site:
     if path is None:
         return Site()
     try:
-        raw = files.read(path, MAX_BYTES)
+        raw = files.read(path, MAX_BYTES, unpack=False)
         site = Site.model_validate(files.parse_toml(raw))
     except ValidationError as error:
-        allowed = ", ".join(Site.model_fields)
-        raise RequestError(f"--site {str(path)!r}: {first_problem(error)}; known keys: {allowed}") from error
+        unknown = error.errors()[0]["type"] == "extra_forbidden"
+        allowed = f"; known keys: {', '.join(Site.model_fields)}" if unknown else ""
+        raise RequestError(f"--site {str(path)!r}: {first_problem(error)}{allowed}") from error
     except OSError as error:
         raise RequestError(f"--site {str(path)!r} cannot be read: {error.strerror}; check the path") from error
     except (ValueError, files.TooLargeError) as error:
