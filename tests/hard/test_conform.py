@@ -13,7 +13,7 @@ from fixtures.liars import liar_engine
 from steelyard import engines
 from steelyard.engines import EngineRow
 from steelyard.metrics.conform import Compared, compare
-from steelyard.record.record import Record
+from steelyard.record.record import Reason, Record
 from steelyard.run import conformity
 
 OPENWEBTEXT = "llama1-7b-openwebtext"
@@ -57,6 +57,29 @@ def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Pat
     made = shell(*run, "--out", shell.out, LIAR="half_hidden", XDG_CACHE_HOME=str(tmp_path / "cache")).json()
     assert made["records"][0]["engine"]["conforms"] is False
     attacks.add("engine that trains: on half of each batch, and names all rows", 1, "`valid`", "`conforms: false`")
+
+
+@pytest.mark.parametrize(("reasons", "code"), [(("interrupted",), 1), (("out_of_memory",), 1)])
+def test_a_run_that_did_not_finish_shows_nothing(
+    reasons: tuple[str, ...], code: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends the command at once; a run that failed says nothing about the engine's answers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shell.folder / "cache"))
+    failed = report.training().model_copy(
+        update={"status": "failed", "reasons": [Reason(code=one, text=one) for one in reasons]}
+    )
+    runs: list[object] = []
+
+    def run_case(request: object) -> tuple[Record, Path]:
+        runs.append(request)
+        return failed, Path()
+
+    monkeypatch.setattr("steelyard.run.parent.run_case", run_case)
+    done = shell.ask("conform", "transformers")
+    assert done.code == code
+    assert ("interrupted" in done.lines) == (reasons == ("interrupted",))
+    assert (len(runs) == 1) == (reasons == ("interrupted",))
+    assert not list((shell.folder / "cache").rglob("conform.json"))
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def conform(
     if row.checkout:
         raise RequestError(f"engine {engine!r} has its own weights and rows, so its steps cannot be compared")
     rows: list[Compared] = []
+    finished = True
     packages: dict[str, str] | None = None
     chosen = _cases(row, cases)
     with tempfile.TemporaryDirectory(prefix="steelyard-conform-") as folder:
@@ -70,9 +71,12 @@ def conform(
             ours = _run(one, YARDSTICK, EngineSettings(), accelerator, Path(folder))
             theirs = _run(one, engine, of_engine, accelerator, Path(folder))
             rows += compare(ours, theirs)
+            finished &= "failed" not in (ours.status, theirs.status)
             packages = theirs.environment.software.packages if of_engine.python is not None else None
     sound = all(one.ok for one in rows)
-    if cases is None or not sound:  # a part of the cases can show that it does not, never that it does
+    if not finished:
+        say("not kept: a run failed, which may be the machine's fault; mend it and run again")
+    elif cases is None or not sound:  # a part of the cases can show that it does not, never that it does
         say(f"kept: {conformity.keep(row, [one.case.name for one in chosen], sound, packages)}")
     if as_json:
         told = [{**asdict(row), "ok": row.ok} for row in rows]
@@ -102,6 +106,7 @@ def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
 
 def _run(resolved: "Resolved", engine: str, of_engine: "EngineSettings", accelerator: str, folder: Path) -> "Record":
     from steelyard.case.request import Request
+    from steelyard.cli.run import interrupted
     from steelyard.run.parent import run_case
     from steelyard.run.ready import ready
 
@@ -110,7 +115,10 @@ def _run(resolved: "Resolved", engine: str, of_engine: "EngineSettings", acceler
     request = Request(
         resolved=resolved, engine=engine, engine_settings=of_engine, accelerator=accelerator, steps=steps, out=folder
     )
-    return run_case(ready(request))[0]
+    made = run_case(ready(request))[0]
+    if interrupted(made):
+        raise KeyboardInterrupt
+    return made
 
 
 def _table(engine: str, rows: "list[Compared]", sound: bool) -> str:
