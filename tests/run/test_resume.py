@@ -178,7 +178,8 @@ def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(draft: tup
     with pytest.raises(RequestError) as refused:
         resuming.find(draft[0], _resolved(), None, STEPS, "torch")
     assert str(refused.value) == (
-        f"--resume: the run of {draft[0]} did not get to its first checkpoint; run it again without --resume"
+        f"--resume: {draft[0]} names the folder {str(draft[1])!r}, which is not there; if the record was moved, give that "
+        "folder itself, else the run did not get to its first checkpoint: run it again without --resume"
     )
 
 

@@ -72,5 +72,8 @@ def _named(source: Path) -> tuple[Path, str]:
         raise RequestError(f"--resume: the run of {source} has no checkpoints; train with --checkpoint-every N to save some")
     unfinished = any(reason.code == UNFINISHED.code for reason in found.reasons)
     if unfinished and not any(folder.is_dir() for folder in folders):
-        raise RequestError(f"--resume: the run of {source} did not get to its first checkpoint; run it again without --resume")
+        raise RequestError(
+            f"--resume: {source} names the folder {str(folders[0])!r}, which is not there; if the record was moved, give "
+            "that folder itself, else the run did not get to its first checkpoint: run it again without --resume"
+        )
     return next((folder for folder in folders if checkpoints.whole(folder)), folders[0]), found.id
