@@ -81,7 +81,7 @@ def test_run_json(shell: Shell) -> None:
         ((*SMOKE, "--sample", "0"), "--sample 0: must be at least 1"),
         ((*SMOKE, "--sample", "1000"), "--sample 1000: the data has 48 questions; allowed: 1 to 48"),
         ((*SMOKE, "--steps", "0"), "--steps 0: must be at least 1"),
-        ((*SMOKE, "--repeat", "0"), "--repeat 0: must be at least 1"),
+        ((*SMOKE, "--repeat", "0"), "--repeat 0: must be 1 to 10,000"),
         ((*SMOKE, "--hang-after", "nan"), "--hang-after nan: must be more than 0"),
         ((*SMOKE, "--time-limit", "-1"), "--time-limit -1"),
         (

@@ -62,7 +62,7 @@ def test_an_interrupt_leaves_a_record_and_nobody(shell: Shell):
     ("options", "said"),
     [
         (("--accelerator", "tpu"), "accelerator 'tpu' is not known; known: cuda, cpu"),
-        (("--accelerator", "cpu", "--devices", "0"), "--devices 0: must be at least 1"),
+        (("--accelerator", "cpu", "--devices", "0"), "--devices 0: must be 1 to 1000000"),
     ],
 )
 def test_a_wrong_request_gets_one_line(shell: Shell, options: tuple[str, ...], said: str):

@@ -117,7 +117,7 @@ def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
         ((*SMOKE, "--sweep", "devices=1,5000"), "point devices=5000: --devices 5000: "),
         ((*SMOKE, "--sweep", "batch_tokens=64,64"), "points tune.batch_tokens=64 and tune.batch_tokens=64 are the same run"),
         ((*SMOKE, "--sweep", "pad_to=8,0x8"), "points tune.pad_to=8 and tune.pad_to=0x8 are the same run; name each value"),
-        ((*SMOKE, "--sweep", "pad_to=8,16", "--repeat", "0"), "--repeat 0: must be at least 1"),
+        ((*SMOKE, "--sweep", "pad_to=8,16", "--repeat", "0"), "--repeat 0: must be 1 to 10,000"),
         (("run", "smoke", "--accelerator", "cpu", "--sweep", "devices=7"), "point devices=7: "),
     ],
     ids=lambda value: "_".join(map(str, value))[-40:] if isinstance(value, tuple) else "",

@@ -24,7 +24,7 @@ def test_a_site_file_in_the_working_directory_runs_nothing(shell: Shell, attacks
     refused = shell(*SMOKE, "--out", shell.out, "--site", "site.toml")
     assert refused.code == 2
     assert refused.lines[-1].startswith(
-        "error: --site 'site.toml': environment: 'PYTHONPATH' is not a variable that a site file may set; allowed: "
+        "error: --site 'site.toml': environment: 'PYTHONPATH' is not a variable that a site file may set; "
     )
     assert not mark.exists()
     attacks.add("site.toml in the working directory that sets PYTHONPATH", 1, "its code runs in every process", "not taken")
@@ -46,3 +46,49 @@ def test_a_file_that_never_ends_is_refused(verb: tuple[str, ...], what: str, she
     assert "not a regular file" in done.err + done.out
     assert "Traceback" not in done.err
     attacks.add(f"{what} named like a record, given to {' '.join(verb)}", 1, "hangs", "refused")
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("show", f"{LONG}.toml"),
+        ("verify", LONG),
+        ("report", LONG),
+        ("history", LONG),
+        ("compare", LONG, LONG),
+        ("weights", "inspect", LONG),
+        ("data", "inspect", LONG),
+        (*SMOKE, "--data", LONG),
+        (*SMOKE, "--tokenizer", LONG),
+        ("run", "--model", LONG, "--task", "mmlu"),
+    ],
+    ids=lambda command: " ".join(command)[:40],
+)
+def test_a_path_that_is_too_long_gets_one_line(command: tuple[str, ...], shell: Shell) -> None:
+    done = shell.ask(*command)
+    assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
+    assert "File name too long" in done.err
+
+
+def test_a_command_without_memory_gets_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("steelyard.case.resolve.read", starved)
+    done = shell.ask("show", "llama2-7b-mmlu")
+    assert done.code == 1
+    assert done.lines == [
+        "error: this command ran out of memory; free memory, or raise its limit (ulimit -v), then run it again"
+    ]
+
+
+def test_numbers_that_no_machine_has_get_one_line(shell: Shell) -> None:
+    for command, line in (
+        (("run", "smoke", "--repeat", "99999999999"), "error: --repeat 99999999999: must be 1 to 10,000"),
+        (("spec", "--devices", "9" * 20), f"error: --devices {'9' * 20}: must be 1 to 1000000"),
+    ):
+        done = shell.ask(*command)
+        assert (done.code, done.lines[-1]) == (2, line)

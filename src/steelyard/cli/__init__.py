@@ -1,5 +1,6 @@
 """The command line: its verbs, and how a command ends. Nothing heavy is imported before a verb needs it."""
 
+import errno
 import signal
 import sys
 import traceback
@@ -28,12 +29,13 @@ from steelyard.cli import (
 )
 from steelyard.cli.commands import HELP, Command
 from steelyard.cli.out import answer, one_line, say
-from steelyard.errors import LostError, RequestError
+from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
 
 # Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
 UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
+UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # of a path that a user named
 INTERRUPTED = 130  # what newer versions of typer answer an interrupt with, and no verb of ours
 
 app = typer.Typer(
@@ -107,11 +109,22 @@ def _main() -> None:
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
-    except Exception:  # noqa: BLE001  our own bug, never blamed on a user's file
+    except Exception as error:  # noqa: BLE001  our own bug, never blamed on a user's file
+        _end_for_the_machine(error)
         say(traceback.format_exc())
         say(f"error: a bug in steelyard {__version__}, not in your request; please report it with the lines above")
         sys.exit(DEFECT)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end_for_the_machine(error: Exception) -> None:
+    """Exit with one line where the command has too little memory, or a path leads where it may not go."""
+    if lacks_memory(error):
+        say(f"error: this command ran out of memory; {MORE_MEMORY}, then run it again")
+        sys.exit(1)
+    if isinstance(error, OSError) and error.errno in UNREACHABLE and error.filename is not None:
+        say(f"error: {one_line(f'{str(error.filename)[:300]!r}: {error.strerror}')}; check the path")
+        sys.exit(2)
 
 
 def _usage(error: Any) -> None:

@@ -18,6 +18,7 @@ def show(records: "list[Record]", out: Path, output: Output) -> None:
 
     page = report.explain_runs(records)
     if page is None:
+        say("no waterfall: no run got to the steps that are profiled")
         return
     tell("\n" + paged(page, output.wide))
     if not output.silent:

@@ -81,7 +81,7 @@ def reproduce(
     from steelyard.case.request import engine_settings
     from steelyard.cli.get import data_of
     from steelyard.cli.report import read
-    from steelyard.cli.run import at_least_one
+    from steelyard.cli.run import checked_repeat
     from steelyard.cli.wanted import site_file
     from steelyard.metrics import compare
     from steelyard.run import reproduce as again
@@ -110,7 +110,7 @@ def reproduce(
     before = again.here(found, one)
     if not output.silent:
         _say_before(found, before)
-    done = _runs(one, at_least_one(repeat), output)
+    done = _runs(one, checked_repeat(repeat), output)
     return _after(base, done, before, threshold, output, repeat)
 
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from steelyard.run.ready import Ready
 
 ALL = "all"  # every engine, in the place of one's name
+MOST_REPEATS = 10_000
 QUEUE_S = 10  # the wait in a queue is said so often
 
 
@@ -257,7 +258,7 @@ def run(
         for engine_name, of_engine in engines
         for resolved, number in at(point, name, engine_name, size, precision, division, settings, devices, accelerator)
     ]
-    times = at_least_one(repeat)
+    times = checked_repeat(repeat)
     if sign is not None:
         try_key(sign)
     if axes:
@@ -293,9 +294,9 @@ def _given(
     return set_ | {key: f"{option} {value}" for key, option, value in options if value is not None}
 
 
-def at_least_one(repeat: int) -> int:
-    if repeat < 1:
-        raise RequestError(f"--repeat {repeat}: must be at least 1")
+def checked_repeat(repeat: int) -> int:
+    if not 1 <= repeat <= MOST_REPEATS:
+        raise RequestError(f"--repeat {repeat}: must be 1 to {MOST_REPEATS:,}")
     return repeat
 
 

@@ -25,7 +25,8 @@ OTHERS = {
 }
 
 
-Degree = Annotated[int, Field(ge=1, le=10**6)]
+MOST_DEVICES = 10**6
+Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 
 
 class Plan(Frozen):

@@ -9,7 +9,7 @@ from pathlib import Path
 from steelyard import accelerators
 from steelyard.errors import RequestError
 from steelyard.metrics import ceilings
-from steelyard.plan.degrees import Plan
+from steelyard.plan.degrees import MOST_DEVICES, Plan
 from steelyard.record import sealed, spec
 from steelyard.record.facts import Environment, RankFacts, Software
 from steelyard.record.record import Failure, Reason
@@ -49,8 +49,8 @@ class SpecRun:
             if not 1 <= request.limit_s <= MOST_S:
                 raise RequestError(f"--limit {request.limit_s:g}: must be from 1 to {MOST_S:g} seconds")
             self.limits = self.limits.model_copy(update={"total_s": request.limit_s})
-        if request.devices < 1:
-            raise RequestError(f"--devices {request.devices}: must be at least 1")
+        if not 1 <= request.devices <= MOST_DEVICES:
+            raise RequestError(f"--devices {request.devices}: must be 1 to {MOST_DEVICES}")
         self.accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
         self.plan = Plan(nodes=1, devices=request.devices, tp=1, pp=1, dp=request.devices, launcher="local")
         self.origin_s, self.created, self.id = now(), today(), secrets.token_hex(16)

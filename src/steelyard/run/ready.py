@@ -192,6 +192,8 @@ def _check_files(request: Request, launcher: Launcher) -> None:
         # Token files are also named by what they have in common.
         if path is not None and not launcher.remote and not path.exists() and not path.with_name(f"{path.name}{IDS}").exists():
             raise RequestError(f"{option} {str(path)!r} does not exist; check the path")
+        if path is not None and not launcher.remote and path.exists() and not (path.is_file() or path.is_dir()):
+            raise RequestError(f"{option} {str(path)!r} is neither a regular file nor a folder; check the path")
     if case.size == "full" and request.data is None:
         source = table.of_task(case.question.row.name)
         get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""
