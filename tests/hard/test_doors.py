@@ -45,7 +45,8 @@ def test_a_file_that_never_ends_is_refused(verb: tuple[str, ...], what: str, she
     done = shell(*verb, *([path, record] if "--signers" in verb else [folder]))
     assert "not a regular file" in done.err + done.out
     assert "Traceback" not in done.err
-    attacks.add(f"{what} named like a record, given to {' '.join(verb)}", 1, "hangs", "refused")
+    if (what, *verb[-1:]) in {("fifo", "--json"), ("device", "--json"), ("fifo", "--signers")}:  # the others were refused
+        attacks.add(f"{what} in the place of a file, given to {' '.join(verb).removesuffix(' --json')}", 1, "hangs", "refused")
 
 
 LONG = "a" * 300
