@@ -206,9 +206,9 @@ def test_a_failed_run_has_none() -> None:
 
 
 def test_after_a_run_its_waterfall_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without kernels, which `report --explain` lists; nothing where no run was profiled."""
+    """Without kernels, which `report --explain` lists; a line where no run was profiled."""
     show([training()], Path("records"), Output())
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "no waterfall: no run got to the steps that are profiled\n")
     show([explained(stretch()), training()], Path("my records"), Output())
     printed = capsys.readouterr()
     assert printed.out.count("Why it is not higher") == 1
