@@ -1,5 +1,4 @@
-"""What is printed after runs with --explain: where the time of a step goes, and where its kernels
-are listed."""
+"""Print, after runs with --explain, where the time of a step goes and how to list its kernels."""
 
 import shlex
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What the names on a command line stand for: cases, for `smoke` every case that an engine runs at that size, and site
-files."""
+"""Resolve the names on a command line: cases, `smoke` for every case that an engine runs at that size, and site files."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Of one rank: its steps, the measured time of the same amount of work, and the rows, which add
+    """The time of one rank: its steps, the measured time of the same amount of work, and the rows, which add
     up to `whole_s` within 1 %. `profile` is None if there are only samples."""
 
     rank: int

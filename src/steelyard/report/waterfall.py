@@ -38,7 +38,7 @@ def page(records: list[Record], lang: Lang) -> Page:
 
 
 def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
-    """What the command line prints after runs with --explain: the waterfalls without their kernels;
+    """Return what the command line prints after runs with --explain: the waterfalls without their kernels;
     None where no run was profiled."""
     say = Words(lang)
     blocks: list[Block] = []
