@@ -276,13 +276,11 @@ def _json(path: Path, most: int) -> Any:
 
 def _content(path: Path, most: int) -> bytes:
     try:
-        with files.open_regular(path) as file:
-            content = file.read(most + 1)
+        return files.read(path, most, unpack=False)
+    except files.TooLargeError as error:
+        raise RequestError(f"{path}: {path.stat().st_size} bytes; the limit is {most}") from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) > most:
-        raise RequestError(f"{path}: {path.stat().st_size} bytes; the limit is {most}")
-    return content
 
 
 def _pieces_sha256(pieces: list[str]) -> str:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 
+from steelyard import files
 from steelyard.run import caches, folder, memory, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.folder import Progress, Rendezvous
@@ -18,7 +19,6 @@ from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, RankSaid, Star
 from steelyard.schema import Frozen
 
 TAIL_BYTES = 4000
-READ_BYTES = 1 << 20
 STACK_BYTES = 32 << 10
 STACK_S = 2.0  # for workers to say where they are
 STOPPED_S = 3.0  # a worker that is stopped for so long does not go on
@@ -156,13 +156,11 @@ class Ranks:
         return messages.rank(self._token, rank, text)
 
     def _read(self, name: str, most_bytes: int) -> bytes:
-        chunks: list[bytes] = []
-        with (self._folder / name).open("rb") as file:
-            while chunk := file.read(READ_BYTES):  # a read of the whole limit would take that much memory for any file
-                chunks.append(chunk)
-                if sum(map(len, chunks)) > most_bytes:
-                    raise ValueError(f"it is larger than {most_bytes} bytes")
-        return b"".join(chunks)
+        """Read a file that a worker wrote. Raise OSError if it cannot be read, ValueError if it is too large."""
+        try:
+            return files.read(self._folder / name, most_bytes, unpack=False)
+        except files.TooLargeError as error:
+            raise ValueError(f"it is {error}") from error
 
     def _exit(self, one: Worker, stopped: bool = False) -> Exit:
         at_s, starved = now() - self._start.origin_s, memory.ended()
