@@ -23,7 +23,7 @@ PARENT = (
     *("metrics.compare", "metrics.history", "run.reproduce"),
     *("run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
     *("sources.get", "sources.hub", "cli.get"),
-    *("plan.memory", "tasks", "engines", "accelerators", "models.families"),
+    *("plan.memory", "tasks", "engine.rows", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
 )
 UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -123,30 +123,31 @@ def test_files_can_be_read_in_a_sitting(path):
     assert len(path.read_text().splitlines()) <= 400
 
 
-# Room → rooms that it may import. A room is a folder; of engines each one's own, and what they have in common. What stands
+# Room → rooms that it may import. A room is a folder; of engines each one's own. What stands
 # beside the rooms any room may import.
 BESIDE = {"errors", "files", "schema", "plugins", "words"}
-WORK = {"case", "data", "engines", "kernels", "models", "plan", "training", "weights"}
+WORK = {"case", "data", "engine", "kernels", "models", "plan", "training", "weights"}
 ROOMS: dict[str, set[str]] = {
     "cli": {
-        *("accelerators", "case", "data", "engines", "metrics", "models", "plan", "record", "report", "run", "sources"),
+        *("accelerators", "case", "data", "engine", "metrics", "models", "plan", "record", "report", "run", "sources"),
         "weights",
     },
-    "run": {"accelerators", "case", "data", "engines", "metrics", "plan", "record", "sources", "tasks", "training"},
+    "run": {"accelerators", "case", "data", "engine", "metrics", "plan", "record", "sources", "tasks", "training"},
     "report": {"case", "metrics", "plan", "record", "tasks"},
     "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
     "record": {"accelerators", "case", "plan", "tasks"},
     "plan": {"case", "models"},
     "case": {"data", "models", "tasks"},
     "tasks": {"data"},
-    "engines": {"accelerators", "case", "models", "plan"},
+    "engine": {"accelerators", "case", "models", "plan"},
+    "engines": set(),
     "engines.torch": {*WORK, "accelerators"},
     "engines.transformers": WORK,
     "engines.reference": WORK,
     "engines.megatron": WORK,
     "engines.paddle": {*WORK, "accelerators"},
     "engines.flagscale": {*WORK, "accelerators"},
-    "training": {"case", "data", "engines", "kernels", "models", "plan", "weights"},
+    "training": {"case", "data", "engine", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
     "models": {"data", "kernels"},
     "kernels": set(),

@@ -9,11 +9,11 @@ import pytest
 
 from fixtures.commands import CASE, SMOKE, Shell
 from fixtures.engines import scored
-from steelyard import engines
 from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import resolve
 from steelyard.cli import engines as verb
 from steelyard.cli.out import Output
+from steelyard.engine import rows as engine_rows
 from steelyard.errors import RequestError
 
 INSTALLED = ("torch", "transformers", "reference")
@@ -22,7 +22,7 @@ INSTALLED = ("torch", "transformers", "reference")
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed here."""
-    monkeypatch.setattr(engines.plugins, "installed", lambda module: not module.startswith(("megatron", "paddle")))
+    monkeypatch.setattr(engine_rows.plugins, "installed", lambda module: not module.startswith(("megatron", "paddle")))
 
 
 def asked(
@@ -202,7 +202,7 @@ def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, c
 def test_where_each_engine_lives() -> None:
     chosen, others = verb.chosen("all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"])
     pythons = {name: settings.python for name, settings in chosen}
-    assert pythons == dict.fromkeys(engines.table()) | {"megatron": "a/b:c", "torch": "d"}
+    assert pythons == dict.fromkeys(engine_rows.table()) | {"megatron": "a/b:c", "torch": "d"}
     assert others == ["tune.warmup=1"]
     assert verb.chosen("torch", ["engine.python=a:b"]) == ([("torch", EngineSettings(python="a:b"))], [])
 

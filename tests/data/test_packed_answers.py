@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard import engines
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case import resolve
 from steelyard.data import batches
 from steelyard.data.batches import Batch
-from steelyard.engines.job import Job
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.job import Job
+from steelyard.engine.work import Work
 from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
-from steelyard.engines.work import Work
 from steelyard.models.attention import Prefix, layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.plan import degrees
@@ -157,7 +157,7 @@ def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int
     rows, groups = prompts(5)
     out: list[tuple[int, int, int, int]] = []
     for rank in range(world):
-        engine = engines.load(name, "score_choices")(job(rows, groups, division, rank, world, **tune))
+        engine = engine_rows.load(name, "score_choices")(job(rows, groups, division, rank, world, **tune))
         engine.prepare("val", lambda part: nullcontext())
         works = [item for item in engine.work("val") if isinstance(item, Work)]
         assert len(works) == engine.total("val")

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case import resolve
-from steelyard.engines.job import Job, Keep
+from steelyard.engine.job import Job, Keep
+from steelyard.engine.work import Phase, Work
 from steelyard.engines.torch import tensor_parallel
-from steelyard.engines.work import Phase, Work
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
 from steelyard.training import checkpoints, optimizer

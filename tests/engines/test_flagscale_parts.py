@@ -11,11 +11,11 @@ import pytest
 
 from steelyard.case import resolve
 from steelyard.data.corpus import Corpus, CorpusRows
+from steelyard.engine.job import Job
 from steelyard.engines.flagscale import command, config, data, lines
 from steelyard.engines.flagscale.framework import ProgramFramework
 from steelyard.engines.flagscale.lines import Iteration, ProgramError
 from steelyard.engines.flagscale.train import FlagScaleTrain
-from steelyard.engines.job import Job
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard import engines
 from steelyard.case.precision import TRAIN
 from steelyard.case.request import Request
 from steelyard.case.resolve import resolve
+from steelyard.engine import rows as engine_rows
 from steelyard.engines.paddle import modes, precision, rendezvous, weights
 from steelyard.engines.paddle.modes import Modes
 from steelyard.errors import RequestError
@@ -97,7 +97,7 @@ def test_types_that_are_others_than_the_precision_says_end_a_run(name: str) -> N
 
 
 def test_levels() -> None:
-    found = {name: precision.level(TRAIN[name]) for name in engines.PADDLE.trains_in}
+    found = {name: precision.level(TRAIN[name]) for name in engine_rows.PADDLE.trains_in}
     assert found == {"fp32": None, "tf32": None, "fp16-o2": "O2", "bf16-o2": "O2"}
 
 
@@ -175,7 +175,7 @@ def test_other_engines_do_not_train_in_paddles_precisions(engine: str, more: str
     [(["tune.checkpoint_every=5"], None, "tune.checkpoint_every"), ([], Path("records"), "--resume")],
 )
 def test_checkpoints_are_refused(settings: list[str], resume: Path | None, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "row", lambda name: replace(engines.PADDLE, needs=()))
+    monkeypatch.setattr(engine_rows, "row", lambda name: replace(engine_rows.PADDLE, needs=()))
     request = Request(resolve(CORPUS, "smoke", settings=settings), engine="paddle", accelerator="cpu", resume=resume)
     with pytest.raises(RequestError) as caught:
         ready(request)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steelyard.engines.profile import Activity, Kernel, Kind, divide
+from steelyard.engine.profile import Activity, Kernel, Kind, divide
 from steelyard.engines.torch.profile import TorchProfiler, activities, kind_of
 
 

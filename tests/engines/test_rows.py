@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from fixtures.commands import Shell
-from steelyard import engines
 from steelyard.case.request import Request
 from steelyard.case.resolve import names, resolve
-from steelyard.engines import EngineRow
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.rows import EngineRow
 from steelyard.errors import RequestError
 from steelyard.run.ready import Ready, ready
 
@@ -76,16 +76,16 @@ def test_engines_that_compute_a_plain_llama_alone_say_so(engine: str) -> None:
 
 
 def test_precisions_are_refused_by_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = replace(engines.TORCH, precisions=("fp32", "bf16"))
-    monkeypatch.setattr(engines, "TORCH", narrow)
-    monkeypatch.setattr(engines, "row", lambda name: narrow)
+    narrow = replace(engine_rows.TORCH, precisions=("fp32", "bf16"))
+    monkeypatch.setattr(engine_rows, "TORCH", narrow)
+    monkeypatch.setattr(engine_rows, "row", lambda name: narrow)
     assert refusal(asked(MMLU, "torch", precision="fp16")) == "engine torch has no matmuls in fp16; allowed: fp32, bf16"
     assert ready(asked(MMLU, "torch", precision="bf16")).engine is narrow
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(engines.TRANSFORMERS, needs=("torch", "no_such_module_here"))
-    monkeypatch.setattr(engines, "row", lambda name: row)
+    row = replace(engine_rows.TRANSFORMERS, needs=("torch", "no_such_module_here"))
+    monkeypatch.setattr(engine_rows, "row", lambda name: row)
     assert refusal(asked(MMLU, "transformers")) == (
         "no_such_module_here is not installed, and engine transformers needs it; pip install 'steelyard[transformers]', "
         "then run again"
@@ -94,7 +94,7 @@ def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_row_says_is_ready() -> None:
     found: Ready = ready(asked(MMLU, "torch", 2, parallel="TP2", division="open"))
-    assert (found.engine, str(found.plan), found.passes) == (engines.TORCH, "TP2PP1DP1", ("val", "infer"))
+    assert (found.engine, str(found.plan), found.passes) == (engine_rows.TORCH, "TP2PP1DP1", ("val", "infer"))
     assert (found.scope.kind, found.accelerator.name) == ("full", "cpu")
 
 
@@ -102,14 +102,14 @@ def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.Monk
     """Of megatron.core, `megatron` itself may be missing; the line names what to install."""
     monkeypatch.setitem(sys.modules, "megatron", None)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    assert engines.MEGATRON.missing() == "megatron.core"
+    assert engine_rows.MEGATRON.missing() == "megatron.core"
     assert refusal(asked(MMLU, "megatron")) == (
         "megatron.core is not installed, and engine megatron needs it; pip install 'steelyard[megatron]', then run again"
     )
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.score", raising=False)
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.groups", raising=False)
     with pytest.raises(RequestError) as caught:
-        engines.load("megatron", "score_texts")
+        engine_rows.load("megatron", "score_texts")
     assert str(caught.value).startswith("engine 'megatron' needs megatron")
     assert str(caught.value).endswith("; pip install 'steelyard[megatron]'")
 
@@ -137,33 +137,33 @@ def test_an_engine_that_is_there_and_cannot_be_imported(
         cause = ImportError(MAPPED, name="_C", path="/")
         raise ImportError("a long essay of a package", name="_C") from cause
 
-    monkeypatch.setattr(engines.plugins, "load", fail)
+    monkeypatch.setattr(engine_rows.plugins, "load", fail)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC if noexec else 0))
     with pytest.raises(kind) as caught:
-        engines.load("torch", "score_texts")
+        engine_rows.load("torch", "score_texts")
     assert str(caught.value).startswith(said)
 
 
-@pytest.mark.parametrize("row", engines.table().values(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", engine_rows.table().values(), ids=lambda row: row.name)
 def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
-    assert set(row.works) <= set(engines.WORKS)
+    assert set(row.works) <= set(engine_rows.WORKS)
     assert row.divisions[0] == "closed"
     for work, reference in row.works.items():
         if row.missing() is None:
-            assert callable(engines.load(row.name, work))
+            assert callable(engine_rows.load(row.name, work))
         else:  # not installed here: the file and the class are there all the same
             module, name = reference.split(":")
             spec = importlib.util.find_spec(module)
             assert spec is not None
             assert f"\nclass {name}" in Path(str(spec.origin)).read_text()
     with pytest.raises(RequestError, match=f"engine '{row.name}' cannot do juggling; it can do: {', '.join(row.works)}"):
-        engines.load(row.name, "juggling")
+        engine_rows.load(row.name, "juggling")
 
 
 def test_frameworks() -> None:
-    assert engines.load_framework("torch").__name__ == "TorchFramework"
+    assert engine_rows.load_framework("torch").__name__ == "TorchFramework"
     with pytest.raises(RequestError, match="no framework 'jax'; known: paddle, program, torch"):
-        engines.load_framework("jax")
+        engine_rows.load_framework("jax")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_frameworks() -> None:
     [(("dp",), "DP", True), (("dp",), "TP2", False), (("tp",), "DP", False), (("tp",), "TP2", True), ((), "DP", False)],
 )
 def test_degrees(degrees: tuple[str, ...], plan: str, able: bool) -> None:
-    row = replace(engines.TORCH, degrees=degrees)
+    row = replace(engine_rows.TORCH, degrees=degrees)
     assert row.divides(ready(asked(MMLU, "torch", 2, parallel=plan)).plan) is able
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steelyard.engines.bench import Budgeted, LacksError
+from steelyard.engine.bench import Budgeted, LacksError
 from steelyard.engines.torch import ceilings, ceilings_attention
 from steelyard.engines.torch.ceilings import PRODUCTS, TorchCeilings, _fitting, compare
 from steelyard.engines.torch.framework import TorchFramework

@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from fixtures.own_models import SIZES, TYPES, case_of, folder_of
-from steelyard import engines
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case.resolve import Resolved
-from steelyard.engines.job import Job
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.job import Job
+from steelyard.engine.work import Work
 from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
 from steelyard.engines.transformers import auto, probe
-from steelyard.engines.work import Work
 from steelyard.errors import RequestError
 from steelyard.plan import degrees, flops
 from steelyard.plan.degrees import Plan
@@ -56,7 +56,7 @@ def engine(resolved: Resolved, weights: Path | None) -> Any:
         group=TensorParallelGroup(),
         steps=None,
     )
-    return engines.load("transformers", question.row.work)(job)
+    return engine_rows.load("transformers", question.row.work)(job)
 
 
 def answers(one: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from fixtures.commands import Shell
-from steelyard import engines
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case import resolve
 from steelyard.data.rows import IGNORED, Row
-from steelyard.engines.job import Job
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.job import Job
+from steelyard.engine.work import Work
 from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
-from steelyard.engines.work import Work
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.plan.degrees import Plan
@@ -47,7 +47,7 @@ def engine(name: str, of: str = CASES[0], precision: str | None = None, dp: int 
         group=TensorParallelGroup(),
         steps=STEPS,
     )
-    return engines.load(name, question.row.work)(job)
+    return engine_rows.load(name, question.row.work)(job)
 
 
 def trained(one: Any) -> dict[str, list[float]]:

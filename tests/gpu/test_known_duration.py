@@ -10,9 +10,9 @@ import torch  # noqa: E402
 from triton.language.extra.cuda import globaltimer  # noqa: E402
 
 from steelyard.accelerators import CUDA  # noqa: E402
-from steelyard.engines.profile import divide  # noqa: E402
+from steelyard.engine.profile import divide  # noqa: E402
+from steelyard.engine.work import Phase, Work  # noqa: E402
 from steelyard.engines.torch.framework import TorchFramework  # noqa: E402
-from steelyard.engines.work import Phase, Work  # noqa: E402
 from steelyard.run.clock import now  # noqa: E402
 from steelyard.run.measure import measure  # noqa: E402
 

@@ -10,8 +10,7 @@ from fixtures import report
 from fixtures.attacks import Attacks
 from fixtures.commands import Shell
 from fixtures.liars import liar_engine
-from steelyard import engines
-from steelyard.engines import EngineRow
+from steelyard.engine.rows import TRANSFORMERS, EngineRow
 from steelyard.metrics.conform import Compared, compare
 from steelyard.record.record import Reason, Record
 from steelyard.run import conformity
@@ -146,11 +145,11 @@ def test_what_was_found_is_of_one_version(tmp_path: Path, monkeypatch: pytest.Mo
     source = tmp_path / "mine_engine.py"
     source.write_text("class Mine: ...\n")
     assert conformity.conforms(ROW) is None
-    conformity.keep(engines.TRANSFORMERS, ["a"], True)
+    conformity.keep(TRANSFORMERS, ["a"], True)
     for verdict in (False, True):
         conformity.keep(ROW, ["a", "b"], verdict)
         assert conformity.conforms(ROW) is verdict
-    assert conformity.conforms(engines.TRANSFORMERS) is True
+    assert conformity.conforms(TRANSFORMERS) is True
     source.write_text("class Mine: faster = True\n")
     assert conformity.conforms(ROW) is None
 

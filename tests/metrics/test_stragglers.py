@@ -8,7 +8,7 @@ import pytest
 
 from fixtures.report import COUNTS, make, training
 from steelyard.accelerators.events import HostEvent
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.work import Phase, Work
 from steelyard.metrics import stragglers, table, validity
 from steelyard.metrics.stragglers import RankTime, Stragglers, Unknown
 from steelyard.record.record import Record, to_table

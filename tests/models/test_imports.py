@@ -12,7 +12,7 @@ from steelyard.models.tensors import without_values
 
 LOADED = "print(json.dumps(sorted(m for m in {names} if m in sys.modules)))"
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "transformers")
-ENGINE = "from steelyard import engines; engines.load('torch', 'score_choices'); engines.load_framework('torch')"
+ENGINE = "from steelyard.engine import rows; rows.load('torch', 'score_choices'); rows.load_framework('torch')"
 BUILD = """
 import torch
 from steelyard.models import llama_init

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from fixtures.cases import refusal
-from steelyard import engines
 from steelyard.case.resolve import Resolved, resolve
+from steelyard.engine import rows as engine_rows
 from steelyard.plan import auto, degrees, memory
 from steelyard.plan.auto import Devices
 
@@ -103,7 +103,7 @@ def test_engines_that_need_more_get_less() -> None:
     asked = {"precision": "bf16-pure", "sample": 64}
     assert chosen(auto.choose(*on(LLAMA, 112 * GIB, **asked))) == {"micro_batch": 8}
     assert chosen(auto.choose(*on(LLAMA, 112 * GIB, factor=1.25, **asked))) == {"micro_batch": 4}
-    assert {row.name: row.memory_factor for row in engines.table().values() if row.memory_factor != 1} == {
+    assert {row.name: row.memory_factor for row in engine_rows.table().values() if row.memory_factor != 1} == {
         "megatron": 1.04, "paddle": 1.25, "flagscale": 1.25,
     }  # fmt: skip
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from fixtures.cases import fixed
-from steelyard import engines
 from steelyard.case.resolve import resolve
+from steelyard.engine import rows as engine_rows
 from steelyard.errors import RequestError
 from steelyard.plan import degrees as plan
 from steelyard.plan import memory
@@ -250,10 +250,10 @@ def test_the_degree_of_sharding():
 
 
 def test_engines_that_hold_a_whole_model_train_on_replicas():
-    assert engines.row("transformers").divides(plan.make(training("DP"), 1, 8))
-    assert not engines.row("transformers").divides(plan.make(training("TP2"), 1, 8))
-    assert not engines.row("transformers").divides(plan.make(training("PP2"), 1, 8))
-    assert engines.row("torch").divides(plan.make(training("TP2PP2"), 1, 8))
+    assert engine_rows.row("transformers").divides(plan.make(training("DP"), 1, 8))
+    assert not engine_rows.row("transformers").divides(plan.make(training("TP2"), 1, 8))
+    assert not engine_rows.row("transformers").divides(plan.make(training("PP2"), 1, 8))
+    assert engine_rows.row("torch").divides(plan.make(training("TP2PP2"), 1, 8))
 
 
 @pytest.mark.parametrize(

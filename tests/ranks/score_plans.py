@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case import resolve
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
+from steelyard.engine.work import Work
 from steelyard.engines.torch import tensor_parallel
 from steelyard.engines.torch.score import TorchScore
-from steelyard.engines.work import Work
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from steelyard.accelerators.cpu_torch import Device
 from steelyard.case import resolve
-from steelyard.engines.job import Job, Keep
+from steelyard.engine.job import Job, Keep
+from steelyard.engine.work import Phase, Work
 from steelyard.engines.torch import exchange, schedule
 from steelyard.engines.torch import train as torch_train
 from steelyard.engines.torch.train import TorchTrain
-from steelyard.engines.work import Phase, Work
 from steelyard.models import tensors
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources

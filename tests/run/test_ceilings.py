@@ -6,7 +6,7 @@ import pytest
 
 from fixtures.specs import record
 from steelyard.accelerators.events import HostEvent
-from steelyard.engines.bench import Budgeted, LacksError, Made, Row
+from steelyard.engine.bench import Budgeted, LacksError, Made, Row
 from steelyard.metrics import ceilings
 from steelyard.record.spec import Bench, Limits, Stretch
 from steelyard.run.ceilings import CALL_SHARE, FULL, QUICK, Holder, hold

@@ -10,7 +10,7 @@ import pytest
 from fixtures.commands import CASE, Shell
 from steelyard.case import resolve
 from steelyard.case.request import Request
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.run import explain

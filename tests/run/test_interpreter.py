@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from fixtures.commands import SRC, Shell
-from steelyard import __version__, engines
+from steelyard import __version__
 from steelyard.case.request import engine_settings
+from steelyard.engine import rows as engine_rows
 from steelyard.errors import RequestError
 from steelyard.run import environment, interpreter
 from steelyard.run.host import Host, scrubbed
@@ -110,7 +111,7 @@ def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> Non
 def test_a_package_that_cannot_be_imported_is_not_told_as_missing(packages: Path, source: str, said: str) -> None:
     package(packages, "broken_package", source)
     needs = ("broken_package.part",)
-    for look in (lambda: interpreter.lacking(needs), replace(engines.TORCH, needs=needs).missing):
+    for look in (lambda: interpreter.lacking(needs), replace(engine_rows.TORCH, needs=needs).missing):
         with pytest.raises(RequestError) as caught:
             look()
         assert str(caught.value) == f"broken_package is installed, but {said}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from steelyard.accelerators.events import HostEvent, ReportedEvent
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.work import Phase, Work
 from steelyard.run.measure import Budget, bare, mean_time_s, measure
 
 COUNTS = {"tokens": 0, "samples": 1, "logits": 1, "pairs": 1, "square": 1}

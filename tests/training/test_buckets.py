@@ -10,9 +10,9 @@ from torch import Tensor
 from fixtures.glm import CPU, END, SHAPE, START, TRAINING, Rerun, job, packed, samples, trainer
 from steelyard.data.cloze import ClozeRows
 from steelyard.data.counting import ClozeCounts
+from steelyard.engine.work import Work
 from steelyard.engines.torch import glm as fused
 from steelyard.engines.torch.glm import TorchCloze
-from steelyard.engines.work import Work
 from steelyard.models import tensors
 from steelyard.training import buckets
 from steelyard.training.buckets import Buckets, fill, size_of, together

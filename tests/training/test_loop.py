@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fixtures.glm import CPU, TRAINING
+from steelyard.engine.work import Phase, Work
 from steelyard.engines.torch.exchange import Group, Groups
 from steelyard.engines.torch.placed import Placed as TorchPlaced
-from steelyard.engines.work import Phase, Work
 from steelyard.training.loop import COUNTS, Loop
 from steelyard.training.placement import Replicated, SingleDevice
 from steelyard.training.trainer import Trainer

@@ -29,9 +29,9 @@ def weights(incomplete: str) -> list[str]:
 
 
 def engines(incomplete: str) -> list[str]:
-    from steelyard import engines
+    from steelyard.engine import rows as engine_rows
 
-    return _begin(sorted(engines.table()), incomplete)
+    return _begin(sorted(engine_rows.table()), incomplete)
 
 
 def engines_or_all(incomplete: str) -> list[str]:

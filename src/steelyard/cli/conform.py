@@ -15,7 +15,7 @@ from steelyard.errors import RequestError
 if TYPE_CHECKING:
     from steelyard.case.request import EngineSettings
     from steelyard.case.resolve import Resolved
-    from steelyard.engines import EngineRow
+    from steelyard.engine.rows import EngineRow
     from steelyard.metrics.conform import Compared
     from steelyard.record.record import Record
 
@@ -49,12 +49,12 @@ def conform(
       steelyard conform transformers --case llama2-7b-mmlu
     """
     begin("preparing", Output(as_json))
-    from steelyard import engines
     from steelyard.case.request import EngineSettings, engine_settings
+    from steelyard.engine import rows as engine_rows
     from steelyard.metrics.conform import compare
     from steelyard.run import conformity
 
-    row = engines.row(engine)
+    row = engine_rows.row(engine)
     of_engine, others = engine_settings(settings or [])
     if others:
         raise RequestError(f"--set {others[0]!r}: conform takes only engine.KEY=VALUE, such as engine.python=venv/bin/python")

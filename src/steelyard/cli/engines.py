@@ -32,13 +32,13 @@ def check_all(engine: str, sweeps: bool, resumes: bool) -> None:
 
 def chosen(engine: str, settings: list[str]) -> "tuple[list[tuple[str, EngineSettings]], list[str]]":
     """The engines of a command line, each with where it lives, and the settings that are not about engines."""
-    from steelyard import engines
     from steelyard.case.request import EngineSettings, engine_settings, settings_by_engine
+    from steelyard.engine import rows as engine_rows
 
     if engine != ALL:
         of_engine, others = engine_settings(settings)
         return [(engine, of_engine)], others
-    names = [*engines.table()]
+    names = [*engine_rows.table()]
     by_name, others = settings_by_engine(settings, names)
     return [(name, by_name.get(name, EngineSettings())) for name in names], others
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from steelyard.accelerators.row import Found
     from steelyard.case.case import Case
     from steelyard.case.resolve import Resolved
-    from steelyard.engines import EngineRow
+    from steelyard.engine.rows import EngineRow
 
 
 def list_(as_json: Json = False) -> None:
@@ -23,8 +23,9 @@ def list_(as_json: Json = False) -> None:
       steelyard list
       steelyard list --json
     """
-    from steelyard import accelerators, engines
+    from steelyard import accelerators
     from steelyard.case import resolve
+    from steelyard.engine import rows as engine_rows
     from steelyard.run import launch
 
     launchers = list(launch.table())
@@ -35,7 +36,7 @@ def list_(as_json: Json = False) -> None:
     ]
     known = [resolve.resolve(name).case for name in resolve.names()]
     cases = [{"name": case.name, "title": case.title} for case in known]
-    rows = [_engine(row, known) for _, row in sorted(engines.table().items())]
+    rows = [_engine(row, known) for _, row in sorted(engine_rows.table().items())]
     if as_json:
         dump({"cases": cases, "engines": rows, "accelerators": found, "launchers": launchers})
         return
@@ -170,12 +171,12 @@ def show(
 
 def _chosen(resolved: "Resolved", device: "Found") -> dict[str, str]:
     """What a run on one such device would take for what is auto, with where that comes from."""
-    from steelyard import engines
     from steelyard.case.case import AUTO
+    from steelyard.engine.rows import TORCH
     from steelyard.plan import auto, degrees
 
     plan = degrees.Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
-    here = auto.choose(resolved, auto.Devices(plan, device.memory_bytes, engines.TORCH.fused)).case.tune
+    here = auto.choose(resolved, auto.Devices(plan, device.memory_bytes, TORCH.fused)).case.tune
     how = f"with engine torch on one {device.name}"
     where = {n: resolved.origins[f"tune.{n}"].removeprefix(f"{AUTO} (").removesuffix(")") for n in resolved.auto}
     return {f"tune.{n}": f"{origin}: {getattr(here, n)} {how}" for n, origin in where.items()}

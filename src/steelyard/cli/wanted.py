@@ -94,14 +94,14 @@ def resolved(
 ) -> "list[tuple[Resolved, bool]]":
     """What to run, and whether it was asked for as `smoke`: every case that the engine runs at that size, in every
     division that both have."""
-    from steelyard import engines
     from steelyard.case import resolve
+    from steelyard.engine import rows as engine_rows
 
     if name != SMOKE:
         return [(resolve.resolve(name, size, precision, division, settings), False)]
     if size not in (None, SMOKE):
         raise RequestError(f"smoke --size {size}: smoke runs every case at size smoke; name a case to use --size {size}")
-    row = engines.row(engine)
+    row = engine_rows.row(engine)
     out: list[tuple[Resolved, bool]] = []
     for known in resolve.names():
         found = resolve.resolve(known, SMOKE, precision, division, settings).case
@@ -116,14 +116,15 @@ def resolved(
 def numbers(case: "Case", smoke: bool, engine: str, devices: int | None, accelerator: str | None) -> list[int]:
     """The number of devices that was asked for, else 1; for `smoke` those of the case that can be had here, with this
     engine, and 1 in any case."""
-    from steelyard import accelerators, engines
+    from steelyard import accelerators
+    from steelyard.engine import rows as engine_rows
     from steelyard.plan import degrees
 
     if devices is not None or not smoke or max(case.devices) == 1:
         return [1 if devices is None else devices]
     row = accelerators.named(accelerator) if accelerator else accelerators.detect()
     most = row.most(row.find())
-    divides = engines.row(engine)
+    divides = engine_rows.row(engine)
     able = [n for n in case.devices if n <= most and divides.divides(degrees.make(case, 1, n))]
     return able or [1]
 

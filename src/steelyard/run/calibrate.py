@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from steelyard.accelerators.events import Clock, clock_of
-from steelyard.engines.framework import Framework
+from steelyard.engine.framework import Framework
 from steelyard.plan.matmuls import Matmul
 from steelyard.record.facts import MatmulRate
 from steelyard.run.clock import busy, now

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from steelyard.accelerators.events import Clock, Timeline
-from steelyard.engines.bench import Budgeted, LacksError, Made, Row
+from steelyard.engine.bench import Budgeted, LacksError, Made, Row
 from steelyard.metrics.ceilings import settled
 from steelyard.record.spec import Bench, Checked, Limits, Stretch
 

@@ -7,8 +7,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from steelyard import accelerators, engines
-from steelyard.engines.bench import Ceilings, Row
+from steelyard import accelerators
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.bench import Ceilings, Row
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Limits
@@ -58,11 +59,11 @@ class CeilingsWorker(RankProcess):
         device = accelerators.named(spec.accelerator).devices.get(FRAMEWORK)
         if device is None:
             raise RequestError(f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see steelyard list")
-        framework = engines.load_framework(FRAMEWORK)(device, self.local_rank, now)
+        framework = engine_rows.load_framework(FRAMEWORK)(device, self.local_rank, now)
         self._add(identity=framework.identity(), versions=framework.versions(), threads=framework.threads())
         framework.join(spec.plan, self.rank, self.world, spec.rendezvous)
         self.framework = framework
-        return engines.load_ceilings(FRAMEWORK)(framework)
+        return engine_rows.load_ceilings(FRAMEWORK)(framework)
 
     def _rows(self, shown: Ceilings, rows: list[Row]) -> None:
         """What is done is told after each, so that whoever is killed later leaves this much."""

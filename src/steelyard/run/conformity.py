@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard import files
-from steelyard.engines import EngineRow
+from steelyard.engine.rows import EngineRow
 from steelyard.errors import RequestError
 from steelyard.run import caches, environment
 from steelyard.run.clock import today

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from steelyard.case.case import Case
-from steelyard.engines.framework import Framework
-from steelyard.engines.job import Engine
-from steelyard.engines.profile import Kernel, divide
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.framework import Framework
+from steelyard.engine.job import Engine
+from steelyard.engine.profile import Kernel, divide
+from steelyard.engine.work import Phase, Work
 from steelyard.plan import flops
 from steelyard.plan.degrees import Plan
 from steelyard.record.profile import MOST, REST, KernelFacts, Profile

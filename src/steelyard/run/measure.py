@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.accelerators.events import Clock, ClockName, Event, Timeline, clock_of
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.work import Phase, Work
 from steelyard.record.record import Sample
 from steelyard.run.clock import now
 

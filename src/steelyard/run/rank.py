@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from steelyard import files
-from steelyard.engines.framework import Framework
+from steelyard.engine.framework import Framework
 from steelyard.errors import ExchangeError, RequestError, lacks_memory
 from steelyard.run import folder, processes
 from steelyard.run.clock import every, now

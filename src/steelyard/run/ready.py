@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from steelyard import accelerators, engines
+from steelyard import accelerators
 from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
 from steelyard.case.precision import name_of
 from steelyard.case.request import Request
 from steelyard.case.resolve import Resolved
 from steelyard.data.corpus import IDS
-from steelyard.engines import EngineRow
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.rows import EngineRow
 from steelyard.errors import EngineError, RequestError
 from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
@@ -51,7 +52,7 @@ class Ready:
 def ready(request: Request) -> Ready:
     """A wrong request raises RequestError: one line, and nothing was started. What other hosts have, they say later."""
     processes.check()
-    case, engine = request.resolved.case, engines.row(request.engine)
+    case, engine = request.resolved.case, engine_rows.row(request.engine)
     where = site.read(site.find(request.site))
     launcher = launch.named(request.launcher or where.launcher or "local")
     _check_engine(case, engine, launcher.remote or request.engine_settings.python is not None)
@@ -129,7 +130,7 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
 
 def _check_degrees(engine: EngineRow, plan: Plan) -> None:
     if not engine.divides(plan):
-        allowed = "".join(name.upper() for name in engines.DEGREES if name in engine.degrees)
+        allowed = "".join(name.upper() for name in engine_rows.DEGREES if name in engine.degrees)
         raise EngineError(
             f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed: --parallel {allowed}"
         )

@@ -14,11 +14,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from steelyard import accelerators, engines
+from steelyard import accelerators
 from steelyard.data.counting import COUNTERS, Counter
-from steelyard.engines.framework import Framework
-from steelyard.engines.job import Engine, Job, Keep
-from steelyard.engines.work import Work
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.framework import Framework
+from steelyard.engine.job import Engine, Job, Keep
+from steelyard.engine.work import Work
 from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import Weights
@@ -87,9 +88,9 @@ class Worker(RankProcess):
     def _load(self) -> tuple[Framework, Any]:
         """The framework on this rank's device, and what makes the engine."""
         with self.budget.part("imports"):
-            row = engines.row(self.spec.engine)
-            make_engine = engines.load(row.name, self.task.work)
-            make_framework = engines.load_framework(row.framework)
+            row = engine_rows.row(self.spec.engine)
+            make_engine = engine_rows.load(row.name, self.task.work)
+            make_framework = engine_rows.load_framework(row.framework)
         with self.budget.part("device"):
             device = accelerators.named(self.spec.accelerator).devices.get(row.framework)
             framework = make_framework(device, self.local_rank, now)

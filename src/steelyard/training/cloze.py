@@ -12,8 +12,8 @@ from torch import Tensor
 from steelyard.case.case import Target
 from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.data.rows import Key
-from steelyard.engines.job import Job
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.job import Job
+from steelyard.engine.work import Phase, Work
 from steelyard.training.buckets import LARGE, Bucket, Buckets, FilledPack, Size, fill, size_of, together
 from steelyard.training.glm import ClozeMicroBatch, to_device
 from steelyard.training.packing import deal

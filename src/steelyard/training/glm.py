@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.data.cloze import Pack
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.kernels import jit
 from steelyard.models import glm

@@ -14,8 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from steelyard.case.question import Train
 from steelyard.data.rows import Key
-from steelyard.engines.job import Job, Part
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.job import Job, Part
+from steelyard.engine.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Numbers, State

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from steelyard.data.rows import Key
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.models.attention import Layout, steady_layout
 from steelyard.models.tensors import send
 from steelyard.training.packing import GRAIN, Packed, deal, empty_row, packed, without_padding

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from steelyard.data.rows import IGNORED, Key, Row
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 
 GRAIN = 128  # tokens: matmul kernels work in tiles
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.engines.job import Job, Part
+from steelyard.engine.job import Job, Part
 from steelyard.training import checkpoint_files
 from steelyard.training.checkpoints import Numbers, State
 from steelyard.training.optimizer import Adam

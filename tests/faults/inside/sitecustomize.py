@@ -146,7 +146,7 @@ def in_parts(begin: str) -> None:
 
 def at_marks(name: str) -> None:
     """Where the engine says that a phase begins."""
-    from steelyard.engines.work import Phase
+    from steelyard.engine.work import Phase
 
     real = Phase.__init__
 
@@ -176,7 +176,7 @@ def in_compiler() -> None:
 
 def in_checkpoint() -> None:
     """Within a checkpoint, of which a part is written."""
-    from steelyard.engines.work import Phase
+    from steelyard.engine.work import Phase
 
     real = Phase.__init__
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from steelyard.case.case import Case
 from steelyard.case.question import Train
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.models.shapes import LlamaModel
 

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from steelyard.accelerators.events import Clock, ReportedEvent
-from steelyard.engines.framework import Meeting
+from steelyard.engine.framework import Meeting
 from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import Matmul
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from steelyard.data.corpus import CorpusRows
 from steelyard.data.counting import RowCounts
+from steelyard.engine.job import Job, Part
+from steelyard.engine.work import Phase, Work
 from steelyard.engines.flagscale import checkout, command, config, data, lines
 from steelyard.engines.flagscale.framework import Reported
 from steelyard.engines.flagscale.lines import Iteration
 from steelyard.engines.flagscale.program import Program
-from steelyard.engines.job import Job, Part
-from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.training.loop import LossWatch
 

@@ -6,7 +6,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.models.attention import known
 from steelyard.models.llama import LlamaShape

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 
 ORDER = "tp-cp-ep-pp-dp"  # as ranks stand in a plan: tensor-parallel ones are neighbours, then stages, then replicas

@@ -13,7 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.engines.megatron.attention import SegmentRotary, packed, with_kernel
 from steelyard.models import placements
 from steelyard.models.attention import Layout

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from steelyard.data.batches import Batch, closed_batch, equal_bins
-from steelyard.engines.job import Job, Part
+from steelyard.engine.job import Job, Part
+from steelyard.engine.work import Phase, Work
 from steelyard.engines.megatron import config, groups
 from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
-from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.attention import Layout, layout

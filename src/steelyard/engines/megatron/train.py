@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from steelyard.engines.job import Job, Part
+from steelyard.engine.job import Job, Part
 from steelyard.engines.megatron import config, groups
 from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
 from steelyard.engines.megatron.optimizer import MegatronAdam

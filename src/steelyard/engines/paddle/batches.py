@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 
 from steelyard.data.rows import IGNORED, Key
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.training.packing import Packed, deal, empty_row, packed, without_padding
 
 Tensor = Any

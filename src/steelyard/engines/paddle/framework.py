@@ -10,7 +10,7 @@ import paddle.distributed as dist
 from steelyard import plugins
 from steelyard.accelerators.events import Clock, Event
 from steelyard.accelerators.row import PaddleDevice
-from steelyard.engines.framework import Meeting
+from steelyard.engine.framework import Meeting
 from steelyard.engines.paddle import rendezvous
 from steelyard.engines.paddle.precision import DTYPES
 from steelyard.errors import RequestError

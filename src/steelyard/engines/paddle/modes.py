@@ -6,7 +6,7 @@ What nobody here has run yet says so in every record that uses it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import shard_degree
 

@@ -10,7 +10,7 @@ from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.sharding import group_sharded_parallel
 
 from steelyard.case.question import Train
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.engines.paddle import optimizer, precision, weights
 from steelyard.engines.paddle.checkpoint import HuggingFaceFolder
 from steelyard.engines.paddle.kernels import Kernels

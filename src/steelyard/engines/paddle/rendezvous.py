@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from steelyard import files
-from steelyard.engines.framework import Meeting
+from steelyard.engine.framework import Meeting
 
 LOOPBACK = "127.0.0.1"
 MEET_S, LOOK_S = 120.0, 0.05  # for rank 0 to say where; reading a framework from a busy disk takes its time

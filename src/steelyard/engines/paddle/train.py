@@ -1,6 +1,6 @@
 """Engine `paddle`, training a Llama: on one device, or as fleet divides it over all of a plan."""
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.engines.paddle.batches import PaddleBatches
 from steelyard.engines.paddle.trainer import PaddleTrainer
 from steelyard.training.loop import HeldOutLoss, Loop

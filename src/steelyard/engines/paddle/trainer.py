@@ -8,7 +8,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
 
-from steelyard.engines.job import Job, Part
+from steelyard.engine.job import Job, Part
 from steelyard.engines.paddle import kernels, modes, optimizer, placement, precision
 from steelyard.engines.paddle.batches import MicroBatch
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from steelyard.data.cloze import Pack
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.models.glm import Glm, GlmBlock
 from steelyard.models.tensors import send
 from steelyard.training.cloze import Accuracy, ClozeBatches

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.engines.bench import Budgeted, LacksError, Made, Row
+from steelyard.engine.bench import Budgeted, LacksError, Made, Row
 from steelyard.engines.torch import ceilings_attention, ceilings_exchange
 from steelyard.engines.torch.framework import TorchFramework
 from steelyard.plan import ceilings

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.engines.bench import Budgeted, Made, Row
+from steelyard.engine.bench import Budgeted, Made, Row
 from steelyard.models.attention import KERNELS, layout
 from steelyard.plan.ceilings import ATTENTION_BOUND, BACKWARD, GRADIENT_BOUND, LEAST_LENGTH, Heads, case_heads
 

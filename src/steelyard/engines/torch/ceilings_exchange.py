@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steelyard.engines.bench import Budgeted, Made, Row
+from steelyard.engine.bench import Budgeted, Made, Row
 from steelyard.engines.torch.framework import TorchFramework
 from steelyard.plan.ceilings import COLLECTIVE_BYTES, MIB, QUICK_COLLECTIVE_BYTES, Collective, bus_factor
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from steelyard import plugins
 from steelyard.accelerators.events import Clock, Event
 from steelyard.accelerators.row import TorchDevice
-from steelyard.engines.framework import Meeting
+from steelyard.engine.framework import Meeting
 from steelyard.engines.torch import tensor_parallel
 from steelyard.engines.torch.compile_cache import CompileCache
 from steelyard.engines.torch.profile import TorchProfiler

@@ -4,7 +4,7 @@ what a micro-batch launches recorded where the device can replay it."""
 from torch import Tensor
 
 from steelyard.data.rows import Key
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.kernels import jit
 from steelyard.models.glm import Glm

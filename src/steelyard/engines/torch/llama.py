@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.engines.torch.exchange import Groups
 from steelyard.engines.torch.recompute import recomputed
 from steelyard.engines.torch.sharded_weights import local_parameters

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from steelyard.engines.profile import Activity, Kind
+from steelyard.engine.profile import Activity, Kind
 
 # The first row whose pattern a name holds says its kind; none: other. Names of cuBLAS (nvjet since 12.8), CUTLASS, cuDNN,
 # torch's flash and memory-efficient attention, Triton's templates, this package's kernels, NCCL and gloo.

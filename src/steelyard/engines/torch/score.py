@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from steelyard.data.batches import Batch, closed_batch, equal_bins, open_batch, open_bins, prefixes
-from steelyard.engines.job import Job, Part
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.job import Job, Part
+from steelyard.engine.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.kernels import jit, packed_attention
 from steelyard.models import llama_fp8

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import WHOLE, Shard

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.engines.torch import exchange
 from steelyard.engines.torch.llama import StageLlama
 from steelyard.engines.torch.placed import Placed

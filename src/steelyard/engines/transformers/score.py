@@ -20,10 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from steelyard.data.batches import sorted_batches
-from steelyard.engines.job import Job, Part
+from steelyard.engine.job import Job, Part
+from steelyard.engine.work import Phase, Work
 from steelyard.engines.transformers import auto
 from steelyard.engines.transformers.auto import Divided
-from steelyard.engines.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.models.answers import READERS, Answers, Picked
 from steelyard.models.shapes import GlmModel, LlamaModel

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.models.tensors import DTYPES, compute_dtype
 from steelyard.plan.degrees import shard_degree

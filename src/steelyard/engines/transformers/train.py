@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from steelyard.engines.job import Job
+from steelyard.engine.job import Job
 from steelyard.engines.transformers.score import config
 from steelyard.engines.transformers.sharded import ShardedLayers
 from steelyard.errors import RequestError

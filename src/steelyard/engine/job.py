@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from steelyard.case.case import Case
-from steelyard.engines.work import Phase, Work
+from steelyard.engine.work import Phase, Work
 from steelyard.plan.degrees import Place, Plan
 
 Part = Callable[[str], AbstractContextManager[None]]
@@ -26,7 +26,7 @@ class Job:
     """What an engine is given: the resolved case, its share of the work, and the device."""
 
     case: Case
-    work: str  # which kind: a key of engines.WORKS
+    work: str  # which kind: a key of rows.WORKS
     inputs: Any  # what the task prepared for that kind of work
     weights: Path | None  # None: random
     device: Any  # the accelerator's device class of the framework

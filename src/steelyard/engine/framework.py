@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from steelyard.accelerators.events import Timeline
-from steelyard.engines.profile import Profiler
+from steelyard.engine.profile import Profiler
 from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import Matmul
 

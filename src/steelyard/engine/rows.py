@@ -1,0 +1,254 @@
+"""Engines and frameworks: rows that say what each can do, known without importing either.
+
+An engine does a kind of work in one framework. Other packages add rows through the entry-point groups `steelyard.engines` (an
+`EngineRow`) and `steelyard.frameworks` (a `FrameworkRow`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from steelyard import plugins
+from steelyard.case.case import Case
+from steelyard.case.question import Question
+from steelyard.engine.bench import Ceilings
+from steelyard.engine.framework import Framework
+from steelyard.engine.job import Engine, Job
+from steelyard.errors import MORE_MEMORY, RequestError, first_cause, in_one_line, known, lacks_memory
+from steelyard.models.shapes import VARIANTS
+from steelyard.plan.degrees import Plan
+
+# Kinds of work: what an engine is given, and what it must answer. docs/engines.md says each in detail.
+WORKS = {
+    "score_choices": "the likeliest token after each text, and the likeliest of a few",
+    "score_texts": "the loss of every token of each text, and whether its last word is the likeliest",
+    "train_rows": "training on rows of tokens",
+    "train_cloze": "training on contexts with candidates to choose from",
+}
+DEGREES = ("tp", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class FrameworkRow:
+    """A framework: what joins ranks and drives devices. `make` is the `module:Class` that a worker loads."""
+
+    name: str
+    make: str
+    ceilings: str | None = None  # `module:Class` of what `steelyard spec` shows with it; None: nothing
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """What an engine can do. It names kinds of work, never tasks."""
+
+    name: str
+    framework: str
+    works: Mapping[str, str]  # kind of work → `module:Class`, called with a Job
+    families: tuple[str, ...]
+    variants: tuple[str, ...] = ()  # fields in which a Llama may differ from a plain one
+    divisions: tuple[str, ...] = ("closed",)
+    precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")  # of matmuls
+    trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")  # names of precisions of training
+    degrees: tuple[str, ...] = ("dp",)  # those it can make larger than 1
+    processes: Literal["per_device", "one"] = "per_device"
+    checkpoints: bool = True  # whether its training keeps them, and goes on from one
+    passes: tuple[str, ...] | None = None  # those it has; None: all of the task's
+    batches_of: tuple[str, ...] = ("rows", "samples")  # what a global batch may count
+    several_hosts: bool = True
+    checkout: str = ""  # the program whose folder `engine.checkout` must name, where the engine starts one
+    fused: bool = False  # whether blocks keep as little for their backward as models/llama_fused.py
+    even: bool = False  # whether micro-batches must divide the rows of a step
+    memory_factor: float = 1.0  # memory that it needs, over what shapes tell; for `auto` tunes
+    needs: tuple[str, ...] = ()  # modules that must be installed
+    extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
+
+    def refusal(self, case: Case) -> str | None:
+        """Why it cannot run a case; None where it can."""
+        question = case.question
+        if self._runs(question):
+            return None
+        able = [row.name for row in table().values() if row._runs(question)]
+        why = ""
+        if question.model.family not in self.families and hasattr(question.model, "model_type"):
+            why = f": it has no model of type {question.model.model_type!r}"
+        elif question.row.work in self.works and question.row.batch_unit not in self.batches_of:
+            why = f": its global batch counts {question.row.batch_unit}, several to a row that do not see each other"
+        lacks = sorted(_variants(question) - set(self.variants))
+        if question.row.work in self.works and question.model.family in self.families and lacks:
+            why = f": its model has {', '.join(f'question.model.{name}' for name in lacks)}"
+        return f"engine {self.name!r} does not run {case.name}{why}; allowed: {', '.join(able) or 'none'}"
+
+    def _runs(self, question: Question) -> bool:
+        row = question.row
+        counts = row.kind != "train" or row.batch_unit in self.batches_of
+        computed = question.model.family in self.families and _variants(question) <= set(self.variants)
+        return row.work in self.works and computed and counts
+
+    def divides(self, plan: Plan) -> bool:
+        """Whether it can divide a model so."""
+        return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
+
+    def missing(self) -> str | None:
+        """Return the first module that it needs and that is not installed; RequestError if one is, and fails."""
+        return next((module for module in self.needs if not plugins.installed(module)), None)
+
+
+def _variants(question: Question) -> set[str]:
+    return set(getattr(question.model, "variants", ()))
+
+
+TORCH = EngineRow(
+    name="torch",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.torch.score:TorchScore",
+        "score_texts": "steelyard.engines.torch.score:TorchScore",
+        "train_rows": "steelyard.engines.torch.train:TorchTrain",
+        "train_cloze": "steelyard.engines.torch.glm:TorchCloze",
+    },
+    families=("llama", "glm"),
+    variants=VARIANTS,
+    divisions=("closed", "open"),
+    precisions=("fp32", "tf32", "fp16", "bf16", "fp8"),
+    trains_in=("fp32", "tf32", "fp16", "bf16", "bf16-pure", "fp8", "fp8-pure"),
+    degrees=("tp", "pp", "dp"),
+    fused=True,
+    needs=("torch",),
+    extra="torch",
+)
+TRANSFORMERS = EngineRow(
+    name="transformers",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.transformers.score:TransformersScore",
+        "score_texts": "steelyard.engines.transformers.score:TransformersScore",
+        "train_rows": "steelyard.engines.transformers.train:TransformersTrain",
+    },
+    families=("llama", "auto"),
+    variants=VARIANTS,
+    needs=("torch", "transformers"),
+    extra="transformers",
+)
+REFERENCE = EngineRow(
+    name="reference",
+    framework="torch",
+    works={"train_cloze": "steelyard.engines.reference.glm:ReferenceCloze"},
+    families=("glm",),
+    needs=("torch",),
+    extra="torch",
+)
+MEGATRON = EngineRow(
+    name="megatron",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.megatron.score:MegatronScore",
+        "score_texts": "steelyard.engines.megatron.score:MegatronScore",
+        "train_rows": "steelyard.engines.megatron.train:MegatronTrain",
+    },
+    families=("llama",),
+    degrees=("tp", "pp", "dp"),
+    memory_factor=1.04,  # 136.7 GiB for 131.6 predicted: `f2c31648` in results/h200
+    needs=("torch", "megatron.core"),
+    extra="megatron",
+)
+PADDLE = EngineRow(
+    name="paddle",
+    framework="paddle",
+    works={"train_rows": "steelyard.engines.paddle.train:PaddleTrain"},
+    families=("llama",),
+    trains_in=("fp32", "tf32", "fp16-o2", "bf16-o2"),
+    degrees=("tp", "pp", "dp"),
+    checkpoints=False,
+    memory_factor=1.25,  # not measured
+    needs=("paddle",),
+    extra="paddle",
+)
+FLAGSCALE = EngineRow(
+    name="flagscale",
+    framework="program",
+    works={"train_rows": "steelyard.engines.flagscale.train:FlagScaleTrain"},
+    families=("llama",),
+    precisions=("fp32", "fp16", "bf16"),
+    trains_in=("fp32", "fp16", "bf16"),
+    degrees=("tp", "pp", "dp"),
+    processes="one",
+    checkpoints=False,
+    passes=("train",),
+    batches_of=("rows",),
+    several_hosts=False,
+    checkout="FlagScale",
+    even=True,
+    memory_factor=1.25,  # not measured
+    needs=("torch",),
+    extra="torch",
+)
+FRAMEWORKS = [
+    FrameworkRow(
+        "torch",
+        "steelyard.engines.torch.framework:TorchFramework",
+        "steelyard.engines.torch.ceilings:TorchCeilings",
+    ),
+    FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
+    FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework"),
+]
+
+
+def table() -> dict[str, EngineRow]:
+    """All rows by name."""
+    return plugins.table(
+        [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE], "steelyard.engines", EngineRow, "engine"
+    )
+
+
+def row(name: str) -> EngineRow:
+    rows = table()
+    if name not in rows:
+        raise RequestError(f"no engine {name!r}; {known(name, sorted(rows))}")
+    return rows[name]
+
+
+def load(name: str, work: str) -> Callable[[Job], Engine]:
+    """Return what makes the engine of a name for a kind of work.
+
+    An engine that lacks a module, or whose module fails, raises RequestError; one that memory does not suffice for,
+    MemoryError."""
+    found = row(name)
+    if work not in found.works:
+        raise RequestError(f"engine {name!r} cannot do {work}; it can do: {', '.join(found.works)}")
+    try:
+        engine: Callable[[Job], Engine] = plugins.load(found.works[work])
+    except ImportError as error:
+        raise _not_imported(found, error) from error
+    return engine
+
+
+def _not_imported(row: EngineRow, error: ImportError) -> RequestError | MemoryError:
+    extra, why = f"'steelyard[{row.extra or row.name}]'", in_one_line(first_cause(error))
+    if lacks_memory(error):
+        return MemoryError(f"engine {row.name!r} cannot be imported for lack of memory ({why}); {MORE_MEMORY}")
+    if isinstance(error, ModuleNotFoundError):
+        return RequestError(f"engine {row.name!r} needs {error.name or why}; pip install {extra}")
+    again = f"pip install --force-reinstall {extra}"
+    return RequestError(f"engine {row.name!r} cannot be imported ({why}); install what it needs again: {again}")
+
+
+def load_framework(name: str) -> Callable[..., Framework]:
+    """What makes the framework of a name."""
+    made: Callable[..., Framework] = plugins.load(_framework(name).make)
+    return made
+
+
+def load_ceilings(name: str) -> Callable[[Framework], Ceilings]:
+    """What makes the rows of `steelyard spec` of a framework."""
+    found = _framework(name).ceilings
+    if found is None:
+        raise RequestError(f"framework {name!r} has no benchmarks for steelyard spec")
+    made: Callable[[Framework], Ceilings] = plugins.load(found)
+    return made
+
+
+def _framework(name: str) -> FrameworkRow:
+    rows = plugins.table(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
+    if name not in rows:
+        raise RequestError(f"no framework {name!r}; known: {', '.join(sorted(rows))}")
+    return rows[name]
