@@ -8,8 +8,7 @@ from typing import Any
 
 from steelyard.errors import MORE_MEMORY, RequestError
 from steelyard.run import connection, messages, preflight
-from steelyard.run.clock import now
-from steelyard.run.clocks import PINGS
+from steelyard.run.clock import PINGS, now
 from steelyard.run.connection import Connection
 from steelyard.run.launch import Allocation, Launcher
 from steelyard.run.load import Kept as KeptLoad
