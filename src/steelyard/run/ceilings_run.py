@@ -14,7 +14,7 @@ from steelyard.record import sealed, spec
 from steelyard.record.facts import Environment, RankFacts, Software
 from steelyard.record.record import Failure, Reason
 from steelyard.record.spec import SpecRecord
-from steelyard.run import interrupts, launch, messages, outcome, preflight, processes
+from steelyard.run import launch, messages, outcome, preflight, processes
 from steelyard.run.ceilings import FULL, QUICK
 from steelyard.run.ceilings_worker import FRAMEWORK, CeilingsSpec
 from steelyard.run.clock import now, today
@@ -73,7 +73,7 @@ class SpecRun:
                     raise  # nothing was started
                 verdict = Verdict("interrupted", f"interrupted by {str(error) or 'the user'}")
             finally:
-                undisturbed.enter_context(interrupts.ignored())  # until the record is there
+                undisturbed.enter_context(processes.ignore_interrupts())  # until the record is there
                 self.session.stop(stacks=False)
             made = self._assemble(self.hello, verdict)
             return made, spec.write(made, self.request.out)

@@ -11,10 +11,10 @@ from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
 from steelyard.record.facts import Environment, Software
-from steelyard.run import caches, environment, interpreter, locks, processes, state
+from steelyard.run import caches, environment, interpreter, processes, state
 from steelyard.run.interpreter import Interpreter
-from steelyard.run.locks import Claims
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
+from steelyard.run.processes import AGENT_CLAIM, Claims
 
 LOOPBACK = "lo"
 # What workers do not inherit: a variable that runs a precision as another, and what launchers tell the ranks that they start.
@@ -40,7 +40,7 @@ class Host:
         self.asked = asked
         os.environ.update(asked.environment)
         self.claims = Claims()
-        self.claims.claim(locks.run(asked.mark))  # how this agent is found, should it stop
+        self.claims.claim(AGENT_CLAIM.format(asked.mark))  # how this agent is found, should it stop
         self.accelerator: Accelerator | None = None
         self.found: list[Found] = []
         self.interface: str | None = None
@@ -128,7 +128,7 @@ class Host:
         ]
 
     def _claim(self, row: Accelerator, device: Found) -> str | None:
-        return self.claims.claim(locks.device(device.uuid or f"{row.name}:{device.index}"))
+        return self.claims.claim(f"device/{device.uuid or f'{row.name}:{device.index}'}")
 
 
 def scrubbed(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from steelyard import files
 from steelyard.errors import MORE_MEMORY, lacks_memory
-from steelyard.run import leftovers, load, messages, processes
+from steelyard.run import load, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
 from steelyard.run.messages import (
@@ -135,7 +135,7 @@ class Agent:
             case Sweep() if self._host is None:
                 self._token = message.token
                 os.environ.update(message.environment)
-                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=leftovers.sweep(message.mark)))
+                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=processes.sweep(message.mark)))
                 raise Ended
             case Ping():
                 self._voice.say(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
@@ -154,7 +154,7 @@ class Agent:
             self._sampler.start()
             self._load, self._origin_s = load.Reader(start.token), start.origin_s
             self._say_load(self._load)
-            leftovers.sweep_dead()
+            processes.sweep_dead()
             self._ranks = Ranks(host, start)
             pids = self._ranks.start()
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a thread that cannot be started

@@ -17,7 +17,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record, sealed
 from steelyard.record.facts import Environment, HostFacts, StepDown
 from steelyard.record.record import Record
-from steelyard.run import assemble, conformity, environment, interrupts, launch, messages, outcome, preflight, scheduler
+from steelyard.run import assemble, conformity, environment, launch, messages, outcome, preflight, processes, scheduler
 from steelyard.run.assemble import RunFacts
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
@@ -96,7 +96,7 @@ class Run:
                 raise
             return Verdict("out_of_memory", f"{self.stepped_down.error}; a second attempt did not start: {error}")
         finally:
-            undisturbed.enter_context(interrupts.ignored())  # until the record is there
+            undisturbed.enter_context(processes.ignore_interrupts())  # until the record is there
             self.session.stop(stacks=False)
 
     def _finished(self, made: Outcome) -> tuple[Record, Path]:

@@ -14,8 +14,8 @@ from steelyard.run import caches, folder, memory, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.folder import Progress, Rendezvous
 from steelyard.run.host import Host
-from steelyard.run.leftovers import RunFolder
 from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, RankSaid, Start
+from steelyard.run.processes import RunFolder
 from steelyard.schema import Frozen
 
 TAIL_BYTES = 4000

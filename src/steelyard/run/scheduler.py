@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from steelyard.errors import RequestError
-from steelyard.run import interrupts, launch, processes
+from steelyard.run import launch, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.launch import Allocation
 from steelyard.run.site import Site
@@ -45,7 +45,7 @@ def allocated(site: Site, nodes: int, waiting: Waiting | None = None) -> Iterato
             job = _granted(process, said, waiting)
             yield Allocation(job, _hosts(_ask("squeue", "--noheader", f"--jobs={job}", "--format=%N")))
         finally:
-            with interrupts.ignored():
+            with processes.ignore_interrupts():
                 _release(process, job)
 
 
