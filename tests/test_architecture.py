@@ -17,7 +17,7 @@ CLOCKS = {
 }
 PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
-    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
+    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.boundary", "report"),
     *("run.node", "run.session", "run.scheduler", "run.fitness", "record.signature"),
     *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
     *("metrics.compare", "metrics.history", "run.reproduce"),

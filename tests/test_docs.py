@@ -25,10 +25,10 @@ from steelyard.record.facts import HostState
 from steelyard.report import as_csv
 from steelyard.report.data import Report
 from steelyard.run import launch
+from steelyard.run.boundary import RankStatus
 from steelyard.run.messages import SILENCE_S
 from steelyard.run.session import OPEN_S
 from steelyard.run.site import HostSettings, Site, SlurmSettings
-from steelyard.run.spec import RankStatus
 from steelyard.sources import table as sources
 
 ROOT = Path(__file__).parent.parent

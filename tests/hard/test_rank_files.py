@@ -18,10 +18,10 @@ from steelyard.metrics.verify import verify
 from steelyard.record import record
 from steelyard.record.record import Record
 from steelyard.run import messages, session
+from steelyard.run.boundary import read_rank
 from steelyard.run.outcome import Verdict
 from steelyard.run.parent import Run
 from steelyard.run.ready import ready
-from steelyard.run.spec import read_rank
 
 TRIED = 600
 

@@ -12,8 +12,8 @@ from steelyard.record import record
 from steelyard.record.facts import Environment, Series
 from steelyard.record.record import Record, Scope
 from steelyard.run import assemble
+from steelyard.run.boundary import RankFile
 from steelyard.run.outcome import Outcome
-from steelyard.run.spec import RankFile
 
 GIB = 1 << 30
 TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank

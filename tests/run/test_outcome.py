@@ -6,9 +6,9 @@ import pytest
 
 from steelyard.plan.degrees import Plan
 from steelyard.run import outcome
+from steelyard.run.boundary import DISK_FULL, RankFile, RankStatus
 from steelyard.run.messages import Exit
 from steelyard.run.outcome import ILLEGAL_HINT, Left
-from steelyard.run.spec import DISK_FULL, RankFile, RankStatus
 from steelyard.tasks.task import DataFacts
 
 PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")

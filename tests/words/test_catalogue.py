@@ -19,7 +19,7 @@ from steelyard.errors import RequestError
 from steelyard.metrics import table
 from steelyard.plan.memory import Parts
 from steelyard.report import words as page
-from steelyard.run.spec import RankStatus
+from steelyard.run.boundary import RankStatus
 from steelyard.words import Message, cases, version_1
 
 SRC = Path(words.__file__).parents[1]

@@ -27,10 +27,10 @@ from steelyard.record.record import (
     Scope,
     Window,
 )
+from steelyard.run.boundary import RankFile
 from steelyard.run.clock import now
 from steelyard.run.outcome import Outcome
 from steelyard.run.resume import Resume
-from steelyard.run.spec import RankFile
 from steelyard.tasks.task import Task
 
 

@@ -15,6 +15,7 @@ from steelyard.record.facts import Environment, RankFacts, Software
 from steelyard.record.record import Failure, Reason
 from steelyard.record.spec import SpecRecord
 from steelyard.run import launch, messages, outcome, preflight, processes
+from steelyard.run.boundary import RankFile
 from steelyard.run.ceilings import FULL, QUICK
 from steelyard.run.ceilings_worker import FRAMEWORK, CeilingsSpec
 from steelyard.run.clock import now, today
@@ -24,7 +25,6 @@ from steelyard.run.outcome import Left, Verdict
 from steelyard.run.parent import WORKER_ENV, Warn
 from steelyard.run.session import Session, Watch, last_words
 from steelyard.run.site import Site
-from steelyard.run.spec import RankFile
 
 HANG_S = 300.0  # without a sign of life; one row takes seconds
 MOST_S = 24 * 3600.0  # for all rows

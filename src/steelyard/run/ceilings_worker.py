@@ -13,9 +13,9 @@ from steelyard.engine.bench import Ceilings, Row
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Limits
+from steelyard.run.boundary import Rendezvous
 from steelyard.run.ceilings import Holder
 from steelyard.run.clock import now
-from steelyard.run.folder import Rendezvous
 from steelyard.run.rank import RankProcess, serve
 from steelyard.schema import Frozen
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from steelyard import files
 from steelyard.errors import NOT_MAPPED
 from steelyard.plan.degrees import Plan
+from steelyard.run.boundary import DISK_FULL, RankFile
 from steelyard.run.messages import Exit
 from steelyard.run.processes import signal_name
-from steelyard.run.spec import DISK_FULL, RankFile
 
 PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
 TAIL_CHARS, WHY_CHARS = 4000, 500

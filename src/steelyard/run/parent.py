@@ -19,6 +19,7 @@ from steelyard.record.facts import Environment, HostFacts, StepDown
 from steelyard.record.record import Record
 from steelyard.run import assemble, conformity, environment, launch, messages, outcome, preflight, processes, scheduler
 from steelyard.run.assemble import RunFacts
+from steelyard.run.boundary import WorkerSpec
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
 from steelyard.run.launch import Allocation
@@ -26,7 +27,6 @@ from steelyard.run.messages import Hello, Open, Start
 from steelyard.run.outcome import UNFINISHED, Left, Outcome, Verdict
 from steelyard.run.ready import Ready
 from steelyard.run.session import Session, Watch, last_words
-from steelyard.run.spec import WorkerSpec
 from steelyard.tasks.task import PASSES
 
 LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here

@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 from steelyard import files
 from steelyard.engine.framework import Framework
 from steelyard.errors import ExchangeError, RequestError, lacks_memory
-from steelyard.run import folder, processes
+from steelyard.run import boundary, processes
+from steelyard.run.boundary import DISK_FULL, Progress, RankFile, RankStatus
 from steelyard.run.clock import every, now
-from steelyard.run.folder import Progress
 from steelyard.run.measure import Budget
-from steelyard.run.spec import DISK_FULL, RankFile, RankStatus
 from steelyard.schema import Frozen
 
 PROGRESS_S = 0.1
@@ -28,7 +27,7 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
     """Carry out what a rank is to do, and end with it. `place` is the folder that it shares with its agent."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        stacks = (place / folder.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
+        stacks = (place / boundary.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
     except OSError as failure:
         _end_without_result(failure)
     processes.wake_with_parent()
@@ -102,12 +101,12 @@ class RankProcess(ABC):
         at = now()
         if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
             self._told = at
-            self._replace(folder.PROGRESS, Progress(phase=phase, done=done, total=total))
+            self._replace(boundary.PROGRESS, Progress(phase=phase, done=done, total=total))
 
     def write(self, status: RankStatus, error: str | None) -> None:
         clocks = {name: at - self._clocks[name] for name, at in every().items() if name in self._clocks}
         self._add(status=status, error=error, ended_s=now() - self.origin_s, budget=self.budget.parts(), clocks=clocks)
-        self._replace(folder.rank_name(self.rank), self.file)
+        self._replace(boundary.rank_name(self.rank), self.file)
 
     def leave(self, status: RankStatus, error: str | None) -> RankStatus:
         """The last rank file. What an engine or a plug-in said may not fit into one: then it says so, and no more."""

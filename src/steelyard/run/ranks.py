@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from steelyard import files
-from steelyard.run import caches, folder, memory, messages, processes
+from steelyard.run import boundary, caches, memory, messages, processes
+from steelyard.run.boundary import Progress, Rendezvous
 from steelyard.run.clock import now, sleep
-from steelyard.run.folder import Progress, Rendezvous
 from steelyard.run.host import Host
 from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, RankSaid, Start
 from steelyard.run.processes import RunFolder
@@ -71,7 +71,7 @@ class Ranks:
         self._starved = memory.ended()
 
     def start(self) -> list[int]:
-        start, host, path = self._start, self._host, self._folder / folder.SPEC
+        start, host, path = self._start, self._host, self._folder / boundary.SPEC
         meet = self._rendezvous()
         told = None if meet is None else meet.model_dump(mode="json")
         path.write_text(json.dumps({**start.spec, "folder": str(self._folder), "origin_s": start.origin_s, "rendezvous": told}))
@@ -109,7 +109,7 @@ class Ranks:
         if start.world == 1:
             return None
         if start.address is None or listening is None:
-            return Rendezvous(file=self._folder / folder.STORE)
+            return Rendezvous(file=self._folder / boundary.STORE)
         if start.first_rank:
             return Rendezvous(address=start.address, port=start.port)
         listening.setblocking(False)
@@ -124,11 +124,11 @@ class Ranks:
 
     def news(self) -> Iterator[Frozen]:
         """What is new since the last call: progress, rank files, and who ended."""
-        if self._changed(folder.PROGRESS):
+        if self._changed(boundary.PROGRESS):
             yield self._progress()
         ended = [one for one in self._workers if not one.told and one.process.poll() is not None]
         for one in self._workers:
-            if self._changed(folder.rank_name(one.rank)):
+            if self._changed(boundary.rank_name(one.rank)):
                 yield self._rank_file(one.rank)
         for one in ended:
             one.told = True
@@ -143,14 +143,14 @@ class Ranks:
     def _progress(self) -> ProgressSaid:
         """What cannot be read is a sign of life all the same."""
         try:
-            said = Progress.model_validate_json(self._read(folder.PROGRESS, folder.PROGRESS_BYTES))
+            said = Progress.model_validate_json(self._read(boundary.PROGRESS, boundary.PROGRESS_BYTES))
         except (OSError, ValueError):  # a ValidationError is a ValueError
             said = Progress(phase="unreadable progress", done=0, total=0)
         return ProgressSaid(token=self._token, phase=said.phase, done=said.done, total=said.total)
 
     def _rank_file(self, rank: int) -> RankSaid:
         try:
-            text = self._read(folder.rank_name(rank), folder.RANK_BYTES).decode("utf-8")
+            text = self._read(boundary.rank_name(rank), boundary.RANK_BYTES).decode("utf-8")
         except (OSError, ValueError) as error:
             return messages.rank(self._token, rank, "", str(error))
         return messages.rank(self._token, rank, text)
@@ -194,7 +194,7 @@ class Ranks:
 
     def _stack(self, one: Worker) -> str:
         with suppress(FileNotFoundError):
-            return (self._folder / folder.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
+            return (self._folder / boundary.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
         return ""
 
     def end(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from steelyard.errors import MORE_MEMORY, RequestError
 from steelyard.run import connection, messages, preflight
+from steelyard.run.boundary import RankFile, read_rank
 from steelyard.run.clock import PINGS, now
 from steelyard.run.connection import Connection
 from steelyard.run.launch import Allocation, Launcher
@@ -29,7 +30,6 @@ from steelyard.run.messages import (
 )
 from steelyard.run.outcome import NO_MEMORY, Verdict
 from steelyard.run.site import Site
-from steelyard.run.spec import RankFile, read_rank
 from steelyard.run.telemetry import Kept
 
 POLL_S = 0.05

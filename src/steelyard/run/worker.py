@@ -24,12 +24,12 @@ from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
+from steelyard.run.boundary import WorkerSpec
 from steelyard.run.calibrate import calibrate, calibrate_after
 from steelyard.run.clock import busy, now
 from steelyard.run.explain import explain, steps_of
 from steelyard.run.measure import Trace, bare, measure, time_of
 from steelyard.run.rank import RankProcess, serve
-from steelyard.run.spec import WorkerSpec
 from steelyard.schema import Frozen
 from steelyard.tasks.task import PASSES, Prepared, Sources
 from steelyard.training import checkpoints

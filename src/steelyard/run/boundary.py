@@ -1,5 +1,8 @@
-"""The process boundary: what a worker is told, and what it leaves. Any program that reads the one and writes the other is a
-worker; `steelyard schema worker|rank` prints both as JSON Schema."""
+"""The process boundary: what a worker is told, what it leaves, and the folder where it meets its agent.
+
+Any program that reads a `WorkerSpec` and writes a `RankFile` is a worker; `steelyard schema worker` and
+`steelyard schema rank` print both as JSON Schema.
+"""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +16,32 @@ from steelyard.record.facts import MatmulRate, RankFacts, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.record import Sample, Scope, Window
 from steelyard.record.spec import Bench
-from steelyard.run.folder import Rendezvous
 from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
 RankStatus = Literal["running", "done", "request", "raised", "out_of_memory", "disk_full", "network", "ended"]
+
+SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
+RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10  # the most that is read of one: 100,000 steps of a rank take 40 MB
+
+
+class Progress(Frozen):
+    """How far rank 0 is."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Rendezvous(Frozen):
+    """Where ranks meet: a `file` on one host, an `address` on several, where rank 0 serves the socket `listen_fd`, which is
+    already bound to the interface of the site."""
+
+    file: Path | None = None
+    address: str | None = None
+    port: int | None = None
+    listen_fd: int | None = None
 
 
 class WorkerSpec(Frozen):
@@ -106,3 +129,11 @@ class RankFile(Frozen):
             if getattr(self, name):
                 told[name] = getattr(self, name)
         return RankFacts(**told)
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def stack_name(rank: int) -> str:
+    return f"stack-{rank}.txt"
