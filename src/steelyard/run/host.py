@@ -11,8 +11,8 @@ from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
 from steelyard.record.facts import Environment, Software
-from steelyard.run import caches, environment, interpreter, processes, state
-from steelyard.run.interpreter import Interpreter
+from steelyard.run import environment, processes, state
+from steelyard.run.environment import Interpreter
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 from steelyard.run.processes import AGENT_CLAIM, Claims
 
@@ -52,15 +52,15 @@ class Host:
         self.lacking: list[str] = []
         try:
             processes.check_working_directory()
-            self.caches = caches.variables(os.environ)
+            self.caches = environment.cache_variables(os.environ)
             self.accelerator = accelerators.named(asked.accelerator) if asked.accelerator else accelerators.detect()
             self.found = self.accelerator.find()
             self.interface = _interface(asked)
             self.listening = None if asked.peer is None else _listen(self.interface)
             if asked.python is None:
-                self.lacking = interpreter.lacking(asked.needs)
+                self.lacking = environment.lacking_modules(asked.needs)
             else:
-                self.interpreter = interpreter.look(asked.python, asked.needs, self.variables())
+                self.interpreter = environment.look_at_interpreter(asked.python, asked.needs, self.variables())
         except RequestError as error:
             self.problem = str(error)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from steelyard import files
-from steelyard.run import boundary, caches, memory, messages, processes
+from steelyard.run import boundary, environment, memory, messages, processes
 from steelyard.run.boundary import Progress, Rendezvous
 from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
@@ -75,9 +75,8 @@ class Ranks:
         meet = self._rendezvous()
         told = None if meet is None else meet.model_dump(mode="json")
         path.write_text(json.dumps({**start.spec, "folder": str(self._folder), "origin_s": start.origin_s, "rendezvous": told}))
-        caches_here = caches.within(self._folder)
         variables = {
-            **caches_here,
+            **environment.cache_variables_within(self._folder),
             **self._threads(),
             **host.variables(),
             MARK: host.asked.mark,
