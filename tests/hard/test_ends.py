@@ -13,7 +13,7 @@ import pytest
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from steelyard.plan.degrees import Plan
-from steelyard.run import memory
+from steelyard.run import load
 from steelyard.run.host import scrubbed
 from steelyard.run.messages import Exit
 from steelyard.run.outcome import Left, judge
@@ -91,13 +91,13 @@ def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
     ],
 )
 def test_the_count_of_a_control_group(tmp_path: Path, groups: str, name: str, text: str, found: int | None) -> None:
-    proc, tree = tmp_path / "proc", tmp_path / "groups"
+    proc, tree = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(groups)
     (tree / name).parent.mkdir(parents=True)
     (tree / name).write_text(text)
-    assert memory.ended(proc, tree) == found
-    assert memory.ended(tmp_path / "none", tree) is None
+    assert load.oom_kills(tmp_path) == found
+    assert load.oom_kills(tmp_path / "none") is None
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from steelyard.record.record import Failure, Reason
 from steelyard.record.spec import SpecRecord
 from steelyard.run import launch, messages, outcome, preflight, processes
 from steelyard.run.boundary import RankFile
-from steelyard.run.ceilings import FULL, QUICK
-from steelyard.run.ceilings_worker import FRAMEWORK, CeilingsSpec
+from steelyard.run.ceilings import FRAMEWORK, FULL, QUICK, CeilingsSpec
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
 from steelyard.run.messages import Hello, Open, Start
@@ -116,7 +115,7 @@ class SpecRun:
                 first_rank=0,
                 world=self.plan.world,
                 workers=self.plan.devices,
-                worker="steelyard.run.ceilings_worker",
+                worker="steelyard.run.ceilings",
                 origin_s=self.origin_s + one.clock.offset_s,
             )
 

@@ -65,7 +65,7 @@ class Start(Frozen):
     first_rank: int
     world: int
     workers: int = Field(1, description="of this host: one a device, or one for a program that drives them all")
-    worker: Literal["steelyard.run.worker", "steelyard.run.ceilings_worker"] = Field(
+    worker: Literal["steelyard.run.worker", "steelyard.run.ceilings"] = Field(
         "steelyard.run.worker", description="the module of the workers; it reads `spec`"
     )
     origin_s: float = Field(description="the start of the run on this host's clock")

@@ -17,7 +17,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record, sealed
 from steelyard.record.facts import Environment, HostFacts, StepDown
 from steelyard.record.record import Record
-from steelyard.run import assemble, conformity, environment, launch, messages, outcome, preflight, processes, scheduler
+from steelyard.run import assemble, conformity, environment, launch, messages, outcome, preflight, processes
 from steelyard.run.assemble import RunFacts
 from steelyard.run.boundary import WorkerSpec
 from steelyard.run.clock import now, today
@@ -390,7 +390,7 @@ def _checkpoints(ready: Ready, created: str) -> str | None:
 
 def _cancelled(verdict: Verdict, allocation: Allocation) -> Verdict:
     """A host is also lost when its job is: Slurm knows."""
-    state = scheduler.state(allocation.job)
+    state = launch.job_state(allocation.job)
     if state is None or state in GOES_ON:
         return verdict
     how = "was cancelled" if state.startswith(("CANCEL", "COMPLETING")) else f"ended as {state}"

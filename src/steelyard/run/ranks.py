@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from steelyard import files
-from steelyard.run import boundary, environment, memory, messages, processes
+from steelyard.run import boundary, environment, load, messages, processes
 from steelyard.run.boundary import Progress, Rendezvous
 from steelyard.run.clock import now, sleep
 from steelyard.run.host import Host
@@ -68,7 +68,7 @@ class Ranks:
         self._workers: list[Worker] = []
         self._seen: dict[str, int] = {}  # file → when it was last changed
         self._looked_s = now()
-        self._starved = memory.ended()
+        self._starved = load.oom_kills()
 
     def start(self) -> list[int]:
         start, host, path = self._start, self._host, self._folder / boundary.SPEC
@@ -162,7 +162,7 @@ class Ranks:
             raise ValueError(f"it is {error}") from error
 
     def _exit(self, one: Worker, stopped: bool = False) -> Exit:
-        at_s, starved = now() - self._start.origin_s, memory.ended()
+        at_s, starved = now() - self._start.origin_s, load.oom_kills()
         return Exit(
             token=self._token,
             rank=one.rank,
