@@ -21,7 +21,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Bench, Checked, Limits, Stretch
 from steelyard.run.boundary import Rendezvous
 from steelyard.run.clock import now
-from steelyard.run.rank import RankProcess, serve
+from steelyard.run.worker import RankProcess, serve
 from steelyard.schema import Frozen
 
 # A stretch is short against the seconds in which a device warms up and lowers its clock. Agreement within 2 % of five in a row
@@ -166,8 +166,7 @@ class CeilingsWorker(RankProcess):
         self.spec = spec
 
     def run(self) -> None:
-        self.tell("imports", 0, 0)
-        with self.budget.part("imports"):
+        with self._phase("imports"):
             shown = self._load()
         rows = list(shown.rows(self.spec.quick))
         with self.budget.part("rows"):
