@@ -19,7 +19,6 @@ from steelyard.record.spec import Bench
 from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
 
-DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
 RankStatus = Literal["running", "done", "request", "raised", "out_of_memory", "disk_full", "network", "ended"]
 
 SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
@@ -44,9 +43,16 @@ class Rendezvous(Frozen):
     listen_fd: int | None = None
 
 
-class WorkerSpec(Frozen):
-    """What a worker is told. Paths are absolute; `origin_s` is the start of the run on the host's monotonic clock. Its rank,
-    its rank on its host and the world size are in RANK, LOCAL_RANK and WORLD_SIZE. It ends when its stdin is closed."""
+class HostSpec(Frozen):
+    """What the agent of a host adds to the spec of its workers."""
+
+    folder: Path = Field(description="where workers leave their rank files; absolute")
+    origin_s: float = Field(description="the start of the run on this host's monotonic clock")
+    rendezvous: Rendezvous | None = Field(None, description="None: the only rank")
+
+
+class RunSpec(Frozen):
+    """What the parent knows of a run; the same for all workers. Paths are absolute."""
 
     case: Case
     scope: Scope
@@ -57,14 +63,19 @@ class WorkerSpec(Frozen):
     weights: Path | None
     data: Path | None
     tokenizer: Path | None
-    folder: Path
-    origin_s: float
-    rendezvous: Rendezvous | None = None
     resume: Path | None = None
     checkpoints: Path | None = None
     explain: bool = Field(False, description="profile a stretch of steps after the passes")
     trace: Path | None = Field(None, description="where rank 0 leaves the whole trace of that stretch")
     checkout: Path | None = Field(None, description="the folder of the program that the engine starts, where it is one")
+
+
+class WorkerSpec(Frozen):
+    """What a worker is told. Its rank, its rank on its host and the world size are in RANK, LOCAL_RANK and WORLD_SIZE. It
+    ends when its stdin is closed."""
+
+    run: RunSpec
+    host: HostSpec
 
 
 def read_rank(text: str, rank: int) -> "RankFile":
@@ -129,6 +140,22 @@ class RankFile(Frozen):
             if getattr(self, name):
                 told[name] = getattr(self, name)
         return RankFacts(**told)
+
+
+def of_program(rank_files: dict[int, RankFile], world: int) -> dict[int, RankFile]:
+    """Return the rank files of a program that one worker started: it speaks for all ranks. Of the others it is known that
+    they ended, and on which devices they were."""
+    first = rank_files.get(0)
+    if first is None or first.status != "done":
+        return rank_files
+    kind = first.device.partition(":")[0]
+    others = {
+        rank: RankFile(
+            rank=rank, device=f"{kind}:{rank}", status="done", error=None, ended_s=first.ended_s, budget=first.budget
+        )
+        for rank in range(1, world)
+    }
+    return {0: first, **others}
 
 
 def rank_name(rank: int) -> str:

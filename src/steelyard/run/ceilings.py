@@ -19,7 +19,7 @@ from steelyard.errors import RequestError
 from steelyard.metrics.ceilings import settled
 from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Bench, Checked, Limits, Stretch
-from steelyard.run.boundary import Rendezvous
+from steelyard.run.boundary import HostSpec
 from steelyard.run.clock import now
 from steelyard.run.worker import RankProcess, serve
 from steelyard.schema import Frozen
@@ -144,26 +144,30 @@ def _why(error: Exception) -> str:
 
 
 class CeilingsSpec(Frozen):
-    """What such a worker is told. Paths are absolute; `origin_s` is the start of the command on the host's monotonic clock."""
+    """What the parent tells the workers of `steelyard spec`."""
 
     accelerator: str
     plan: Plan
     quick: bool
     limits: Limits
-    folder: Path
-    origin_s: float
-    rendezvous: Rendezvous | None = None
+
+
+class CeilingsWorkerSpec(Frozen):
+    """What such a worker is told."""
+
+    run: CeilingsSpec
+    host: HostSpec
 
 
 def main() -> None:
-    spec = CeilingsSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
-    serve(partial(CeilingsWorker, spec), spec.folder)
+    spec = CeilingsWorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
+    serve(partial(CeilingsWorker, spec), spec.host.folder)
 
 
 class CeilingsWorker(RankProcess):
-    def __init__(self, spec: CeilingsSpec, rank: int) -> None:
-        super().__init__(rank, spec.accelerator, spec.folder, spec.origin_s)
-        self.spec = spec
+    def __init__(self, spec: CeilingsWorkerSpec, rank: int) -> None:
+        super().__init__(rank, spec.run.accelerator, spec.host)
+        self.spec = spec.run
 
     def run(self) -> None:
         with self._phase("imports"):
@@ -181,7 +185,7 @@ class CeilingsWorker(RankProcess):
             raise RequestError(f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see steelyard list")
         framework = engine_rows.load_framework(FRAMEWORK)(device, self.local_rank, now)
         self._add(identity=framework.identity(), versions=framework.versions(), threads=framework.threads())
-        framework.join(spec.plan, self.rank, self.world, spec.rendezvous)
+        framework.join(spec.plan, self.rank, self.world, self.host.rendezvous)
         self.framework = framework
         return engine_rows.load_ceilings(FRAMEWORK)(framework)
 
@@ -189,7 +193,7 @@ class CeilingsWorker(RankProcess):
         """What is done is told after each, so that whoever is killed later leaves this much."""
         if self.framework is None:
             raise RuntimeError("no framework was loaded")
-        holder = Holder(self.framework, self.rank, self.spec.limits, now, self.origin_s, shown.agree)
+        holder = Holder(self.framework, self.rank, self.spec.limits, now, self.host.origin_s, shown.agree)
         for done, row in enumerate(rows):
             named = " ".join(filter(None, (row.group, row.name, row.precision)))
             self.tell(named, done, len(rows))

@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from steelyard import __version__
 from steelyard.record.facts import Environment, HostState
+from steelyard.run.failure import Failure
 from steelyard.schema import Frozen, first_problem
 
 PROTOCOL = 1
@@ -28,17 +29,17 @@ MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is
 
 
 class Open(Frozen):
-    """What will be asked of this host, so that it can say whether it can."""
+    """What will be asked of this host, so that it can say whether it can. The session sets `token`, `mark` and `peer`."""
 
     kind: Literal["open"] = "open"
-    token: str
+    token: str = ""
     protocol: int = PROTOCOL
-    mark: str = Field(description="of all that is started on this host")
+    mark: str = Field("", description="of all that is started on this host")
     accelerator: str | None
     devices: int
     matmul: str
     interface: str | None = Field(description="for what ranks send each other; None: that of the route to `peer`")
-    peer: str | None = Field(description="another host of the run; None where this is the only one")
+    peer: str | None = Field(None, description="another host of the run; None where this is the only one")
     environment: dict[str, str] = Field(description="of the site, for the agent and its workers")
     variables: dict[str, str] = Field(description="of the run, for its workers")
     needs: list[str] = Field(description="modules that must be installed")
@@ -57,18 +58,18 @@ class Reach(Frozen):
 
 
 class Start(Frozen):
-    """Start the ranks of this host. `spec` is a WorkerSpec without what only the host knows."""
+    """Start the ranks of this host. The session sets all but `run`, `worker`, `world` and `workers`."""
 
     kind: Literal["start"] = "start"
-    token: str
-    spec: dict[str, Any]
-    first_rank: int
+    token: str = ""
+    run: dict[str, Any] = Field(description="of a worker's spec; the agent passes it on as it is, and the workers read it")
+    first_rank: int = 0
     world: int
-    workers: int = Field(1, description="of this host: one a device, or one for a program that drives them all")
+    workers: int = Field(1, description="of each host: one a device, or one for a program that drives them all")
     worker: Literal["steelyard.run.worker", "steelyard.run.ceilings"] = Field(
-        "steelyard.run.worker", description="the module of the workers; it reads `spec`"
+        "steelyard.run.worker", description="the module of the workers; it reads `run`"
     )
-    origin_s: float = Field(description="the start of the run on this host's clock")
+    origin_s: float = Field(0.0, description="the start of the run on this host's clock")
     address: str | None = None
     port: int | None = None
 
@@ -193,16 +194,16 @@ class RankSaid(Frozen):
     problem: str | None = None
 
 
-class Exit(Frozen):
-    """A worker ended, or does not go on: `stopped` by a signal."""
+class WorkerEnded(Frozen):
+    """A worker exited, or a signal such as SIGSTOP has suspended it for several seconds."""
 
     kind: Literal["exit"] = "exit"
     token: str
     rank: int
     code: int | None
-    at_s: float = Field(description="since the start of the run")
-    stopped: bool = False
-    starved: int | None = Field(None, description="processes of its control group that the kernel ended for lack of memory")
+    time_s: float = Field(description="since the start of the run")
+    suspended: bool = False
+    oom_kills: int | None = Field(None, description="processes of its control group that the kernel ended for lack of memory")
 
 
 class Bye(Frozen):
@@ -214,19 +215,20 @@ class Bye(Frozen):
     stderr_tails: dict[int, str]
     stacks: dict[int, str] = Field(default_factory=dict)
     ended: int = Field(0, description="processes that had to be ended")
-    code: str | None = Field(None, description="why the agent ended by itself; None: all workers ended, or the parent said so")
-    problem: str | None = None
+    failure: Failure | None = Field(
+        None, description="why the agent ended by itself; None: all workers ended, or the parent said so"
+    )
 
 
 ToAgent = Annotated[Union[Open, Reach, Start, Ping, Stop, Sweep], Field(discriminator="kind")]  # noqa: UP007
 ToParent = Annotated[
-    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, LoadSaid, RankSaid, Exit, Bye],  # noqa: UP007
+    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, LoadSaid, RankSaid, WorkerEnded, Bye],  # noqa: UP007
     Field(discriminator="kind"),
 ]
 TO_AGENT: TypeAdapter[Open | Reach | Start | Ping | Stop | Sweep] = TypeAdapter(ToAgent)
-TO_PARENT: TypeAdapter[Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | LoadSaid | RankSaid | Exit | Bye] = (
-    TypeAdapter(ToParent)
-)
+TO_PARENT: TypeAdapter[
+    Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | LoadSaid | RankSaid | WorkerEnded | Bye
+] = TypeAdapter(ToParent)
 
 
 class MessageError(Exception):

@@ -132,11 +132,6 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
     return len(seen)
 
 
-def signal_name(number: int) -> str:
-    names = {one.value: one.name for one in signal.Signals}
-    return names.get(number, f"signal {number}")
-
-
 class Claims:
     """What this process has claimed."""
 

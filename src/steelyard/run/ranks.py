@@ -11,10 +11,11 @@ from contextlib import suppress
 
 from steelyard import files
 from steelyard.run import boundary, environment, load, messages, processes
-from steelyard.run.boundary import Progress, Rendezvous
+from steelyard.run.boundary import HostSpec, Progress, Rendezvous
 from steelyard.run.clock import now, sleep
+from steelyard.run.failure import Failure
 from steelyard.run.host import Host
-from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, RankSaid, Start
+from steelyard.run.messages import MARK, Bye, ProgressSaid, RankSaid, Start, WorkerEnded
 from steelyard.run.processes import RunFolder
 from steelyard.schema import Frozen
 
@@ -68,13 +69,13 @@ class Ranks:
         self._workers: list[Worker] = []
         self._seen: dict[str, int] = {}  # file → when it was last changed
         self._looked_s = now()
-        self._starved = load.oom_kills()
+        self._killed = load.oom_kills()  # before this run
 
     def start(self) -> list[int]:
         start, host, path = self._start, self._host, self._folder / boundary.SPEC
         meet = self._rendezvous()
-        told = None if meet is None else meet.model_dump(mode="json")
-        path.write_text(json.dumps({**start.spec, "folder": str(self._folder), "origin_s": start.origin_s, "rendezvous": told}))
+        here = HostSpec(folder=self._folder, origin_s=start.origin_s, rendezvous=meet)
+        path.write_text(json.dumps({"run": start.run, "host": here.model_dump(mode="json")}))
         variables = {
             **environment.cache_variables_within(self._folder),
             **self._threads(),
@@ -137,7 +138,7 @@ class Ranks:
             for one in self._workers:
                 if not one.told and one.stopped():
                     one.told = True
-                    yield self._exit(one, stopped=True)
+                    yield self._exit(one, suspended=True)
 
     def _progress(self) -> ProgressSaid:
         """What cannot be read is a sign of life all the same."""
@@ -161,15 +162,15 @@ class Ranks:
         except files.TooLargeError as error:
             raise ValueError(f"it is {error}") from error
 
-    def _exit(self, one: Worker, stopped: bool = False) -> Exit:
-        at_s, starved = now() - self._start.origin_s, load.oom_kills()
-        return Exit(
+    def _exit(self, one: Worker, suspended: bool = False) -> WorkerEnded:
+        time_s, killed = now() - self._start.origin_s, load.oom_kills()
+        return WorkerEnded(
             token=self._token,
             rank=one.rank,
             code=one.process.returncode,
-            at_s=at_s,
-            stopped=stopped,
-            starved=None if starved is None or self._starved is None else starved - self._starved,
+            time_s=time_s,
+            suspended=suspended,
+            oom_kills=None if killed is None or self._killed is None else killed - self._killed,
         )
 
     def _changed(self, name: str) -> bool:
@@ -201,15 +202,14 @@ class Ranks:
         mark = self._host.asked.mark
         return processes.end(lambda: processes.family(mark, os.getpid()))
 
-    def bye(self, stacks: dict[int, str], ended: int, code: str | None, problem: str | None) -> Bye:
+    def bye(self, stacks: dict[int, str], ended: int, failure: Failure | None) -> Bye:
         return Bye(
             token=self._token,
             exits={one.rank: one.process.poll() for one in self._workers},
             stderr_tails={one.rank: one.tail() for one in self._workers},
             stacks=stacks,
             ended=ended,
-            code=code,
-            problem=problem,
+            failure=failure,
         )
 
     def clean(self) -> None:

@@ -31,10 +31,11 @@ from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import Weights
 from steelyard.record.record import Window
 from steelyard.run import boundary, processes
-from steelyard.run.boundary import DISK_FULL, Progress, RankFile, RankStatus, WorkerSpec
+from steelyard.run.boundary import HostSpec, Progress, RankFile, RankStatus, WorkerSpec
 from steelyard.run.calibrate import calibrate, calibrate_after
 from steelyard.run.clock import busy, every, now
 from steelyard.run.explain import explain, steps_of
+from steelyard.run.failure import DISK_FULL
 from steelyard.run.measure import Budget, Trace, bare, measure, time_of
 from steelyard.schema import Frozen
 from steelyard.tasks.task import PASSES, Prepared, Sources
@@ -102,8 +103,8 @@ def _end_with_agent() -> None:
 class RankProcess(ABC):
     """What every kind of worker has: its rank file, which grows, and how far it is. Each brings `run`."""
 
-    def __init__(self, rank: int, accelerator: str, place: Path, origin_s: float) -> None:
-        self.rank, self.folder, self.origin_s = rank, place, origin_s
+    def __init__(self, rank: int, accelerator: str, host: HostSpec) -> None:
+        self.rank, self.host = rank, host
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.budget = Budget()
@@ -135,7 +136,7 @@ class RankProcess(ABC):
 
     def write(self, status: RankStatus, error: str | None) -> None:
         clocks = {name: at - self._clocks[name] for name, at in every().items() if name in self._clocks}
-        self._add(status=status, error=error, ended_s=now() - self.origin_s, budget=self.budget.parts(), clocks=clocks)
+        self._add(status=status, error=error, ended_s=now() - self.host.origin_s, budget=self.budget.parts(), clocks=clocks)
         self._replace(boundary.rank_name(self.rank), self.file)
 
     def leave(self, status: RankStatus, error: str | None) -> RankStatus:
@@ -151,7 +152,7 @@ class RankProcess(ABC):
 
     def _replace(self, name: str, table: Frozen) -> None:
         """Readers see the old file or the new one, never half of one; none outlives the machine."""
-        files.write(self.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False)
+        files.write(self.host.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False)
 
     def ended(self, number: int, frame: Any) -> None:
         """Told to end: leave what there is, then go the way the signal says."""
@@ -162,16 +163,16 @@ class RankProcess(ABC):
 
 def main() -> None:
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
-    serve(partial(Worker, spec), spec.folder)
+    serve(partial(Worker, spec), spec.host.folder)
 
 
 class Worker(RankProcess):
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
-        super().__init__(rank, spec.accelerator, spec.folder, spec.origin_s)
-        self.spec = spec
-        self.case = spec.case
-        self.task = spec.case.question.row
-        self.place = degrees.place(spec.plan, rank)
+        super().__init__(rank, spec.run.accelerator, spec.host)
+        self.spec = spec.run
+        self.case = spec.run.case
+        self.task = self.case.question.row
+        self.place = degrees.place(spec.run.plan, rank)
         self.outputs: Frozen | None = None  # the part that no pass changes
         self._counter: Counter | None = None
 
@@ -218,7 +219,7 @@ class Worker(RankProcess):
         if self.world == 1:
             return framework.join(self.spec.plan, self.rank, self.world, None)
         with self._phase("join"):
-            group = framework.join(self.spec.plan, self.rank, self.world, self.spec.rendezvous)
+            group = framework.join(self.spec.plan, self.rank, self.world, self.host.rendezvous)
             self._add(all_reduce_bytes_per_s=self._try_exchange(framework))
         return group
 
@@ -277,7 +278,7 @@ class Worker(RankProcess):
             loading=lambda done, total: self.tell("weights", done, total),
             keep=keep,
             resume=self.spec.resume,
-            folder=self.spec.folder,
+            folder=self.host.folder,
             checkout=self.spec.checkout,
         )
 
@@ -370,7 +371,7 @@ class Worker(RankProcess):
         window = Window(
             pass_name=name,
             rank=self.rank,
-            start_s=trace.start_at - self.spec.origin_s,
+            start_s=trace.start_at - self.host.origin_s,
             wall_s=trace.wall_s,
             allocated_bytes=memory.get("allocated_bytes"),
             reserved_bytes=memory.get("reserved_bytes"),
