@@ -11,7 +11,7 @@ from steelyard.case.resolve import Resolved
 from steelyard.metrics import table, validity
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import Environment, HostFacts, RankFacts, Series, Software, StepDown, Weights
+from steelyard.record.facts import EngineDetails, Environment, HostFacts, RankFacts, Series, Software, StepDown, Weights
 from steelyard.record.record import (
     FORMULAS,
     WORDING,
@@ -78,7 +78,7 @@ def assemble(
         scope=facts.scope,
         tune=case.tune,
         plan=facts.plan,
-        engine=EngineFacts(name=engine, details=first.details if first else {}, conforms=facts.conforms),
+        engine=EngineFacts(name=engine, details=first.details if first else EngineDetails(), conforms=facts.conforms),
         environment=with_versions(facts.environment, first),
         site=facts.site,
         weights=first.weights if first else Weights(source=None),

@@ -12,7 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
-from steelyard.record.facts import MatmulRate, RankFacts, Weights
+from steelyard.record.facts import EngineDetails, MatmulRate, RankFacts, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.record import Sample, Scope, Window
 from steelyard.record.spec import Bench
@@ -121,7 +121,7 @@ class RankFile(Frozen):
     clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
     profile: Profile | None = Field(None, description="of a rank that profiled a stretch")
-    details: dict[str, Any] = Field(default_factory=dict)
+    details: EngineDetails = EngineDetails()
     benches: list[Bench] = Field(default_factory=list, description="of `steelyard spec`: what this rank did of each row")
     weights: SerializeAsAny[Weights] = Weights(source=None)
     data: SerializeAsAny[DataFacts] | None = None

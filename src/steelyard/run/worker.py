@@ -28,7 +28,7 @@ from steelyard.engine.job import Engine, Job, Keep
 from steelyard.engine.work import Work
 from steelyard.errors import ExchangeError, RequestError, lacks_memory
 from steelyard.plan import degrees, matmuls
-from steelyard.record.facts import Weights
+from steelyard.record.facts import EngineDetails, Weights
 from steelyard.record.record import Window
 from steelyard.run import boundary, processes
 from steelyard.run.boundary import HostSpec, Progress, RankFile, RankStatus, WorkerSpec
@@ -198,7 +198,8 @@ class Worker(RankProcess):
         if self.spec.explain:
             self._explain(engine, framework)
         self._add(compile_cache=framework.compile_cache())
-        self._add(details=_plain("details", engine.details()), weights=Weights(**_plain("weights", dict(engine.weights))))
+        details = EngineDetails.model_validate(_plain("details", engine.details()))
+        self._add(details=details, weights=Weights(**_plain("weights", dict(engine.weights))))
 
     def _load(self) -> tuple[Framework, Any]:
         """The framework on this rank's device, and what makes the engine."""
