@@ -15,9 +15,10 @@ from steelyard.case.resolve import resolve
 from steelyard.plan import degrees
 from steelyard.record.facts import Weights
 from steelyard.record.record import Sample, Scope, Window
-from steelyard.run import boundary
-from steelyard.run.boundary import HostSpec, RankFile, RunSpec, WorkerSpec
+from steelyard.run import messages
+from steelyard.run.boundary import RankFile, RunSpec, WorkerSpec
 from steelyard.run.clock import now
+from steelyard.run.messages import HostSpec
 from steelyard.tasks.task import DataFacts
 
 COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
@@ -49,7 +50,7 @@ def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
     # Its stdin stays open, as long as its agent is there.
     with subprocess.Popen(command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    found: dict[str, Any] = json.loads((spec.host.folder / boundary.rank_name(0)).read_text())
+    found: dict[str, Any] = json.loads((spec.host.folder / messages.rank_name(0)).read_text())
     return found
 
 

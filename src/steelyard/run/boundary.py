@@ -16,39 +16,11 @@ from steelyard.record.facts import EngineDetails, MatmulRate, RankFacts, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.record import Sample, Scope, Window
 from steelyard.record.spec import Bench
+from steelyard.run.messages import HostSpec
 from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
 
 RankStatus = Literal["running", "done", "request", "raised", "out_of_memory", "disk_full", "network", "ended"]
-
-SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
-RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10  # the most that is read of one: 100,000 steps of a rank take 40 MB
-
-
-class Progress(Frozen):
-    """How far rank 0 is."""
-
-    phase: str
-    done: int
-    total: int
-
-
-class Rendezvous(Frozen):
-    """Where ranks meet: a `file` on one host, an `address` on several, where rank 0 serves the socket `listen_fd`, which is
-    already bound to the interface of the site."""
-
-    file: Path | None = None
-    address: str | None = None
-    port: int | None = None
-    listen_fd: int | None = None
-
-
-class HostSpec(Frozen):
-    """What the agent of a host adds to the spec of its workers."""
-
-    folder: Path = Field(description="where workers leave their rank files; absolute")
-    origin_s: float = Field(description="the start of the run on this host's monotonic clock")
-    rendezvous: Rendezvous | None = Field(None, description="None: the only rank")
 
 
 class RunSpec(Frozen):
@@ -156,11 +128,3 @@ def of_program(rank_files: dict[int, RankFile], world: int) -> dict[int, RankFil
         for rank in range(1, world)
     }
     return {0: first, **others}
-
-
-def rank_name(rank: int) -> str:
-    return f"rank-{rank}.json"
-
-
-def stack_name(rank: int) -> str:
-    return f"stack-{rank}.txt"

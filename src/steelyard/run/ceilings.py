@@ -19,8 +19,8 @@ from steelyard.errors import RequestError
 from steelyard.metrics.ceilings import settled
 from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Bench, Checked, Limits, Stretch
-from steelyard.run.boundary import HostSpec
 from steelyard.run.clock import now
+from steelyard.run.messages import HostSpec
 from steelyard.run.worker import RankProcess, serve
 from steelyard.schema import Frozen
 

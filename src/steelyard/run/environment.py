@@ -30,9 +30,8 @@ from steelyard.accelerators import peak, table
 from steelyard.accelerators import variables as names
 from steelyard.accelerators.cpu import model_name
 from steelyard.accelerators.row import Accelerator, Found
-from steelyard.errors import MORE_MEMORY, RequestError
+from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
 from steelyard.record.facts import DeviceFacts, Environment, Hardware, PeakFacts, Software, SourceFacts
-from steelyard.run.failure import NO_MEMORY
 from steelyard.schema import Frozen
 
 PACKAGES = (
@@ -272,7 +271,7 @@ def look_at_interpreter(path: str, needs: Sequence[str], variables: Mapping[str,
         why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
         if done.returncode == REFUSED:
             raise RequestError(f"{named}: {why}")
-        if NO_MEMORY.match(why):
+        if OUT_OF_MEMORY_LINE.match(why):
             raise RequestError(f"{named} ran out of memory: {why}; {MORE_MEMORY}, then run again")
         raise RequestError(f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there by: {install}")
     try:

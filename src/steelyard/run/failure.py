@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from steelyard import files
-from steelyard.errors import NOT_MAPPED
+from steelyard.errors import OUT_OF_MEMORY_LINE
 
 if TYPE_CHECKING:
     from steelyard.run.boundary import RankFile
@@ -25,8 +25,6 @@ PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|Di
 TAIL_CHARS, WHY_CHARS = 4000, 500
 DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
 NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
-# The last line of a Python that ran out of memory, or of a C++ program that did.
-NO_MEMORY = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{NOT_MAPPED}.*)$")
 ILLEGAL_HINT = (
     "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
@@ -122,7 +120,7 @@ def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
     code, rank = ended.code, ended.rank
     full = next((text for text in NO_SPACE if text in stderr_tail), None)
     last_line = " ".join((stderr_tail.strip().splitlines() or [""])[-1].split())
-    no_memory = NO_MEMORY.match(last_line) is not None
+    no_memory = OUT_OF_MEMORY_LINE.match(last_line) is not None
     if code == DISK_FULL:
         text = f"{name} could write no result: no space is left on its disk; TMPDIR names another"
         return Failure("disk_full", text, rank)

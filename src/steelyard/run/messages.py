@@ -1,17 +1,20 @@
-"""The protocol between the parent and a node agent: JSON lines, one message each, every one with the run's token.
+"""What a node agent says and is told.
+
+The protocol between it and the parent: JSON lines, one message each, every one with the run's token.
 
     parent → agent   open · reach · start · ping · stop · sweep
     agent → parent   hello · reached · started · pong · progress · telemetry · load · rank · exit · bye
 
 `open` comes first and brings the token; a line without it is no message. A heartbeat goes both ways: the parent pings every
 second and the agent answers, which is also how far apart their clocks are. Whoever hears nothing for `silence_s` takes the
-other side for gone.
+other side for gone. Beside these stand the files that an agent shares with its workers, and what it adds to their spec.
 """
 
 import hashlib
 import hmac
 import json
 import secrets
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -25,7 +28,37 @@ PROTOCOL = 1
 HEARTBEAT_S = 1.0
 SILENCE_S = 20.0
 MAX_LINE_BYTES = 256 << 20
+# In the private folder that an agent shares with its workers, and the most that is read of a file of theirs: 100,000 steps of
+# a rank take 40 MB.
+SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
+RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10
 MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
+
+
+class Progress(Frozen):
+    """How far rank 0 is."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Rendezvous(Frozen):
+    """Where ranks meet: a `file` on one host, an `address` on several, where rank 0 serves the socket `listen_fd`, which is
+    already bound to the interface of the site."""
+
+    file: Path | None = None
+    address: str | None = None
+    port: int | None = None
+    listen_fd: int | None = None
+
+
+class HostSpec(Frozen):
+    """What the agent of a host adds to the spec of its workers."""
+
+    folder: Path = Field(description="where workers leave their rank files; absolute")
+    origin_s: float = Field(description="the start of the run on this host's monotonic clock")
+    rendezvous: Rendezvous | None = Field(None, description="None: the only rank")
 
 
 class Open(Frozen):
@@ -237,6 +270,14 @@ class MessageError(Exception):
 
 class UnknownError(MessageError):
     """A message of this run that another version wrote."""
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def stack_name(rank: int) -> str:
+    return f"stack-{rank}.txt"
 
 
 def token() -> str:

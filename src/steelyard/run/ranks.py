@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from steelyard import files
-from steelyard.run import boundary, environment, load, messages, processes
-from steelyard.run.boundary import HostSpec, Progress, Rendezvous
+from steelyard.run import environment, load, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.failure import Failure
 from steelyard.run.host import Host
-from steelyard.run.messages import MARK, Bye, ProgressSaid, RankSaid, Start, WorkerEnded
+from steelyard.run.messages import MARK, Bye, HostSpec, Progress, ProgressSaid, RankSaid, Rendezvous, Start, WorkerEnded
 from steelyard.run.processes import RunFolder
 from steelyard.schema import Frozen
 
@@ -72,7 +71,7 @@ class Ranks:
         self._killed = load.oom_kills()  # before this run
 
     def start(self) -> list[int]:
-        start, host, path = self._start, self._host, self._folder / boundary.SPEC
+        start, host, path = self._start, self._host, self._folder / messages.SPEC
         meet = self._rendezvous()
         here = HostSpec(folder=self._folder, origin_s=start.origin_s, rendezvous=meet)
         path.write_text(json.dumps({"run": start.run, "host": here.model_dump(mode="json")}))
@@ -109,7 +108,7 @@ class Ranks:
         if start.world == 1:
             return None
         if start.address is None or listening is None:
-            return Rendezvous(file=self._folder / boundary.STORE)
+            return Rendezvous(file=self._folder / messages.STORE)
         if start.first_rank:
             return Rendezvous(address=start.address, port=start.port)
         listening.setblocking(False)
@@ -124,11 +123,11 @@ class Ranks:
 
     def news(self) -> Iterator[Frozen]:
         """What is new since the last call: progress, rank files, and who ended."""
-        if self._changed(boundary.PROGRESS):
+        if self._changed(messages.PROGRESS):
             yield self._progress()
         ended = [one for one in self._workers if not one.told and one.process.poll() is not None]
         for one in self._workers:
-            if self._changed(boundary.rank_name(one.rank)):
+            if self._changed(messages.rank_name(one.rank)):
                 yield self._rank_file(one.rank)
         for one in ended:
             one.told = True
@@ -143,14 +142,14 @@ class Ranks:
     def _progress(self) -> ProgressSaid:
         """What cannot be read is a sign of life all the same."""
         try:
-            said = Progress.model_validate_json(self._read(boundary.PROGRESS, boundary.PROGRESS_BYTES))
+            said = Progress.model_validate_json(self._read(messages.PROGRESS, messages.PROGRESS_BYTES))
         except (OSError, ValueError):  # a ValidationError is a ValueError
             said = Progress(phase="unreadable progress", done=0, total=0)
         return ProgressSaid(token=self._token, phase=said.phase, done=said.done, total=said.total)
 
     def _rank_file(self, rank: int) -> RankSaid:
         try:
-            text = self._read(boundary.rank_name(rank), boundary.RANK_BYTES).decode("utf-8")
+            text = self._read(messages.rank_name(rank), messages.RANK_BYTES).decode("utf-8")
         except (OSError, ValueError) as error:
             return messages.rank(self._token, rank, "", str(error))
         return messages.rank(self._token, rank, text)
@@ -194,7 +193,7 @@ class Ranks:
 
     def _stack(self, one: Worker) -> str:
         with suppress(FileNotFoundError):
-            return (self._folder / boundary.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
+            return (self._folder / messages.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
         return ""
 
     def end(self) -> int:

@@ -7,12 +7,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steelyard.errors import MORE_MEMORY, RequestError
+from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
 from steelyard.run import connection, launch, messages, preflight, processes
 from steelyard.run.boundary import read_rank
 from steelyard.run.clock import PINGS, now
 from steelyard.run.connection import Connection
-from steelyard.run.failure import NO_MEMORY, Failure, RankResults, find_failure
+from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.launch import Allocation, Launcher
 from steelyard.run.load import Kept as KeptLoad
 from steelyard.run.messages import (
@@ -288,7 +288,7 @@ class Session:
                 code = one.exit_code()
                 why = one.said().splitlines()
                 told = f": {why[-1].strip()}" if why else ""
-                if why and NO_MEMORY.match(why[-1].strip()):
+                if why and OUT_OF_MEMORY_LINE.match(why[-1].strip()):
                     text = f"its agent ran out of memory (exit code {code}){told}; {MORE_MEMORY}"
                     return Failure("out_of_memory", f"host {one.name}: {text}")
                 if self.launcher.remote:

@@ -30,13 +30,14 @@ from steelyard.errors import ExchangeError, RequestError, lacks_memory
 from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import EngineDetails, Weights
 from steelyard.record.record import Window
-from steelyard.run import boundary, processes
-from steelyard.run.boundary import HostSpec, Progress, RankFile, RankStatus, WorkerSpec
+from steelyard.run import messages, processes
+from steelyard.run.boundary import RankFile, RankStatus, WorkerSpec
 from steelyard.run.calibrate import calibrate, calibrate_after
 from steelyard.run.clock import busy, every, now
 from steelyard.run.explain import explain, steps_of
 from steelyard.run.failure import DISK_FULL
 from steelyard.run.measure import Budget, Trace, bare, measure, time_of
+from steelyard.run.messages import HostSpec, Progress
 from steelyard.schema import Frozen
 from steelyard.tasks.task import PASSES, Prepared, Sources
 from steelyard.training import checkpoints
@@ -51,7 +52,7 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
     """Carry out what a rank is to do, and end with it. `place` is the folder that it shares with its agent."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        stacks = (place / boundary.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
+        stacks = (place / messages.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
     except OSError as failure:
         _end_without_result(failure)
     processes.wake_with_parent()
@@ -125,7 +126,7 @@ class RankProcess(ABC):
         at = now()
         if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
             self._told = at
-            self._replace(boundary.PROGRESS, Progress(phase=phase, done=done, total=total))
+            self._replace(messages.PROGRESS, Progress(phase=phase, done=done, total=total))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -137,7 +138,7 @@ class RankProcess(ABC):
     def write(self, status: RankStatus, error: str | None) -> None:
         clocks = {name: at - self._clocks[name] for name, at in every().items() if name in self._clocks}
         self._add(status=status, error=error, ended_s=now() - self.host.origin_s, budget=self.budget.parts(), clocks=clocks)
-        self._replace(boundary.rank_name(self.rank), self.file)
+        self._replace(messages.rank_name(self.rank), self.file)
 
     def leave(self, status: RankStatus, error: str | None) -> RankStatus:
         """The last rank file. What an engine or a plug-in said may not fit into one: then it says so, and no more."""
