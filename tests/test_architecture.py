@@ -17,11 +17,11 @@ CLOCKS = {
 }
 PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
-    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
-    *("run.node", "run.session", "run.scheduler", "run.fitness", "record.signature"),
-    *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
-    *("metrics.compare", "metrics.history", "run.reproduce"),
-    *("run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
+    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.boundary", "report"),
+    *("run.node", "run.session", "run.launch", "run.fitness", "record.signature"),
+    *("cli.sweep", "run.reproduce", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
+    *("metrics.compare", "metrics.history"),
+    *("run.ceilings_run", "run.ceilings", "cli.spec", "metrics.ceilings"),
     *("sources.get", "sources.hub", "cli.get"),
     *("plan.memory", "tasks", "engine.rows", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
@@ -134,8 +134,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "run": {"accelerators", "case", "data", "engine", "metrics", "plan", "record", "sources", "tasks", "training"},
     "report": {"case", "metrics", "plan", "record", "tasks"},
-    "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
-    "record": {"accelerators", "case", "plan", "tasks"},
+    "metrics": {"accelerators", "case", "data", "models", "plan", "record", "tasks"},
+    "record": {"accelerators", "case", "data", "plan", "tasks"},
     "plan": {"case", "models"},
     "case": {"data", "models", "tasks"},
     "tasks": {"data"},
@@ -274,6 +274,15 @@ def test_the_parent_stays_free_of_torch(name):
     code = f"import sys, steelyard.{name}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_node_agent_imports_no_more_than_it_needs():
+    """An agent starts on every host of a run: cases, tasks, plans and models are for workers and the parent."""
+    code = "import sys, steelyard.run.node; print(*(m for m in sys.modules if m.startswith('steelyard.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = done.stdout.split()
+    assert {room_of(module) for module in found} & {"case", "data", "models", "plan", "tasks"} == set()
+    assert len(found) <= 45
 
 
 def test_vendors_are_named_in_accelerators_alone():

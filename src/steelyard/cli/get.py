@@ -230,13 +230,13 @@ def _watched(source: "Source", timeout: float, output: Output, work: "Callable[[
 
 
 def _store(kind: "Kind") -> "Store":
-    from steelyard.run import caches
+    from steelyard.run import environment
     from steelyard.sources.store import Store
 
     try:
-        return Store(caches.private(os.environ, kind))
+        return Store(environment.private_cache(os.environ, kind))
     except OSError as error:
-        raise RequestError(f"the folder for {kind} cannot be made: {error}; {caches.NEXT}") from error
+        raise RequestError(f"the folder for {kind} cannot be made: {error}; {environment.CACHE_HINT}") from error
 
 
 def _got(kind: "Kind", source: "Source", here: "Here", before: bool, store: "Store") -> str:

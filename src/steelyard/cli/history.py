@@ -88,10 +88,10 @@ def _own(place: Path) -> Path | None:
 def _seal() -> "Seal | None":
     """Who vouches for an index: a key in this user's own cache. Without one there is no index."""
     from steelyard.record import index
-    from steelyard.run import caches, environment
+    from steelyard.run import environment
 
     try:
-        return index.Seal(index.secret(caches.private(os.environ, "index")), environment.package_hash())
+        return index.Seal(index.secret(environment.private_cache(os.environ, "index")), environment.package_hash())
     except (OSError, RequestError) as error:
         say(f"warning: no index is kept: {one_line(error)}")
         return None

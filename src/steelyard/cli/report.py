@@ -251,14 +251,14 @@ def schema(
     from steelyard.record import record
     from steelyard.record import spec as of_spec
     from steelyard.report import data as of_report
-    from steelyard.run import spec
+    from steelyard.run import boundary
 
     schemas: dict[str, Callable[[], dict[str, Any]]] = {
         "record": record.schema,
         "spec": of_spec.schema,
         "report": of_report.schema,
-        "worker": spec.WorkerSpec.model_json_schema,
-        "rank": spec.RankFile.model_json_schema,
+        "worker": boundary.WorkerSpec.model_json_schema,
+        "rank": boundary.RankFile.model_json_schema,
     }
     if of not in schemas:
         raise RequestError(f"schema {of!r}: allowed: {', '.join(schemas)}")

@@ -340,7 +340,7 @@ def hint(out: Path, output: Output) -> None:
 def hosts(runs: "list[Ready]", output: Output) -> "AbstractContextManager[Allocation | None]":
     """One allocation for all runs of a command, where their launcher asks a scheduler for hosts. The wait is shown, and is in
     no record."""
-    from steelyard.run import scheduler
+    from steelyard.run import launch
 
     if not runs or not runs[0].launcher.scheduler:
         return nullcontext()
@@ -352,7 +352,7 @@ def hosts(runs: "list[Ready]", output: Output) -> "AbstractContextManager[Alloca
             say(f"waiting for {nodes} host(s) from Slurm: {int(seconds)} s")
 
     nodes = max(one.plan.nodes for one in runs)
-    return scheduler.allocated(runs[0].site, nodes, waiting)
+    return launch.allocated(runs[0].site, nodes, waiting)
 
 
 def carry_out(one: "Ready", output: Output, allocation: "Allocation | None", place: tuple[int, int] = (1, 1)) -> "Record":

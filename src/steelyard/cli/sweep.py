@@ -13,13 +13,13 @@ from steelyard.cli.run import carry_out, hint, hosts, interrupted
 from steelyard.errors import RequestError
 from steelyard.record import record
 from steelyard.report import groups
-from steelyard.run import earlier
+from steelyard.run import reproduce
 from steelyard.run.ready import Ready, ready
 
 if TYPE_CHECKING:
     from steelyard.record.record import Record
-    from steelyard.run.earlier import Earlier
     from steelyard.run.launch import Allocation
+    from steelyard.run.reproduce import Earlier
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
     """Each request `times` times, less what is there already. Exit code 0 where every point has its valid records."""
     runs = [_ready(request) for request in requests]  # all of them before the first is run
     _check_different(runs)
-    found, warnings = earlier.find(requests[0].out, runs)
+    found, warnings = reproduce.find_earlier(requests[0].out, runs)
     for warning in warnings:
         say(f"warning: {one_line(warning)}")
     done: list[Done] = []

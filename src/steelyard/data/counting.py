@@ -11,12 +11,11 @@ import numpy as np
 
 from steelyard.data.batches import counts, prefixes, seen
 from steelyard.data.cloze import ClozeRows
-from steelyard.data.division import Division
+from steelyard.data.division import COUNTED, Division
 from steelyard.data.rows import IGNORED, Key, Row, Rows
 from steelyard.data.texts import Texts
 
 Counts = dict[str, int]
-COUNTED = ("tokens", "samples", "logits", "pairs", "square")
 
 
 class Counter(Protocol):

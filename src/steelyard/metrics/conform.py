@@ -7,8 +7,9 @@ the precision of the matmuls explains.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from steelyard.data.division import COUNTED
 from steelyard.metrics import spans
-from steelyard.record.record import COUNTED, Record
+from steelyard.record.record import Record
 
 # How far two engines' numbers may be apart, as a share of ours, by what matmuls run in.
 LOSS = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 5e-3, "bf16": 1e-2, "fp8": 3e-2}

@@ -4,11 +4,12 @@ where no pass is timed."""
 from collections.abc import Iterator
 from math import fsum
 
+from steelyard.data.division import COUNTED
 from steelyard.metrics import busy, rates, spans
 from steelyard.metrics.result import Finding, judged
 from steelyard.plan import degrees, flops
 from steelyard.record.facts import RankFacts
-from steelyard.record.record import COUNTED, Record, Value
+from steelyard.record.record import Record, Value
 from steelyard.words import Message, Values
 
 MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperature and its neighbours move

@@ -149,7 +149,7 @@ def _training(record: Record) -> Stragglers | Unknown:
     every = [sample for steps in found.steps.values() for sample in steps]
     if all("exchange" in sample.phases and "compute" in sample.phases for sample in every):
         basis: Basis = "compute"
-    elif record.engine.details.get("exchange") == "inside" and all("data" in sample.phases for sample in every):
+    elif record.engine.details.exchange == "inside" and all("data" in sample.phases for sample in every):
         basis = "data"
     else:
         return Unknown(NOT_SEPARATE)

@@ -89,8 +89,8 @@ def mem_predicted(record: Record) -> Result:
     question = record.question
     if not isinstance(question.model, LlamaModel) or question.train is None:
         return Result(None, Message("metric.not_predicted", {"family": question.model.family}))
-    lean = record.engine.details.get("block") == "fused"  # older records do not say, and had the other one in mind
-    units = record.engine.details.get("exchanged") == "units"
+    lean = record.engine.details.block == "fused"  # older records do not say, and had the other one in mind
+    units = record.engine.details.exchanged == "units"
     try:
         stages = memory.predict(question.model, question.precision, record.tune, record.plan, question.train, lean, units)
     except ValueError:

@@ -364,7 +364,7 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
         out.append(Message("note.sample"))
     if record.scope.subjects or record.scope.rows:
         out.append(Message("note.selected"))
-    if str(record.engine.details.get("fp8", "")).startswith("emulated"):
+    if (record.engine.details.fp8 or "").startswith("emulated"):
         out.append(Message("note.emulated"))
     return [note(one) for one in (*out, *own.notes(record))]
 

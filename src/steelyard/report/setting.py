@@ -119,7 +119,8 @@ def setup(runs: list[Run], say: Words) -> list[Block]:
 
     def facts(run: Run) -> Facts:
         record = run.record
-        details = f" ({spelled(record.engine.details)})" if record.engine.details else ""
+        told = record.engine.details.model_dump()
+        details = f" ({spelled(told)})" if told else ""
         return Facts(
             (
                 Fact(say(f"tool.{record.task.kind}"), record.engine.name + details),

@@ -15,9 +15,10 @@ from steelyard.case.resolve import resolve
 from steelyard.plan import degrees
 from steelyard.record.facts import Weights
 from steelyard.record.record import Sample, Scope, Window
-from steelyard.run import folder
+from steelyard.run import messages
+from steelyard.run.boundary import RankFile, RunSpec, WorkerSpec
 from steelyard.run.clock import now
-from steelyard.run.spec import RankFile, WorkerSpec
+from steelyard.run.messages import HostSpec
 from steelyard.tasks.task import DataFacts
 
 COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
@@ -26,7 +27,7 @@ COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
 @pytest.fixture
 def spec(tmp_path: Path) -> WorkerSpec:
     case = resolve(CASE, "smoke").case
-    return WorkerSpec(
+    run = RunSpec(
         case=case,
         scope=Scope(kind="window", sample=4),
         passes=("val",),
@@ -36,29 +37,28 @@ def spec(tmp_path: Path) -> WorkerSpec:
         weights=None,
         data=None,
         tokenizer=None,
-        folder=tmp_path,
-        origin_s=now(),
     )
+    return WorkerSpec(run=run, host=HostSpec(folder=tmp_path, origin_s=now()))
 
 
 @pytest.fixture
 def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
     """What a real worker leaves that is started with the spec, by hand."""
-    path = spec.folder / "spec.json"
+    path = spec.host.folder / "spec.json"
     path.write_text(spec.model_dump_json())
     command = [sys.executable, "-m", "steelyard.run.worker", str(path)]
     # Its stdin stays open, as long as its agent is there.
     with subprocess.Popen(command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    found: dict[str, Any] = json.loads((spec.folder / folder.rank_name(0)).read_text())
+    found: dict[str, Any] = json.loads((spec.host.folder / messages.rank_name(0)).read_text())
     return found
 
 
 def test_a_spec_survives_its_file(spec: WorkerSpec) -> None:
     again = WorkerSpec.model_validate_json(spec.model_dump_json())
     assert again == spec
-    assert again.case.key("f") == spec.case.key("f")
-    assert again.case.question.row is spec.case.question.row
+    assert again.run.case.key("f") == spec.run.case.key("f")
+    assert again.run.case.question.row is spec.run.case.question.row
 
 
 def test_a_rank_file_survives_its_file() -> None:
@@ -86,8 +86,9 @@ def test_a_rank_file_survives_its_file() -> None:
 @pytest.mark.parametrize("change", [{"hurry": True}, {"passes": "val"}, {"origin_s": None}, {"case": {"name": "x"}}])
 def test_a_spec_with_something_else_is_refused(spec: WorkerSpec, change: dict[str, Any]) -> None:
     table = json.loads(spec.model_dump_json())
+    part = "host" if "origin_s" in change else "run"
     with pytest.raises(ValidationError, match=next(iter(change))):
-        WorkerSpec.model_validate_json(json.dumps(table | change))
+        WorkerSpec.model_validate_json(json.dumps(table | {part: table[part] | change}))
 
 
 def schema(shell: Shell, of: str) -> Any:

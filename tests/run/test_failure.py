@@ -1,17 +1,15 @@
-"""The verdict on a run, from what ranks left and how they ended."""
+"""Why a run failed, from what ranks left and how they ended."""
 
 import signal
 
 import pytest
 
-from steelyard.plan.degrees import Plan
-from steelyard.run import outcome
-from steelyard.run.messages import Exit
-from steelyard.run.outcome import ILLEGAL_HINT, Left
-from steelyard.run.spec import DISK_FULL, RankFile, RankStatus
+from steelyard.run.boundary import RankFile, RankStatus, of_program
+from steelyard.run.failure import DISK_FULL, ILLEGAL_HINT, Failure, RankResults, find_failure
+from steelyard.run.messages import WorkerEnded
 from steelyard.tasks.task import DataFacts
 
-PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
+WORLD = 2
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
@@ -20,17 +18,23 @@ def rank(number: int, status: RankStatus, ended_s: float, error: str | None = No
     return RankFile(rank=number, device=f"cpu:{number}", status=status, error=told, ended_s=ended_s, budget={})
 
 
-def exits(*ended: tuple[int, int | None, float]) -> dict[int, Exit]:
-    return {who: Exit(token="t", rank=who, code=code, at_s=at_s, stopped=code is None) for who, code, at_s in ended}
+def exits(*ended: tuple[int, int | None, float]) -> dict[int, WorkerEnded]:
+    return {
+        who: WorkerEnded(token="t", rank=who, code=code, time_s=time_s, suspended=code is None) for who, code, time_s in ended
+    }
+
+
+def results(ranks: list[RankFile], ended: dict[int, WorkerEnded] | None = None) -> RankResults:
+    return RankResults({one.rank: one for one in ranks}, ended or {})
 
 
 DONE = [rank(0, "done", 1.0), rank(1, "done", 2.0)]
 
 
 @pytest.mark.parametrize(
-    "ranks,ended,verdict",
+    "ranks,ended,expected",
     [
-        (DONE, exits((0, 0, 1.0), (1, 0, 2.0)), (None, "", None)),
+        (DONE, exits((0, 0, 1.0), (1, 0, 2.0)), None),
         ([rank(0, "raised", 2.0), rank(1, "out_of_memory", 1.0)], exits((0, 1, 2.0)), ("out_of_memory", "rank 1: error 1", 1)),
         ([rank(0, "raised", 1.0), rank(1, "out_of_memory", 2.0)], exits((0, 1, 1.0)), ("raised", "rank 0: error 0", 0)),
         ([rank(0, "done", 1.0)], exits((1, 1, 3.0)), ("killed", "rank 1 left no result; exit code 1", 1)),
@@ -77,14 +81,13 @@ DONE = [rank(0, "done", 1.0), rank(1, "done", 2.0)]
         ),
     ],
 )
-def test_verdict(ranks: list[RankFile], ended: dict[int, Exit], verdict: tuple[str | None, str, int | None]) -> None:
-    found = outcome.judge(Left(ranks, ended), PLAN, ["localhost"])
-    assert (found.code, found.text, found.rank) == verdict
+def test_the_first_failure(ranks: list[RankFile], ended: dict[int, WorkerEnded], expected: tuple[str, str, int] | None) -> None:
+    assert find_failure(results(ranks, ended), WORLD) == (None if expected is None else Failure(*expected))
 
 
 def test_on_several_hosts_the_host_is_named() -> None:
-    plan = Plan(nodes=2, devices=2, tp=1, pp=1, dp=4, launcher="ssh")
-    found = outcome.judge(Left([], exits((3, -signal.SIGSEGV, 1.0))), plan, ["north", "south"])
+    found = find_failure(results([], exits((3, -signal.SIGSEGV, 1.0))), 4, lambda rank: f"rank {rank} on south")
+    assert found is not None
     assert found.text == "rank 3 on south was ended by SIGSEGV"
 
 
@@ -93,26 +96,25 @@ def test_hosts_with_other_data() -> None:
         facts = DataFacts(source="made", rows=4, fingerprint=fingerprint, published=None)
         return rank(number, "done", 1.0).model_copy(update={"data": facts})
 
-    assert outcome.differing([read(0, "a"), read(1, "a"), rank(2, "done", 1.0)]) is None
-    found = outcome.differing([read(0, "a"), read(1, "b")])
+    assert find_failure(results([read(0, "a"), read(1, "a"), rank(2, "done", 1.0)]), 3) is None
+    found = find_failure(results([read(0, "a"), read(1, "b")]), 2)
     assert found is not None
     assert (found.code, found.rank) == ("data_differ", 1)
 
 
 def test_one_worker_speaks_for_all_ranks_of_its_program():
-    found = outcome.of_program([rank(0, "done", 1.5)], 3)
-    assert [(one.rank, one.device, one.status, one.ended_s) for one in found] == [
+    found = of_program({0: rank(0, "done", 1.5)}, 3)
+    assert [(one.rank, one.device, one.status, one.ended_s) for one in found.values()] == [
         (0, "cpu:0", "done", 1.5), (1, "cpu:1", "done", 1.5), (2, "cpu:2", "done", 1.5),
     ]  # fmt: skip
-    plan = PLAN.model_copy(update={"devices": 3, "dp": 3})
-    assert outcome.judge(Left(found, exits((0, 0, 2.0))), plan, ["here"]).code is None
-    raised = [rank(0, "raised", 1.5)]
-    assert outcome.of_program(raised, 3) == raised
-    assert outcome.judge(Left(raised, exits((0, 1, 2.0))), plan, ["here"]).code == "raised"
+    assert find_failure(RankResults(found, exits((0, 0, 2.0))), 3) is None
+    raised = {0: rank(0, "raised", 1.5)}
+    assert of_program(raised, 3) == raised
+    assert find_failure(RankResults(raised, exits((0, 1, 2.0))), 3) == Failure("raised", "rank 0: error 0", 0)
 
 
 @pytest.mark.parametrize(
-    "code,tail,verdict",
+    "code,tail,expected",
     [
         (
             1,
@@ -138,6 +140,6 @@ def test_one_worker_speaks_for_all_ranks_of_its_program():
         (-9, "MemoryError\n", ("killed", "rank 0 was ended by SIGKILL")),
     ],
 )
-def test_a_rank_that_died_for_lack_of_memory(code: int, tail: str, verdict: tuple[str, str]) -> None:
-    found = outcome.judge(Left([], exits((0, code, 1.0)), tails={0: tail}), PLAN, ["here"])
-    assert (found.code, found.text) == verdict
+def test_a_rank_that_died_for_lack_of_memory(code: int, tail: str, expected: tuple[str, str]) -> None:
+    found = find_failure(RankResults(exits=exits((0, code, 1.0)), stderr_tails={0: tail}), WORLD)
+    assert found == Failure(*expected, 0)

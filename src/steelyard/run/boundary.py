@@ -1,5 +1,8 @@
-"""The process boundary: what a worker is told, and what it leaves. Any program that reads the one and writes the other is a
-worker; `steelyard schema worker|rank` prints both as JSON Schema."""
+"""The process boundary: what a worker is told, what it leaves, and the folder where it meets its agent.
+
+Any program that reads a `WorkerSpec` and writes a `RankFile` is a worker; `steelyard schema worker` and
+`steelyard schema rank` print both as JSON Schema.
+"""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -9,21 +12,19 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Case
 from steelyard.plan.degrees import Plan
-from steelyard.record.facts import MatmulRate, RankFacts, Weights
+from steelyard.record.facts import EngineDetails, MatmulRate, RankFacts, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.record import Sample, Scope, Window
 from steelyard.record.spec import Bench
-from steelyard.run.folder import Rendezvous
+from steelyard.run.messages import HostSpec
 from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
 
-DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
 RankStatus = Literal["running", "done", "request", "raised", "out_of_memory", "disk_full", "network", "ended"]
 
 
-class WorkerSpec(Frozen):
-    """What a worker is told. Paths are absolute; `origin_s` is the start of the run on the host's monotonic clock. Its rank,
-    its rank on its host and the world size are in RANK, LOCAL_RANK and WORLD_SIZE. It ends when its stdin is closed."""
+class RunSpec(Frozen):
+    """What the parent knows of a run; the same for all workers. Paths are absolute."""
 
     case: Case
     scope: Scope
@@ -34,14 +35,19 @@ class WorkerSpec(Frozen):
     weights: Path | None
     data: Path | None
     tokenizer: Path | None
-    folder: Path
-    origin_s: float
-    rendezvous: Rendezvous | None = None
     resume: Path | None = None
     checkpoints: Path | None = None
     explain: bool = Field(False, description="profile a stretch of steps after the passes")
     trace: Path | None = Field(None, description="where rank 0 leaves the whole trace of that stretch")
     checkout: Path | None = Field(None, description="the folder of the program that the engine starts, where it is one")
+
+
+class WorkerSpec(Frozen):
+    """What a worker is told. Its rank, its rank on its host and the world size are in RANK, LOCAL_RANK and WORLD_SIZE. It
+    ends when its stdin is closed."""
+
+    run: RunSpec
+    host: HostSpec
 
 
 def read_rank(text: str, rank: int) -> "RankFile":
@@ -87,7 +93,7 @@ class RankFile(Frozen):
     clocks: dict[str, float] = Field(default_factory=dict, description="seconds that each clock of the host counted so far")
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
     profile: Profile | None = Field(None, description="of a rank that profiled a stretch")
-    details: dict[str, Any] = Field(default_factory=dict)
+    details: EngineDetails = EngineDetails()
     benches: list[Bench] = Field(default_factory=list, description="of `steelyard spec`: what this rank did of each row")
     weights: SerializeAsAny[Weights] = Weights(source=None)
     data: SerializeAsAny[DataFacts] | None = None
@@ -106,3 +112,19 @@ class RankFile(Frozen):
             if getattr(self, name):
                 told[name] = getattr(self, name)
         return RankFacts(**told)
+
+
+def of_program(rank_files: dict[int, RankFile], world: int) -> dict[int, RankFile]:
+    """Return the rank files of a program that one worker started: it speaks for all ranks. Of the others it is known that
+    they ended, and on which devices they were."""
+    first = rank_files.get(0)
+    if first is None or first.status != "done":
+        return rank_files
+    kind = first.device.partition(":")[0]
+    others = {
+        rank: RankFile(
+            rank=rank, device=f"{kind}:{rank}", status="done", error=None, ended_s=first.ended_s, budget=first.budget
+        )
+        for rank in range(1, world)
+    }
+    return {0: first, **others}
