@@ -19,7 +19,7 @@ PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
     *("run.node", "run.session", "run.scheduler", "run.fitness", "record.signature"),
-    *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
+    *("cli.requests", "cli.runs", "run.earlier", "metrics.scaling", "metrics.engines", "metrics.repeats"),
     *("metrics.compare", "metrics.history", "run.reproduce"),
     *("run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
     *("sources.get", "sources.hub", "cli.get"),

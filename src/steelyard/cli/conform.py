@@ -106,7 +106,7 @@ def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
 
 def _run(resolved: "Resolved", engine: str, of_engine: "EngineSettings", accelerator: str, folder: Path) -> "Record":
     from steelyard.case.request import Request
-    from steelyard.cli.run import interrupted
+    from steelyard.cli.runs import interrupted
     from steelyard.run.parent import run_case
     from steelyard.run.ready import ready
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli import get
-from steelyard.cli.commands import Command
 from steelyard.cli.files import aligned, watching
-from steelyard.cli.options import Json
+from steelyard.cli.options import Command, Json
 from steelyard.cli.out import Output, answer, begin, dump, one_line, say
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from steelyard.cli import terminal
 from steelyard.errors import LostError
 
 if TYPE_CHECKING:
+    from steelyard.record.record import Record
+    from steelyard.record.spec import SpecRecord
     from steelyard.report import Page
 
 # What steers a terminal or changes how the text around it looks: controls but tab and line feed, marks without a width,
@@ -84,6 +86,13 @@ def say(text: str) -> None:
     if word in _COLOURS and colon and terminal.coloured(sys.stderr):
         text = f"\x1b[{_COLOURS[word]}m{word}\x1b[0m:{rest}"
     sys.stderr.write(f"{text}\n")
+
+
+def say_status(made: "Record | SpecRecord", path: object) -> None:
+    """Print on stderr how a run ended, where its record is, and the reasons."""
+    say(f"{made.status}: {path}")
+    for reason in made.reasons:
+        say(f"  {one_line(f'{reason.code}: {reason.text}')}")
 
 
 def begin(what: str, output: Output) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import complete, get
-from steelyard.cli.commands import Command
 from steelyard.cli.files import aligned, size, watching
-from steelyard.cli.options import Json
+from steelyard.cli.options import Command, Json
 from steelyard.cli.out import Output, answer, begin, dump, one_line, plain, say
 from steelyard.errors import RequestError
 
