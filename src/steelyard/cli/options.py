@@ -100,6 +100,19 @@ TimeLimit = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Stop a run that takes longer than this.", rich_help_panel=PART)
 ]
 
+# How a source is got.
+From = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="DIR", help="Take the files from this folder; nothing is downloaded."),
+]
+Mirrors = Annotated[
+    list[str] | None,
+    typer.Option("--mirror", metavar="URL", help="Ask URL/NAME/FILE first. Several are asked in order."),
+]
+Again = Annotated[bool, typer.Option("--again", help="Get it anew, although it is here.")]
+Repin = Annotated[bool, typer.Option("--repin", help="Get it anew and accept other bytes than were pinned at first use.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Give up a connection that is silent for so long.")]
+
 
 @dataclass(frozen=True)
 class RunOptions:

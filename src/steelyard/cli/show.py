@@ -6,7 +6,7 @@ import typer
 
 from steelyard.cli import complete, terminal
 from steelyard.cli.options import DivisionOption, Json, PrecisionOption, RunOptions, Settings, SizeOption
-from steelyard.cli.out import answer, dump, plain, wrapped
+from steelyard.cli.out import aligned, answer, dump, plain, wrapped
 
 if TYPE_CHECKING:
     from steelyard.accelerators.row import Found
@@ -209,9 +209,7 @@ def _smoke(size: str | None, precision: str | None, division: str | None, settin
     count = f"{len(runs)} runs: every case at size smoke, with engine torch"
     head = ("case", "division", "precision", "devices")
     cells = [head, *(tuple(str(run[name]) for name in head) for run in runs)]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    answer("\n".join([count, *lines, "run them: steelyard run smoke"]))
+    answer("\n".join([count, *aligned(cells), "run them: steelyard run smoke"]))
 
 
 def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
