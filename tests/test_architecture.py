@@ -19,7 +19,7 @@ PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
     *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.boundary", "report"),
     *("run.node", "run.session", "run.launch", "run.fitness", "record.signature"),
-    *("cli.sweep", "run.reproduce", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
+    *("cli.requests", "cli.runs", "run.reproduce", "metrics.scaling", "metrics.engines", "metrics.repeats"),
     *("metrics.compare", "metrics.history"),
     *("run.ceilings_run", "run.ceilings", "cli.spec", "metrics.ceilings"),
     *("sources.get", "sources.hub", "cli.get"),

@@ -27,7 +27,7 @@ from steelyard.cli import (
     terminal,
     weights,
 )
-from steelyard.cli.commands import HELP, Command
+from steelyard.cli.options import HELP, Command
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
 

@@ -9,7 +9,7 @@ import typer
 
 from steelyard.cli import complete
 from steelyard.cli.options import EngineOptions, Json
-from steelyard.cli.out import Output, answer, begin, dump, say
+from steelyard.cli.out import Output, aligned, answer, begin, dump, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
 
 def _run(resolved: "Resolved", engine: str, of_engine: "EngineSettings", accelerator: str, folder: Path) -> "Record":
     from steelyard.case.request import Request
-    from steelyard.cli.run import interrupted
+    from steelyard.cli.runs import interrupted
     from steelyard.run.parent import run_case
     from steelyard.run.ready import ready
 
@@ -127,9 +127,7 @@ def _table(engine: str, rows: "list[Compared]", sound: bool) -> str:
         head,
         *((r.case, r.what, _cell(r.ours), _cell(r.theirs), _cell(r.apart), _cell(r.allowed), _word(r)) for r in rows),
     ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([*lines, f"engine {engine} {'conforms' if sound else 'does not conform'}"])
+    return "\n".join([*aligned(cells), f"engine {engine} {'conforms' if sound else 'does not conform'}"])
 
 
 def _word(row: "Compared") -> str:

@@ -81,8 +81,8 @@ def reproduce(
     from steelyard.case.request import engine_settings
     from steelyard.cli.get import data_of
     from steelyard.cli.report import read
-    from steelyard.cli.run import checked_repeat
-    from steelyard.cli.wanted import site_file
+    from steelyard.cli.requests import checked_repeat, site_file
+    from steelyard.cli.runs import Turn, carry_out_all
     from steelyard.metrics import compare
     from steelyard.run import reproduce as again
     from steelyard.run.ready import ready
@@ -110,7 +110,7 @@ def reproduce(
     before = again.here(found, one)
     if not output.silent:
         _say_before(found, before)
-    done = _runs(one, checked_repeat(repeat), output)
+    done = [made.record for made in carry_out_all([Turn(one)] * checked_repeat(repeat), output)]
     return _after(base, done, before, threshold, output, repeat)
 
 
@@ -144,16 +144,6 @@ def _say_before(found: "Record", before: "tuple[Field, ...]") -> None:
     say(f"different here: {len(before)} field(s) (record / here)" if before else "nothing known is different here")
     for one in before:
         say(f"  {one_line(fields.line([one]))}")
-
-
-def _runs(one: "Ready", times: int, output: Output) -> "list[Record]":
-    from steelyard.cli.run import carry_out, hosts, interrupted
-
-    done: list[Record] = []
-    with hosts([one], output) as allocation:
-        while len(done) < times and not (done and interrupted(done[-1])):
-            done.append(carry_out(one, output, allocation, (len(done) + 1, times)))
-    return done
 
 
 def _after(
