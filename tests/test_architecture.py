@@ -276,6 +276,15 @@ def test_the_parent_stays_free_of_torch(name):
     assert done.stdout.strip() == "[]"
 
 
+def test_the_node_agent_imports_no_more_than_it_needs():
+    """An agent starts on every host of a run: cases, tasks, plans and models are for workers and the parent."""
+    code = "import sys, steelyard.run.node; print(*(m for m in sys.modules if m.startswith('steelyard.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = done.stdout.split()
+    assert {room_of(module) for module in found} & {"case", "data", "models", "plan", "tasks"} == set()
+    assert len(found) <= 45
+
+
 def test_vendors_are_named_in_accelerators_alone():
     """No branch on a vendor elsewhere: comparing a device's kind with the CPU, where nothing is asynchronous, is all."""
     for path in FILES:

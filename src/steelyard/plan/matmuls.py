@@ -4,7 +4,7 @@ Products with weights alone; attention is none of them. Their FLOPs are those of
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import get_args
 
 from pydantic import Field
 
@@ -12,11 +12,8 @@ from steelyard.case.case import Case
 from steelyard.models import families
 from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
-from steelyard.schema import Frozen
+from steelyard.schema import Frozen, Layout
 
-# Which operands are stored transposed, in the words of BLAS: a forward is x·Wᵀ, the gradient of its input g·W, that of its
-# weight gᵀ·x.
-Layout = Literal["nt", "nn", "tn"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 VOCABULARY = "vocabulary"  # the product that gives logits
 # Numbers of a product's rows, operand and result together: more are taken in blocks of rows, so that knowing a rate does not

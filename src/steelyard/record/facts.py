@@ -7,8 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.plan.matmuls import Layout
-from steelyard.schema import Frozen, OpenTable
+from steelyard.schema import Frozen, Layout, OpenTable
 
 # Bounds that no machine comes near, so that no formula overflows on a stranger's record.
 Bytes = Annotated[int, Field(ge=0, le=10**18)]

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pydantic import ValidationError
 
 from steelyard import __version__, plugins
-from steelyard.errors import MORE_MEMORY, RequestError
-from steelyard.run import environment, outcome
+from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
+from steelyard.run import environment
 from steelyard.schema import Frozen
 
 LOOK_S = 60.0  # a first import over a network file system takes its time
@@ -66,7 +66,7 @@ def look(path: str, needs: Sequence[str], variables: Mapping[str, str]) -> Inter
         why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
         if done.returncode == REFUSED:
             raise RequestError(f"{named}: {why}")
-        if outcome.NO_MEMORY.match(why):
+        if OUT_OF_MEMORY_LINE.match(why):
             raise RequestError(f"{named} ran out of memory: {why}; {MORE_MEMORY}, then run again")
         raise RequestError(f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there by: {install}")
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from steelyard import files
-from steelyard.errors import NOT_MAPPED
+from steelyard.errors import OUT_OF_MEMORY_LINE
 from steelyard.plan.degrees import Plan
 from steelyard.run.messages import Exit
 from steelyard.run.processes import signal_name
@@ -17,8 +17,6 @@ from steelyard.run.spec import DISK_FULL, RankFile
 PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
 TAIL_CHARS, WHY_CHARS = 4000, 500
 NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
-# The last line of a Python that ran out of memory, or of a C++ program that did.
-NO_MEMORY = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{NOT_MAPPED}.*)$")
 ILLEGAL_HINT = (
     "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
@@ -115,7 +113,7 @@ def _death(last: Exit, who: str, tail: str) -> Verdict:
     code = last.code
     full = next((text for text in NO_SPACE if text in tail), None)
     end = " ".join((tail.strip().splitlines() or [""])[-1].split())
-    starved = NO_MEMORY.match(end) is not None
+    starved = OUT_OF_MEMORY_LINE.match(end) is not None
     if code == DISK_FULL:
         text = f"{who} could write no result: no space is left on its disk; TMPDIR names another"
         return Verdict("disk_full", text, last.rank)

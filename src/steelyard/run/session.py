@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.errors import MORE_MEMORY, RequestError
+from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
 from steelyard.run import connection, messages, preflight
 from steelyard.run.clock import now
 from steelyard.run.clocks import PINGS
@@ -28,7 +28,7 @@ from steelyard.run.messages import (
     Stop,
     Sweep,
 )
-from steelyard.run.outcome import NO_MEMORY, Verdict
+from steelyard.run.outcome import Verdict
 from steelyard.run.site import Site
 from steelyard.run.spec import RankFile, read_rank
 from steelyard.run.telemetry import Kept
@@ -244,7 +244,7 @@ class Session:
                 code = one.exit_code()
                 why = one.said().splitlines()
                 told = f": {why[-1].strip()}" if why else ""
-                if why and NO_MEMORY.match(why[-1].strip()):
+                if why and OUT_OF_MEMORY_LINE.match(why[-1].strip()):
                     text = f"its agent ran out of memory (exit code {code}){told}; {MORE_MEMORY}"
                     return Verdict("out_of_memory", f"host {one.name}: {text}")
                 if self.launcher.remote:
