@@ -153,12 +153,12 @@ def _mean(values: list[float | None]) -> float | None:
 
 def answers(base: Record, record: Record, metric: str) -> Answers:
     """How far a record's answers are from another's, both of one question."""
-    trains = base.task.kind == "train"
+    values = base.task.kind_row.step_values
     one, other = runs.metric(base, metric), runs.metric(record, metric)
     return Answers(
         chosen=_chosen(base, record),
-        loss=_steps(base, record, "loss") if trains else None,
-        grad_norm=_steps(base, record, "grad_norm") if trains else None,
+        loss=_steps(base, record, "loss") if "loss" in values else None,
+        grad_norm=_steps(base, record, "grad_norm") if "grad_norm" in values else None,
         quality=None if one is None or other is None else abs(other - one),
     )
 

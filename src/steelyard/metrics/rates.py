@@ -9,7 +9,6 @@ from steelyard.metrics.spans import Span, devices, headline, samples, span, tota
 from steelyard.plan import flops
 from steelyard.record.facts import RankFacts, Series
 from steelyard.record.record import Record, Sample
-from steelyard.tasks.task import PASSES
 from steelyard.words import Message
 
 Formula = Callable[[Record], Result]
@@ -51,7 +50,7 @@ def _interval(record: Record, steps: list[Sample], rate: float) -> tuple[float, 
 
 def missing(record: Record) -> Result:
     """For what is taken from the headline pass, where there is none."""
-    return absent(headline(record) or PASSES[record.task.kind].headline[0])
+    return absent(headline(record) or record.task.kind_row.headline[0])
 
 
 def per_second(key: str, per_device: bool = False) -> Formula:
@@ -71,7 +70,7 @@ def model_flops(convention: str) -> Formula:
         if found is None or not found.counts.get("tokens"):
             return missing(record)
         question = record.question
-        value = flops.work(question.model, found.counts, convention, question.kind)
+        value = flops.work(question.model, found.counts, convention, record.task.kind_row.forwards)
         return Result(None, Message("metric.no_nominal")) if value is None else Result(float(value), found.note)
 
     return formula
@@ -202,7 +201,7 @@ def quality(value: str, of: str | None) -> Formula:
     def formula(record: Record) -> Result:
         name, answers = of or headline(record), record.answers
         found = record.task.score(answers, name).get(value) if answers is not None and name else None
-        if found is None and name and record.task.kind == "train" and windows(record, name):
+        if found is None and name and record.task.kind_row.trains and windows(record, name):
             return Result(None, Message("metric.not_evaluated", {"pass": name}))
         return absent(name or "infer") if found is None else Result(found)
 

@@ -140,8 +140,8 @@ def metric(record: Record, name: str) -> float | None:
 
 
 def quality(group: Sequence[Record]) -> str:
-    """The quality by which runs are compared: the case's, else the loss of the last steps, where no pass looked at held-out
-    data."""
+    """The quality by which runs are compared: the case's, else that of the steps, where no pass looked at held-out data."""
     own = group[0].quality.metric
-    known = any(metric(record, own) is not None for record in group)
-    return own if known or group[0].task.kind != "train" else "loss"
+    if any(metric(record, own) is not None for record in group):
+        return own
+    return next(iter(group[0].task.kind_row.step_metrics), own)

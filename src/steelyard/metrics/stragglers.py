@@ -101,7 +101,7 @@ class Unknown:
 def find(record: Record) -> Stragglers | Unknown:
     if spans.devices(record) < 2:
         return Unknown(ALONE)
-    found = _training(record) if record.task.kind == "train" else _scoring(record)
+    found = _by_step(record) if record.task.kind_row.ranks_meet else _by_pass(record)
     return found if isinstance(found, Unknown) or (found.step_s > 0 and isfinite(found.share)) else Unknown(NO_TIME)
 
 
@@ -141,7 +141,7 @@ def _time(time_s: float) -> str:
     return f"{time_s:.2f} s" if time_s >= 1 else f"{1000 * time_s:.4g} ms"
 
 
-def _training(record: Record) -> Stragglers | Unknown:
+def _by_step(record: Record) -> Stragglers | Unknown:
     """Over the steady window."""
     found = spans.span(record)
     if found is None or len(found.steps) < spans.devices(record):
@@ -171,7 +171,7 @@ def _waiting_s(sample: Sample) -> float:
     return fsum(sample.phases.get(name, 0.0) for name in ("meet", "exchange"))
 
 
-def _scoring(record: Record) -> Stragglers | Unknown:
+def _by_pass(record: Record) -> Stragglers | Unknown:
     """Over the headline pass, in which replicas do not meet."""
     name = spans.headline(record)
     if record.plan.dp < 2:

@@ -90,7 +90,7 @@ def _speeds(told: RankFacts | None) -> tuple[str, str]:
 
 def _step_times(record: Record) -> dict[int, tuple[float, float]]:
     """Mean and slowest step of every rank in the steady window of training; batches of scoring differ by design."""
-    found = passes.span(record) if record.task.kind == "train" else None
+    found = passes.span(record) if record.task.kind_row.steady else None
     times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
     return {rank: (fsum(each) / len(each), max(each)) for rank, each in times.items()}
 
