@@ -109,7 +109,9 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
             allowed = [str(n) for n in range(1, model.kv_heads + 1) if not any(size % n for size in sizes.values())]
             raise RequestError(f"TP{tp} does not divide the model's {size} {what}; allowed: {', '.join(allowed)}")
     if pp > 1 and not case.question.kind_row.pipeline:
-        raise RequestError(f"PP{pp}: {case.name} is an {case.question.kind_row.noun} case, which has no pipeline; allowed: PP1")
+        noun = case.question.kind_row.noun
+        article = "an" if noun.startswith(("a", "e", "i", "o", "u")) else "a"
+        raise RequestError(f"PP{pp}: {case.name} is {article} {noun} case, which has no pipeline; allowed: PP1")
 
 
 def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int) -> None:
