@@ -9,7 +9,7 @@ from steelyard.case import case, resolve
 from steelyard.case.precision import presets
 from steelyard.errors import RequestError
 from steelyard.models import families
-from steelyard.tasks.mmlu.fields import MadeQuestions
+from steelyard.tasks.questions import MadeQuestions
 
 # Files.
 
