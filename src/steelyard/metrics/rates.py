@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+from statistics import fmean
 
 from steelyard.metrics import formulas_1, readings, stats
 from steelyard.metrics.result import GIB, Result, absent, work_name
@@ -90,7 +91,7 @@ def achievable(record: Record) -> Result:
     """Matmul rate of one device, measured in this run: the mean over ranks. Of the case's own shapes, where they were timed;
     older records have one square product."""
     rates = [rate for rank in record.ranks if (rate := _own_rate(record, rank))]
-    return Result(fsum(rates) / len(rates)) if rates else Result(None, Message("metric.no_matmul"))
+    return Result(fmean(rates)) if rates else Result(None, Message("metric.no_matmul"))
 
 
 def _own_rate(record: Record, rank: RankFacts) -> float | None:

@@ -1,7 +1,7 @@
 """Tasks of four-way questions: what a record keeps of the answers, the scores made of them, and the row of such a task."""
 
 from collections import Counter
-from math import fsum
+from statistics import fmean
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -142,7 +142,7 @@ def score(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
     return {
         "acc": acc,
         "se": (acc * (1 - acc) / len(asked)) ** 0.5,
-        "macro": fsum(by_subject.values()) / len(by_subject),
+        "macro": fmean(by_subject.values()),
         "choice": sum(answers.choices[i] == outputs.gold[i] for i in asked) / len(asked),
     }
 
