@@ -130,7 +130,7 @@ WORK = {"case", "data", "engine", "kernels", "models", "plan", "training", "weig
 ROOMS: dict[str, set[str]] = {
     "cli": {
         *("accelerators", "case", "data", "engine", "metrics", "models", "plan", "record", "report", "run", "sources"),
-        "weights",
+        *("tasks", "weights"),
     },
     "run": {"accelerators", "case", "data", "engine", "metrics", "plan", "record", "sources", "tasks", "training"},
     "report": {"case", "metrics", "plan", "record", "tasks"},
@@ -267,6 +267,41 @@ def test_tasks_are_named_in_tasks_alone(name):
                     ast.dump(inner) for inner in ast.walk(node) if isinstance(inner, ast.Attribute) and inner.attr == "task"
                 }
                 assert not (name in said and told), (path, node.lineno)
+
+
+def kind_comparisons(path: Path) -> list[int]:
+    """The lines that decide by the name of a kind of work, or by that of the pass that trains: comparisons, and tables by
+    kind."""
+    shipped = {"score", "train"}
+    out = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            said = {inner.value for side in sides for inner in ast.walk(side) if isinstance(inner, ast.Constant)}
+            if "train" in said or (said & shipped and "kind" in ast.unparse(node)):
+                out.append(node.lineno)
+        if isinstance(node, ast.Dict) and {getattr(key, "value", None) for key in node.keys} >= shipped:
+            out.append(node.lineno)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).isupper():
+            by_kind = ast.unparse(node.slice).endswith(("task.kind", "question.kind", "row.kind"))
+            out += [node.lineno] if by_kind else []
+    return out
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_kinds_of_work_are_told_apart_by_their_rows_alone(path):
+    """What differs is a field of a row in tasks/kind.py. The loop that trains knows its own passes."""
+    assert kind_comparisons(path) == [] or path.is_relative_to(SRC / "training")
+
+
+def test_the_rule_on_kinds_can_fail(tmp_path):
+    code = (
+        'record.task.kind == "train"\n"score" != kind\nname == "train"\n{"score": 1, "train": 3}\n'
+        'TABLE[question.kind]\nphase == "score"\nscope.kind == "full"\n'
+    )
+    (tmp_path / "a.py").write_text(code)
+    assert sorted(kind_comparisons(tmp_path / "a.py")) == [1, 2, 3, 4, 5]
+    assert kind_comparisons(SRC / "training" / "loop.py")
 
 
 @pytest.mark.parametrize("name", PARENT)

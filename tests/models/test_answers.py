@@ -158,7 +158,7 @@ def test_a_logit_that_is_not_finite_spoils_its_own_passage_alone():
 
 
 def test_choices_see_the_whole_vocabulary_and_no_padding():
-    from steelyard.tasks.mmlu.data import Prompts
+    from steelyard.tasks.questions import Prompts
 
     texts = Prompts([[1], [1]], [0, 0], [0, 1], [0, 0], [0, 0], ["s"], [5, 6, 7, 8], 0)
     hidden, output = logits_of(3)

@@ -86,7 +86,9 @@ def _named_precisions(row: dict[str, Any]) -> list[str]:
 
 
 def _is_training(work: str) -> bool:
-    return work.startswith("train")
+    from steelyard.tasks import kind as kinds
+
+    return any(kind.trains and work in kind.works for kind in kinds.table().values())
 
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:

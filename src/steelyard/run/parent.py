@@ -26,7 +26,6 @@ from steelyard.run.launch import Allocation
 from steelyard.run.messages import Hello, Open, Start
 from steelyard.run.ready import Ready
 from steelyard.run.session import Session, Watch
-from steelyard.tasks.task import PASSES
 
 LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
@@ -105,7 +104,7 @@ class Run:
 
     def _smaller(self, ended: Failure | None) -> Ready | None:
         """What to start once more after a run that ran out of memory with sizes that were chosen for it, and early."""
-        headline = PASSES[self.ready.case.question.kind].headline
+        headline = self.ready.case.question.kind_row.headline
         done = {window.pass_name for rank in self.session.results.ranks for window in rank.windows}
         said = self.session.progress
         late = said is not None and said.phase in self.ready.passes and said.done > FIRST_STEPS
@@ -326,7 +325,7 @@ def _host(one: Connection, index: int, plan: Plan) -> HostFacts:
 def _checkpoints(ready: Ready, created: str) -> str | None:
     """Where this run's checkpoints go, beside its record."""
     case = ready.case
-    if case.question.kind != "train" or case.tune.checkpoint_every is None:
+    if not case.question.kind_row.trains or case.tune.checkpoint_every is None:
         return None
     stamp = re.sub(r"[^0-9T]", "", created.partition(".")[0])
     return f"checkpoints/{stamp}-{case.name}-{secrets.token_hex(4)}"

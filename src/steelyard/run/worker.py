@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from steelyard import accelerators, files
-from steelyard.data.counting import COUNTERS, Counter
+from steelyard import accelerators, files, plugins
+from steelyard.data.counting import Counter
 from steelyard.engine import rows as engine_rows
 from steelyard.engine.framework import Framework
 from steelyard.engine.job import Engine, Job, Keep
@@ -36,10 +36,10 @@ from steelyard.run.calibrate import calibrate, calibrate_after
 from steelyard.run.clock import busy, every, now
 from steelyard.run.explain import explain, steps_of
 from steelyard.run.failure import DISK_FULL
-from steelyard.run.measure import Budget, Trace, bare, measure, time_of
+from steelyard.run.measure import Budget, Trace, bare, time_of
 from steelyard.run.messages import HostSpec, Progress
 from steelyard.schema import Frozen
-from steelyard.tasks.task import PASSES, Prepared, Sources
+from steelyard.tasks.task import Prepared, Sources
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
@@ -173,6 +173,7 @@ class Worker(RankProcess):
         self.spec = spec.run
         self.case = spec.run.case
         self.task = self.case.question.row
+        self.kind = self.task.kind_row
         self.place = degrees.place(spec.run.plan, rank)
         self.outputs: Frozen | None = None  # the part that no pass changes
         self._counter: Counter | None = None
@@ -245,7 +246,7 @@ class Worker(RankProcess):
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
         self.outputs = prepared.outputs
         window = getattr(self.case.question.model, "window", None)  # of the families that have one
-        self._counter = COUNTERS[self.task.work](prepared.inputs, self.case.question.division, window)
+        self._counter = plugins.load(self.kind.works[self.task.work])(prepared.inputs, self.case.question.division, window)
         common = prepared.outputs.model_dump(mode="json") if self.rank == 0 else {}
         self._add(data=prepared.facts, common=common, beside={"data": time_s})
         return prepared
@@ -286,8 +287,8 @@ class Worker(RankProcess):
 
     def _calibrate(self, framework: Framework) -> dict[str, Any]:
         """Rates of matmuls on random numbers, at the case's precision: of the shapes that its batches really have."""
-        name = "train" if self.task.kind == "train" else "infer"
-        held = None if self._counter is None else self._counter.wanted(name, range(1))[0]  # by the pass, or its first step
+        steps = range(1) if self.kind.headline[0] in self.kind.stepped else None
+        held = None if self._counter is None else self._counter.wanted(steps)[0]  # by the pass, or its first step
         shapes_of = partial(matmuls.of_case, self.case, self.spec.plan.tp, held)
         return calibrate(framework, self.case.question.precision.matmul, shapes_of)
 
@@ -313,30 +314,31 @@ class Worker(RankProcess):
 
         self.tell(name, 0, total)
         with self.budget.part(name):
-            if name == "bare":
+            if name in self.kind.bare:
                 trace = bare(engine.work(name), framework)
             else:
+                measure = plugins.load(self.kind.loop)
                 marks = measure(engine.work(name), framework, step_done=step_done, busy=busy)
         self.tell(name, total, total)
-        if name != "bare":
+        if name not in self.kind.bare:
             with self.budget.part(f"count_{name}"):
                 trace = marks.trace(name, self.rank, partial(self._count, name))
         self._keep(name, trace, framework)
         self._draw(name, trace)
-        if name != "bare" and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
+        if name not in self.kind.bare and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
             with self.budget.part(f"outputs_{name}"):
                 told = engine.outputs(name)
                 framework.synchronize()
             answers = self.task.check(told, self.outputs)
             self._add(outputs={**self.file.outputs, name: answers})
-            if name == "before" and self.spec.checkpoints is not None:
+            if name in self.kind.initial and self.spec.checkpoints is not None:
                 path = self.spec.checkpoints / checkpoints.BEFORE.format(self.place.dp)
                 checkpoints.write(path, Before(table=answers))
         self.write("running", None)  # whoever is killed later leaves this much
 
     def _explain(self, engine: Engine, framework: Framework) -> None:
         """One rank of every stage watches."""
-        name = next((one for one in PASSES[self.task.kind].headline if one in self.spec.passes), None)
+        name = next((one for one in self.kind.headline if one in self.spec.passes), None)
         if name is None:
             return
         with self._phase("explain"):
@@ -350,23 +352,25 @@ class Worker(RankProcess):
         """What a step counts: of rows that the engine names, what the data say; its own padding."""
         if item.rows is None or self._counter is None:
             return item.counts
-        return self._counter.of(name, item.rows, item.prefixes) | {"padded": item.counts.get("padded", 0)}
+        counted = self._counter.of(item.rows, item.prefixes, held_out=name not in self.kind.stepped)
+        return counted | {"padded": item.counts.get("padded", 0)}
 
     def _draw(self, name: str, trace: Trace) -> None:
         """What the rows of a pass count, whatever the engine said. Of a pass that is cut short nobody knows which rows."""
-        train = name == "train"
         if (
             self._counter is None
             or self.rank
-            or name == "bare"
+            or name in self.kind.bare
             or trace.clock == "reported"  # a program that does not say what it drew
-            or (self.spec.scope.steps is not None and self.task.kind == "score")
+            or (self.spec.scope.steps is not None and self.kind.cut_by_steps)
         ):
             return
         with self.budget.part(f"count_{name}"):
-            begin = checkpoints.read(self.spec.resume / checkpoints.STATE, State).step if train and self.spec.resume else 0
-            steps = sum(1 for sample in trace.samples if sample.counts)
-            self._add(drawn={**self.file.drawn, name: self._counter.wanted(name, range(begin, begin + steps))})
+            steps = None
+            if name in self.kind.stepped:
+                begin = checkpoints.read(self.spec.resume / checkpoints.STATE, State).step if self.spec.resume else 0
+                steps = range(begin, begin + sum(1 for sample in trace.samples if sample.counts))
+            self._add(drawn={**self.file.drawn, name: self._counter.wanted(steps)})
 
     def _keep(self, name: str, trace: Trace, framework: Framework) -> None:
         memory = framework.memory()
@@ -384,7 +388,7 @@ class Worker(RankProcess):
             windows=[*self.file.windows, window],
             in_use_bytes={**self.file.in_use_bytes, name: memory.get("in_use_bytes")},
             samples=[*self.file.samples, *trace.samples],
-            clock=self.file.clock if name == "bare" else trace.clock,
+            clock=self.file.clock if name in self.kind.bare else trace.clock,
         )
 
 

@@ -46,7 +46,7 @@ class FlagScaleTrain:
         with part("data_files"):
             data.write(self.inputs, self.job.case.question.model.vocab, prefix)
         with part("counts"):
-            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(name, range(self.steps))
+            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(range(self.steps))
         with part("dry_run"):
             made = config.make(self.job, self.rows, self.steps, prefix, output, _free_port())
             script = command.dry_run(self.checkout, config.write(made, self.folder), output)

@@ -53,7 +53,7 @@ def choose_kernel(job: Job) -> str:
     precision, kernel = job.case.question.precision, job.case.tune.attention
     if kernel == "auto":
         kernel = job.device.attention(COMPUTED_IN[precision.matmul], False)
-    return known(kernel, job.case.question.kind == "train")
+    return known(kernel, job.case.question.kind_row.trains)
 
 
 def make(job: Job, shape: LlamaShape) -> Any:

@@ -1,13 +1,13 @@
-"""Accuracy on MMLU from the answers a record keeps."""
+"""Tasks of four-way questions: what a record keeps of the answers, the scores made of them, and the row of such a task."""
 
 from collections import Counter
-from math import fsum
+from statistics import fmean
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import GrownTable
-from steelyard.tasks.task import Breakdown, Differences, Many, Selected, Tally
+from steelyard.schema import Frozen, GrownTable
+from steelyard.tasks.task import ACCURACY, Breakdown, Differences, Many, Score, Selected, Tally, Task
 
 LETTERS = "ABCD"
 ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
@@ -16,7 +16,7 @@ OTHER = "*"  # a token that is none of the letters'
 MOST_TOKENS = 1 << 31  # of a vocabulary
 
 
-class MmluAnswers(GrownTable):
+class ChoiceAnswers(GrownTable):
     """One character a question, `?` where it was not answered: whether the likeliest token of the whole vocabulary was the
     right answer (`hits`, the headline), and which of the four letters was likeliest (`choices`). `argmax` is that likeliest
     token: a letter where it is the token of one, else `*`, and then its number is the next of `others`. A model that answers
@@ -32,7 +32,7 @@ class MmluAnswers(GrownTable):
     others: list[Many] | None = None
 
 
-class MmluOutputs(GrownTable):
+class ChoiceOutputs(GrownTable):
     """`gold` says which letter is right, `subject_of` which subject a question is of, `index` its place in the whole set.
     Answers of version 1 have no `argmax`."""
 
@@ -44,7 +44,7 @@ class MmluOutputs(GrownTable):
     subject_of: list[int]
     index: list[int]
     letters: list[int] = Field(min_length=4, max_length=4)
-    passes: dict[str, MmluAnswers]
+    passes: dict[str, ChoiceAnswers]
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -58,7 +58,7 @@ class MmluOutputs(GrownTable):
             self._fit_argmax(one)
         return self
 
-    def _fit_argmax(self, one: MmluAnswers) -> None:
+    def _fit_argmax(self, one: ChoiceAnswers) -> None:
         if one.argmax is None and one.others is None:
             return
         if one.argmax is None or one.others is None or len(one.argmax) != len(self.gold):
@@ -73,7 +73,7 @@ def _hit(best: str, gold: str) -> str:
     return UNANSWERED if best == UNANSWERED else str(int(best == gold))
 
 
-def argmax(outputs: MmluOutputs, name: str) -> list[int | None] | None:
+def argmax(outputs: ChoiceOutputs, name: str) -> list[int | None] | None:
     """The likeliest token of each question, None where it was not answered; None where the pass does not keep them."""
     found = outputs.passes[name]
     if found.argmax is None or found.others is None:
@@ -83,13 +83,15 @@ def argmax(outputs: MmluOutputs, name: str) -> list[int | None] | None:
     return [next(others) if one == OTHER else known[one] for one in found.argmax]
 
 
-def outputs(gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]) -> MmluOutputs:
+def outputs(gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]) -> ChoiceOutputs:
     """The part that does not depend on a pass."""
     right = "".join(LETTERS[i] for i in gold)
-    return MmluOutputs(version=2, gold=right, subjects=subjects, subject_of=subject_of, index=index, letters=letters, passes={})
+    return ChoiceOutputs(
+        version=2, gold=right, subjects=subjects, subject_of=subject_of, index=index, letters=letters, passes={}
+    )
 
 
-def check(table: Any, outputs: MmluOutputs) -> dict[str, Any]:
+def check(table: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
     """An engine's answers, if a record can be made of them: that happens where the engine is no longer there to blame."""
     questions = len(outputs.gold)
     columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
@@ -105,7 +107,7 @@ def check(table: Any, outputs: MmluOutputs) -> dict[str, Any]:
     return dict(zip(ANSWERS, columns, strict=True))
 
 
-def merge(outputs: MmluOutputs, name: str, tables: list[dict[str, Any]]) -> MmluOutputs:
+def merge(outputs: ChoiceOutputs, name: str, tables: list[dict[str, Any]]) -> ChoiceOutputs:
     """With a pass's answers of all ranks, in the order of the questions."""
     count = len(outputs.gold)
     choices, argmax, tokens = [UNANSWERED] * count, [UNANSWERED] * count, [0] * count
@@ -118,7 +120,7 @@ def merge(outputs: MmluOutputs, name: str, tables: list[dict[str, Any]]) -> Mmlu
             bad += not finite
             choices[item] = LETTERS[choice]
             argmax[item], tokens[item] = letter_of.get(best, OTHER), best
-    answers = MmluAnswers(
+    answers = ChoiceAnswers(
         choices="".join(choices),
         hits="".join(_hit(best, gold) for best, gold in zip(argmax, outputs.gold, strict=True)),
         not_finite=bad,
@@ -129,7 +131,7 @@ def merge(outputs: MmluOutputs, name: str, tables: list[dict[str, Any]]) -> Mmlu
     return outputs.model_copy(update={"passes": {**outputs.passes, name: answers}})
 
 
-def score(outputs: MmluOutputs, name: str) -> dict[str, float]:
+def score(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
     """Over the answered questions: acc and its standard error, the mean over subjects, and the four-letter accuracy."""
     answers = outputs.passes.get(name)
     asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
@@ -140,12 +142,12 @@ def score(outputs: MmluOutputs, name: str) -> dict[str, float]:
     return {
         "acc": acc,
         "se": (acc * (1 - acc) / len(asked)) ** 0.5,
-        "macro": fsum(by_subject.values()) / len(by_subject),
+        "macro": fmean(by_subject.values()),
         "choice": sum(answers.choices[i] == outputs.gold[i] for i in asked) / len(asked),
     }
 
 
-def subject_accuracy(outputs: MmluOutputs, name: str) -> dict[str, float]:
+def subject_accuracy(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
     """Accuracy by subject, of the subjects that were asked."""
     counts: dict[str, list[int]] = {}
     for subject, hit in zip(outputs.subject_of, outputs.passes[name].hits, strict=True):
@@ -154,7 +156,7 @@ def subject_accuracy(outputs: MmluOutputs, name: str) -> dict[str, float]:
     return {subject: sum(hits) / len(hits) for subject, hits in counts.items()}
 
 
-def agreement(outputs: MmluOutputs, one: str, other: str) -> float | None:
+def agreement(outputs: ChoiceOutputs, one: str, other: str) -> float | None:
     """Share of the questions, answered in both passes, that got the same letter."""
     if one not in outputs.passes or other not in outputs.passes:
         return None
@@ -163,7 +165,7 @@ def agreement(outputs: MmluOutputs, one: str, other: str) -> float | None:
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
 
 
-def differences(one: MmluOutputs, other: MmluOutputs, name: str) -> Differences | None:
+def differences(one: ChoiceOutputs, other: ChoiceOutputs, name: str) -> Differences | None:
     """The letters that two runs chose, and the likeliest tokens."""
     if name not in one.passes or name not in other.passes or one.index != other.index:
         return None
@@ -175,7 +177,7 @@ def differences(one: MmluOutputs, other: MmluOutputs, name: str) -> Differences 
     return Differences(len(pairs), sum(a != b for a, b in pairs), tokens=apart)
 
 
-def off_scope(outputs: MmluOutputs, selected: Selected) -> str | None:
+def off_scope(outputs: ChoiceOutputs, selected: Selected) -> str | None:
     """Why these are not the answers to what was named."""
     asked = {outputs.subjects[subject] for subject in outputs.subject_of}
     wanted = set(selected.subjects or asked)
@@ -188,14 +190,14 @@ def off_scope(outputs: MmluOutputs, selected: Selected) -> str | None:
     return None
 
 
-def tally(outputs: MmluOutputs, name: str) -> Tally | None:
+def tally(outputs: ChoiceOutputs, name: str) -> Tally | None:
     answers = outputs.passes.get(name)
     if answers is None:
         return None
     return Tally(len(answers.choices), answers.choices.count(UNANSWERED), answers.repeated, answers.not_finite)
 
 
-def breakdowns(outputs: MmluOutputs) -> list[Breakdown]:
+def breakdowns(outputs: ChoiceOutputs) -> list[Breakdown]:
     """Accuracy by subject, in every pass that has answers."""
     passes = [name for name in ("val", "infer") if name in outputs.passes]
     found = {name: subject_accuracy(outputs, name) for name in passes}
@@ -205,3 +207,53 @@ def breakdowns(outputs: MmluOutputs) -> list[Breakdown]:
     rows = tuple((subject, *(found[name].get(subject) for name in passes)) for subject in subjects)
     columns = (("Subject", "学科"), *((name, name) for name in passes))
     return [Breakdown(("Accuracy by subject", "各学科准确率"), columns, rows)]
+
+
+SCORES = (
+    *ACCURACY,
+    Score(
+        "acc_choice",
+        "choice",
+        ("Accuracy among the choices", "argmax over the four letters only, as the field's common harness does"),
+        ("选项内准确率", "仅在四个选项字母间取 argmax，与常用评测工具一致"),
+    ),
+    Score(
+        "acc_choice_val",
+        "choice",
+        ("Accuracy among the choices, reference pass", "the same of the reference pass"),
+        ("选项内准确率（验证）", "同上，参考遍"),
+        of="val",
+    ),
+    Score(
+        "acc_macro",
+        "macro",
+        ("Accuracy, mean of subjects", "every subject counts the same"),
+        ("学科平均准确率", "各学科权重相同"),
+    ),
+)
+
+
+def choice_task(name: str, data: type[Frozen], reader: str, data_check: str = "") -> Task:
+    """Return the row of a task whose questions `tasks.questions` turns into prompts: what it adds is how data are read."""
+    return Task(
+        name=name,
+        kind="score",
+        work="score_choices",
+        noun="question",
+        data=data,
+        outputs=ChoiceOutputs,
+        reader=reader,
+        data_check=data_check,
+        check=check,
+        merge=merge,
+        score=score,
+        tally=tally,
+        scores=SCORES,
+        quality="acc",
+        passes=("val", "infer"),
+        agreement=agreement,
+        differences=differences,
+        breakdowns=breakdowns,
+        selects=("subjects", "rows"),
+        off_scope=off_scope,
+    )
