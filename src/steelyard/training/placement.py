@@ -1,5 +1,6 @@
 """How a model is placed on devices, as a trainer sees it: here one device, or replicas that each hold everything."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -15,32 +16,40 @@ BUCKET = 64 << 20  # numbers of gradients that replicas sum in one call
 Weigh = Callable[[Tensor], Tensor]  # a micro-batch's summed loss, to what `backward` is called on
 
 
-class Model(Protocol):
+class Model(ABC):
     """What is trained, on this rank. What a micro-batch is, is between a model and its loop."""
 
-    weights: dict[str, Any]  # where they came from, for the record
-    roots: list[nn.Module]  # outermost modules whose parameters are gathered, where any are divided
+    weights: dict[str, Any]  # where they came from, for the record; set by `build`
+    roots: Sequence[nn.Module] = ()  # outermost modules whose parameters FSDP gathers
 
+    @abstractmethod
     def build(self) -> list[Tensor] | None:
         """Make it on the device, with its weights; returns these in the precision they are kept in, where that is another
         than the one it computes in."""
 
+    @abstractmethod
     def named_parameters(self) -> Sequence[tuple[str, Tensor]]:
         """What is learned, as far as this rank updates it."""
 
+    @abstractmethod
     def compile(self, gradient: Gradient) -> None:
         """Choose what computes the loss. `gradient` says where that of a parameter is summed."""
 
+    @abstractmethod
     def loss(self, micro: Any) -> Tensor:
         """The summed cross-entropy of a micro-batch, in nats."""
 
     def evaluate(self, micro: Any) -> Tensor:
-        """What an evaluation reads of a micro-batch."""
+        """Return what an evaluation reads of a micro-batch: its summed loss, or what a subclass makes of it."""
+        return self.loss(micro)
 
     def variants(self, micro: Any) -> Iterable[Any]:
-        """Micro-batches of this size that run all the code there is for it."""
+        """Return micro-batches of this size that run all the code there is for it."""
+        return [micro]
 
-    def details(self) -> dict[str, Any]: ...
+    @abstractmethod
+    def details(self) -> dict[str, Any]:
+        """Return what the model chose by itself, for the record."""
 
 
 class Placement(Protocol):
@@ -80,6 +89,8 @@ class Placement(Protocol):
 
 
 class SingleDevice:
+    """One device, which meets nobody. Others are this one, and say what differs."""
+
     lockstep = True
     separate = False
 
@@ -112,7 +123,7 @@ class SingleDevice:
         return state
 
 
-class Replicated:
+class Replicated(SingleDevice):
     """Replicas that each hold everything, and may have nothing to do in a step. One alone is one device. Gradients lie in a
     few buckets, which are summed over replicas once a step."""
 
@@ -131,13 +142,6 @@ class Replicated:
     def no_losses(self) -> list[Tensor]:
         return [torch.zeros((), dtype=self.wide, device=self.device)]
 
-    def evaluate(self, model: Model, micro: Any) -> Tensor:
-        return model.evaluate(micro)
-
-    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
-        for micro in micros:
-            weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
-
     def reduce(self, loss: Tensor) -> Tensor:
         if self.replicas > 1:
             works = [dist.all_reduce(flat, async_op=True) for flat in (*self.buckets, loss)]
@@ -150,15 +154,6 @@ class Replicated:
         if self.replicas > 1:
             dist.all_reduce(count)
         return count
-
-    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        return total_norm(grads, overflows)
-
-    def updated(self) -> None:
-        """All of it is here."""
-
-    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return state
 
 
 def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:

@@ -60,13 +60,11 @@ class Trainer(Kept):
 
     def prepare(self, part: Part) -> None:
         """Build, load, compile."""
-        question = self.job.case.question
-        if question.train is None:
-            raise ValueError("a question without training")
+        precision = self.job.case.question.precision
         with part("weights"):
             master = self.model.build()
             parameters = [parameter for _, parameter in self.model.named_parameters()]
-            self.optimizer = Adam(parameters, master, question.train, question.precision, self.placement.norm)
+            self.optimizer = Adam(parameters, master, self.job.train, precision, self.placement.norm)
             self.placement.attach(self.model, self.optimizer)
             self.job.device.synchronize()
         self.model.compile(self.optimizer.gradient)

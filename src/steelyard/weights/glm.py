@@ -24,6 +24,7 @@ from steelyard.models.tensors import without_values
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, detect, huggingface
 from steelyard.weights.checkpoint import ByteProgress, Stored, TensorPart, shown
+from steelyard.weights.hf_config import INDEX_NAME, SINGLE_NAME
 from steelyard.weights.megatron import TRACKER, leaves
 from steelyard.weights.torch_files import TensorRef
 from steelyard.weights.torch_files import read as read_saved
@@ -155,7 +156,7 @@ def read(folder: Path) -> GlmCheckpoint:
         if not own and not safe:
             raise RequestError(
                 f"{folder.resolve()}: holds no checkpoint, neither GLM's own ({TRACKER} or {FILE}) nor "
-                f"{huggingface.SINGLE_NAME} or {huggingface.INDEX_NAME}; give a folder that does"
+                f"{SINGLE_NAME} or {INDEX_NAME}; give a folder that does"
             )
         return _read_safetensors(folder) if safe else _read_own(folder)
 

@@ -18,6 +18,7 @@ from steelyard.models.llama_init import build, fill_place, fill_random, shape_of
 from steelyard.models.placements import WHOLE, Shard
 from steelyard.weights import checkpoint, detect, huggingface, megatron
 from steelyard.weights.checkpoint import ByteProgress, Checkpoint
+from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 
 __all__ = [
     "WHOLE",
@@ -55,10 +56,10 @@ def _open_folder(folder: Path) -> Checkpoint:
     detect.check(folder, families.LLAMA.name)
     shards = megatron.find(folder)
     below = shards is not None and folder not in (shards, shards.parent)
-    if shards is None and not huggingface.present(folder) and not (folder / huggingface.CONFIG_NAME).exists():
+    if shards is None and not huggingface.present(folder) and not (folder / CONFIG_NAME).exists():
         raise RequestError(
-            f"{folder.resolve()}: holds no checkpoint, neither Hugging Face's ({huggingface.CONFIG_NAME} and "
-            f"{huggingface.SINGLE_NAME} or {huggingface.INDEX_NAME}) nor Megatron's ({megatron.TRACKER} or mp_rank_00); "
+            f"{folder.resolve()}: holds no checkpoint, neither Hugging Face's ({CONFIG_NAME} and "
+            f"{SINGLE_NAME} or {INDEX_NAME}) nor Megatron's ({megatron.TRACKER} or mp_rank_00); "
             "give a folder that does"
         )
     if shards is None or (below and huggingface.present(folder)):
