@@ -16,8 +16,8 @@ from steelyard.models import families, placements
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.llama_init import build, fill_place, fill_random, shape_of
 from steelyard.models.placements import WHOLE, Shard
-from steelyard.weights import checkpoint, detect, huggingface, megatron
-from steelyard.weights.checkpoint import ByteProgress, Checkpoint
+from steelyard.weights import checkpoint, huggingface, megatron
+from steelyard.weights.checkpoint import ByteProgress, Checkpoint, Progress
 from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 
 __all__ = [
@@ -53,7 +53,7 @@ def open_folder(folder: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     _check_finished(folder)
-    detect.check(folder, families.LLAMA.name)
+    checkpoint.check_family(folder, families.LLAMA.name)
     shards = megatron.find(folder)
     below = shards is not None and folder not in (shards, shards.parent)
     if shards is None and not huggingface.present(folder) and not (folder / CONFIG_NAME).exists():
@@ -102,25 +102,17 @@ def load_places(
     source.check_values(shape)
     boxes = {name: placements.box(name, shape, shard) for name in places}
     wanted = list(checkpoint.common(pieces, boxes.__getitem__))
-    total = sum(checkpoint.size(both) * piece.dtype.itemsize for piece, both in wanted)
-    done = 0
+    copied = Progress(progress, sum(checkpoint.size(both) * piece.dtype.itemsize for piece, both in wanted))
     with torch.no_grad():
         for piece, both in wanted:
             checkpoint.copy(piece, both, places[piece.parameter], boxes[piece.parameter])
-            done += checkpoint.size(both) * piece.dtype.itemsize
-            if progress is not None:
-                progress(done, total)
+            copied.add(checkpoint.size(both) * piece.dtype.itemsize)
     return facts(source, shape)
 
 
 def facts(source: Checkpoint, shape: LlamaShape) -> dict[str, Any]:
     """Where weights came from, for the record."""
-    out: dict[str, Any] = {
-        "source": source.format,
-        "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in source.files],
-        "header_sha256": source.digest(),
-        "parameters": checkpoint.elements(shape),
-    }
+    out = checkpoint.facts(source, checkpoint.elements(shape))
     return out if source.iteration is None else out | {"tp": source.tp, "iteration": source.iteration}
 
 

@@ -9,7 +9,7 @@ import paddle.distributed as dist
 from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
 
 from steelyard.engine.job import Job, Part
-from steelyard.engines.paddle import kernels, modes, optimizer, placement, precision
+from steelyard.engines.paddle import kernels, modes, optimizer, placement
 from steelyard.engines.paddle.batches import MicroBatch, PaddleBatches
 from steelyard.training.loop import HeldOutLoss, Loop
 
@@ -24,7 +24,7 @@ class PaddleTrainer:
         self.job, self.train, self.precision = job, job.train, job.case.question.precision
         self.modes = modes.of(job)
         modes.refuse(self.modes, job.device.lacks)
-        self.kernels = kernels.choose(tune.attention, precision.DTYPES[self.precision.matmul], job.device.lacks)
+        self.kernels = kernels.choose(tune.attention, modes.DTYPES[self.precision.matmul], job.device.lacks)
         # Gradients are summed while the last micro-batch goes backward. With recomputation Paddle's reducer sees parameters
         # twice, and they are summed afterwards instead.
         self.overlaps = self.modes.data_parallel and not self.modes.recompute
@@ -150,7 +150,7 @@ class PaddleTrainer:
         """Nothing is known of logits, for one, where another stage has them."""
         if types != self.dtypes.get(name) and None not in types:
             self.dtypes[name] = types
-            precision.check(self.precision, {name: types})
+            modes.check_types(self.precision, {name: types})
 
     def fetch(self, loss: Tensor) -> float | Callable[[], float]:
         if loss.place.is_cpu_place():
@@ -172,7 +172,7 @@ class PaddleTrainer:
             "paddle": paddle.__version__,
             "modes": list(self.modes.names),
             "never_run": modes.untried(self.modes, device, self.precision.name),
-            "dtypes": {name: precision.short(types) for name, types in sorted(self.dtypes.items())},
+            "dtypes": {name: modes.short_names(types) for name, types in sorted(self.dtypes.items())},
             "parameters": _elements([p for _, p in self.placed.parameters]),
             "optimizer_states": _elements(optimizer.states(self.adam)),
             "master_weights": _elements(optimizer.masters(self.adam)),

@@ -77,17 +77,14 @@ def _read(checkpoint: layouts.Checkpoint, shape: LlamaShape, names: list[str], p
     pieces = layouts.by_parameter(checkpoint.pieces(shape))
     checkpoint.check_values(shape)
     total = sum(layouts.size(piece.box) * piece.dtype.itemsize for name in names for piece in pieces[name])
-    done = 0
+    copied = layouts.Progress(progress, total)
 
     def read(name: str, whole: Tensor) -> Tensor:
-        nonlocal done
         box = placements.box(name, shape, WHOLE)
         place = placements.logical_view(name, whole, shape, WHOLE)
         for piece in pieces[name]:
             layouts.copy(piece, piece.box, place, box)
-            done += layouts.size(piece.box) * piece.dtype.itemsize
-            if progress is not None:
-                progress(done, total)
+            copied.add(layouts.size(piece.box) * piece.dtype.itemsize)
         return whole
 
     return read
