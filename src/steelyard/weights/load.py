@@ -14,7 +14,7 @@ from torch import Tensor
 from steelyard.errors import RequestError
 from steelyard.models import families, placements
 from steelyard.models.llama import Llama, LlamaShape
-from steelyard.models.llama_init import build, fill_place, fill_random, shape_of
+from steelyard.models.llama_init import build, fill_parameter, fill_place, fill_random, shape_of
 from steelyard.models.placements import WHOLE, Shard
 from steelyard.weights import checkpoint, huggingface, megatron
 from steelyard.weights.checkpoint import ByteProgress, Checkpoint, Progress
@@ -26,6 +26,7 @@ __all__ = [
     "build",
     "copy_to_hf",
     "facts",
+    "fill_parameter",
     "fill_place",
     "fill_random",
     "holds",

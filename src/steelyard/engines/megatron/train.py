@@ -20,11 +20,11 @@ from steelyard.engines.megatron import config
 from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
 from steelyard.engines.megatron.optimizer import MegatronAdam
 from steelyard.errors import RequestError
-from steelyard.models.tensors import dtype_names
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Numbers, State
 from steelyard.training.loop import HeldOutLoss, Loop
 from steelyard.training.micro_batches import MicroBatch, RowBatches
+from steelyard.training.optimizer import holding
 from steelyard.training.trainer import Kept
 from steelyard.weights import load
 
@@ -179,18 +179,10 @@ class MegatronLearner(Kept):
     def details(self) -> dict[str, Any]:
         """With what this rank really holds: numbers, and their types."""
         parameters = list(self.model.stage.parameters())
-        kept, moments = self.optimizer.kept(), self.optimizer.moments()
-        types = {
-            "parameters": parameters,
-            "main_parameters": kept,
-            "gradients": [one.main_grad for one in parameters],
-            **({"states": moments} if moments else {}),
-        }
+        gradients = [one.main_grad for one in parameters]
         return {
             "library": library(),
             "optimizer": f"{type(self.optimizer.part).__name__} of {type(self.optimizer.inner).__module__}",
             "attention": self.model.kernel,
-            "parameters": sum(one.numel() for one in parameters),
-            "optimizer_states": sum(one.numel() for one in moments),
-            "dtypes": {name: dtype_names(every) for name, every in types.items()},
+            **holding(parameters, self.optimizer.kept(), gradients, self.optimizer.moments()),
         }

@@ -67,6 +67,13 @@ def _store(meet: Meeting, rank: int, world: int) -> Any:
     )
 
 
+def random(rows: int, columns: int, transposed: bool, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Return a matrix of random numbers, stored transposed or not."""
+    sides = (columns, rows) if transposed else (rows, columns)
+    made = torch.randn(*sides, device=place, dtype=dtype)
+    return made.t() if transposed else made
+
+
 class TorchFramework(DeviceFramework):
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
@@ -128,18 +135,13 @@ class TorchFramework(DeviceFramework):
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
         """Of fp8, both operands lie as its matmuls want them, whatever the layout; the vocabulary's stay bf16."""
         dtype, place = compute_dtype(precision), self.device.torch_device
-
-        def random(rows: int, columns: int, transposed: bool) -> torch.Tensor:
-            sides = (columns, rows) if transposed else (rows, columns)
-            made = torch.randn(*sides, device=place, dtype=dtype)
-            return made.t() if transposed else made
-
         try:
             if precision == "fp8" and shape.name != VOCABULARY:
                 inner = -(-shape.k // fp8.ALIGNED) * fp8.ALIGNED
-                left, right = (fp8.make_rows(random(side, inner, False)) for side in (shape.m, shape.n))
+                left, right = (fp8.make_rows(random(side, inner, False, dtype, place)) for side in (shape.m, shape.n))
                 return lambda: fp8.product(left, right), shape.flops
-            a, b = random(shape.m, shape.k, shape.layout == "tn"), random(shape.k, shape.n, shape.layout == "nt")
+            a = random(shape.m, shape.k, shape.layout == "tn", dtype, place)
+            b = random(shape.k, shape.n, shape.layout == "nt", dtype, place)
             out = torch.empty(shape.m, shape.n, device=place, dtype=dtype)
         except torch.OutOfMemoryError:
             return None

@@ -56,21 +56,10 @@ def _part(name: str, whole: Tensor, shape: LlamaShape, share: Shard) -> Tensor:
 
 def _random(seed: int, shape: LlamaShape) -> Wholes:
     def make(name: str, whole: Tensor) -> Tensor:
-        load.fill_random(_Named(name, whole), seed, shape)
+        load.fill_parameter(name, whole, seed, shape)
         return whole
 
     return make
-
-
-class _Named(nn.Module):
-    """One parameter, with its name in the whole model, on which its random numbers depend."""
-
-    def __init__(self, name: str, whole: Tensor) -> None:
-        super().__init__()
-        self.pair = name, nn.Parameter(whole, requires_grad=False)
-
-    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield self.pair
 
 
 def _read(checkpoint: layouts.Checkpoint, shape: LlamaShape, names: list[str], progress: layouts.ByteProgress | None) -> Wholes:
