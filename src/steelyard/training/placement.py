@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,74 +52,46 @@ class Model(ABC):
         """Return what the model chose by itself, for the record."""
 
 
-class Placement(Protocol):
-    """Where the ranks of a plan meet in a step."""
-
-    lockstep: bool  # replicas have micro-batches of the same sizes, and may meet while they warm up
-
-    @property
-    def separate(self) -> bool:
-        """Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange. Not where they meet
-        inside forward and backward, nor where there is nobody to meet."""
-
-    def attach(self, model: Model, optimizer: Adam) -> None: ...
-
-    def no_losses(self) -> list[Tensor]:
-        """What a step's losses begin with."""
-
-    def evaluate(self, model: Model, micro: Any) -> Tensor: ...
-
-    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
-        """Forward and backward of all micro-batches of a step."""
-
-    def reduce(self, loss: Tensor) -> Tensor:
-        """Sum gradients over replicas, and the loss of a step."""
-
-    def total(self, count: Tensor) -> Tensor:
-        """A count, summed over replicas."""
-
-    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        """Of all gradients, of all ranks."""
-
-    def updated(self) -> None:
-        """The optimizer has changed what this rank holds."""
-
-    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What an optimizer keeps, as a checkpoint names it: tensors that know which part they are of a whole."""
-
-
 class SingleDevice:
-    """One device, which meets nobody. Others are this one, and say what differs."""
+    """A model on one device. Other placements are this one, and say where the ranks of their plan meet in a step."""
 
-    lockstep = True
+    lockstep = True  # replicas have micro-batches of the same sizes, and may meet while they warm up
+    # Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange. Not if they meet inside
+    # forward and backward, nor if there is nobody to meet.
     separate = False
 
     def attach(self, model: Model, optimizer: Adam) -> None:
-        """Nobody is met."""
+        """Prepare the optimizer's gradients for the sums over ranks."""
 
     def no_losses(self) -> list[Tensor]:
+        """Return what a step's losses begin with, on a rank that may have no micro-batch."""
         return []
 
     def evaluate(self, model: Model, micro: Any) -> Tensor:
         return model.evaluate(micro)
 
     def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
+        """Run forward and backward of all micro-batches of a step."""
         for micro in micros:
             weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
+        """Sum gradients over replicas, and return the sum of a step's losses."""
         return loss
 
     def total(self, count: Tensor) -> Tensor:
+        """Return a count summed over replicas."""
         return count
 
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients of all ranks."""
         return total_norm(grads, overflows)
 
     def updated(self) -> None:
-        """All of it is here."""
+        """Send on what the optimizer has changed on this rank."""
 
     def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what an optimizer keeps, as a checkpoint names it: tensors that know which part they are of a whole."""
         return state
 
 

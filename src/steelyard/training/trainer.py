@@ -12,7 +12,7 @@ from steelyard.engine.job import Job, Part
 from steelyard.training import checkpoint_files
 from steelyard.training.checkpoints import Numbers, State
 from steelyard.training.optimizer import Adam
-from steelyard.training.placement import Model, Placement
+from steelyard.training.placement import Model, SingleDevice
 
 
 class Kept(ABC):
@@ -54,7 +54,7 @@ class Kept(ABC):
 
 
 class Trainer(Kept):
-    def __init__(self, job: Job, model: Model, placement: Placement) -> None:
+    def __init__(self, job: Job, model: Model, placement: SingleDevice) -> None:
         self.job, self.model, self.placement = job, model, placement
         self.device: torch.device = job.device.torch_device
 

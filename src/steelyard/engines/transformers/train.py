@@ -30,7 +30,7 @@ from steelyard.plan.degrees import shard_degree
 from steelyard.training.loop import HeldOutLoss, Loop
 from steelyard.training.micro_batches import MicroBatch, RowBatches
 from steelyard.training.packing import Packed
-from steelyard.training.placement import Model, Placement, SingleDevice
+from steelyard.training.placement import Model, SingleDevice
 from steelyard.training.sharded import Sharded, shard
 from steelyard.training.trainer import Trainer
 from steelyard.weights import load
@@ -56,7 +56,7 @@ class TransformersTrain(Loop):
     def __init__(self, job: Job) -> None:
         kernel = choose_kernel(job)
         layers = ShardedLayers(job) if job.plan.dp > 1 else None
-        placement: Placement = SingleDevice() if layers is None else layers.placement()
+        placement = SingleDevice() if layers is None else layers.placement()
         trainer = Trainer(job, TransformersLlama(job, kernel, layers), placement)
         batches = SegmentedRows(job, job.train.length)
         super().__init__(job, trainer, batches, HeldOutLoss(job, trainer, batches))
