@@ -126,7 +126,7 @@ def test_files_can_be_read_in_a_sitting(path):
 # Room → rooms that it may import. A room is a folder; of engines each one's own. What stands
 # beside the rooms any room may import.
 BESIDE = {"errors", "files", "schema", "plugins", "words"}
-WORK = {"case", "data", "engine", "kernels", "models", "plan", "training", "weights"}
+WORK = {"case", "data", "engine", "kernels", "models", "plan", "scoring", "training", "weights"}
 ROOMS: dict[str, set[str]] = {
     "cli": {
         *("accelerators", "case", "data", "engine", "metrics", "models", "plan", "record", "report", "run", "sources"),
@@ -147,6 +147,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.megatron": WORK,
     "engines.paddle": {*WORK, "accelerators"},
     "engines.flagscale": {*WORK, "accelerators"},
+    "scoring": {"data", "engine", "kernels", "models"},
     "training": {"case", "data", "engine", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
     "models": {"data", "kernels"},
@@ -158,10 +159,11 @@ ROOMS: dict[str, set[str]] = {
 FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetensors"}
 # Where a framework may be imported; of models only what workers load, and of accelerators their device classes.
 ENGINE_ROOMS = {f"engines.{name}" for name in ("torch", "transformers", "reference", "megatron", "paddle")}
-FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training"}
+FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training", "scoring"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
     *("training/__init__.py", "training/checkpoints.py", "training/loop.py", "training/packing.py"),
+    *("scoring/__init__.py", "scoring/batches.py"),
     *("weights/__init__.py", "weights/hf_config.py", "weights/hf_families.py", "weights/settings.py", "kernels/__init__.py"),
 }
 

@@ -36,9 +36,6 @@ class Picked:
 
 
 class Reader(Protocol):
-    def logits(self, items: list[int]) -> int:
-        """How many tokens' logits these items need."""
-
     def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
         """The question to a batch in which the last token of each item stands at `ends`."""
 
@@ -56,9 +53,6 @@ class ChoiceReader:
         self.letters = torch.tensor(texts.letters, device=device)
         self.vocab = vocab
         self.gather = gather
-
-    def logits(self, items: list[int]) -> int:
-        return len(items)
 
     def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
         return Picked(send(ends))
@@ -87,9 +81,6 @@ class LossReader:
         longest = max(texts.last, default=1)  # of the last words, in tokens
         self.kept = longest if longest <= MOST_WORD else 0  # columns of likeliest tokens
         self.fast: Callable[..., Tensor] | None = None
-
-    def logits(self, items: list[int]) -> int:
-        return sum(len(self.texts.rows[i]) - 1 for i in items)
 
     def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
         rows = [self.texts.rows[i] for i in items]
