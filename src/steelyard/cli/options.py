@@ -24,6 +24,7 @@ DETAIL = "Detail"
 OUTPUT = "Output"
 REST = "Options"
 FEW = 10  # options that need no groups
+SMOKE = "smoke"  # a size, and in the place of a case: every case at that size
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 Options = TypeVar("Options")

@@ -10,7 +10,7 @@ from steelyard.case.request import EngineSettings, Request, engine_settings, set
 from steelyard.case.resolve import Resolved, Source
 from steelyard.case.sweep import Axis, Point
 from steelyard.cli.get import data_of
-from steelyard.cli.options import RunOptions
+from steelyard.cli.options import SMOKE, RunOptions
 from steelyard.cli.out import Output, say
 from steelyard.data import selection
 from steelyard.data.tokenizer import present
@@ -19,7 +19,6 @@ from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.run import site as sites
 
-SMOKE = "smoke"
 RANDOM = "random"
 ENGINE = "torch"
 ALL = "all"  # every engine, in the place of one's name

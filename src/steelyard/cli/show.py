@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import complete, terminal
-from steelyard.cli.options import DivisionOption, Json, PrecisionOption, RunOptions, Settings, SizeOption
+from steelyard.cli.options import SMOKE, DivisionOption, Json, PrecisionOption, RunOptions, Settings, SizeOption
 from steelyard.cli.out import aligned, answer, dump, plain, wrapped
 
 if TYPE_CHECKING:
@@ -133,7 +133,6 @@ def show(
     from steelyard import accelerators
     from steelyard.case.case import AUTO
     from steelyard.case.resolve import resolve
-    from steelyard.cli.requests import SMOKE
     from steelyard.plan import flops
 
     if case == SMOKE:
@@ -191,7 +190,7 @@ def _published(row: dict[str, Any]) -> str:
 
 def _smoke(size: str | None, precision: str | None, division: str | None, settings: list[str] | None, as_json: bool) -> None:
     """What `run smoke` runs with engine torch on this machine."""
-    from steelyard.cli.requests import ENGINE, SMOKE, cases_at
+    from steelyard.cli.requests import ENGINE, cases_at
 
     options = RunOptions(size=size, precision=precision, division=division, settings=settings)
     found = cases_at((), SMOKE, ENGINE, options)
