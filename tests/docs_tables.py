@@ -9,7 +9,7 @@ import re
 import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -234,22 +234,23 @@ def ceilings(groups: list[str], names: list[str]) -> str:
     return markdown(Table(tuple(map(Column, heads)), tuple(rows)))
 
 
-def lines(paths: Iterable[Path]) -> int:
+def lines(pattern: str) -> int:
     """Count lines that are neither empty nor a comment; of a document, those of its Python code."""
-    count = 0
-    for path in paths:
-        text = path.read_text()
-        if path.suffix == ".md":
-            text = "".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-        count += sum(line.strip()[:1] not in ("", "#") for line in text.splitlines())
-    return count
+    texts = [path.read_text() for path in ROOT.glob(pattern)]
+    assert texts, pattern
+    if pattern.endswith(".md"):
+        texts = re.findall(r"^```python\n(.*?)^```", texts[0], re.DOTALL | re.MULTILINE)
+    return sum(line.strip()[:1] not in ("", "#") for text in texts for line in text.splitlines())
 
 
-def added(examples: list[list[str]]) -> str:
-    """Return what can be added by a package, with the lines of an example."""
-    text = "| what | entry-point group | example | lines |\n|---|---|---|---:|\n"
-    for what, group, path in examples:
-        text += f"| {what} | {group and f'`{group}`'} | `{path}` | {lines(ROOT.glob(path))} |\n"
+def added(rows: list[list[str]]) -> str:
+    """Return what can be added, with the lines of an example of it."""
+    text = "| you add | it is | entry-point group | example | lines | read |\n"
+    text += "|---|---|---|---|---:|---|\n"
+    for what, noun, group, path, link in rows:
+        named, example = group and f"`steelyard.{group}`", path and f"`{path}`"
+        count = lines(path) if path else ""
+        text += f"| {what} | {noun} | {named} | {example} | {count} | {link} |\n"
     return text
 
 
