@@ -206,8 +206,12 @@ def test_anchors_lead_somewhere():
 
 
 def prose(text: str) -> list[str]:
-    """Lines outside of code blocks and tables."""
-    return [line for line in re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines() if line[:1] != "|"]
+    """Return the lines outside of code blocks and tables."""
+    return [
+        line
+        for line in re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+        if line.lstrip()[:1] != "|"
+    ]
 
 
 @pytest.mark.parametrize("name", [*sorted(DOCS), "CHANGELOG.md"])
@@ -259,6 +263,26 @@ def test_every_table_stands_in_one_document():
     found = [name for text in DOCS.values() for _, name, _ in docs_tables.PART.findall(text)]
     assert sorted(found) == sorted(docs_tables.TABLES)
     assert sum(text.count("<!-- begin ") for text in DOCS.values()) == len(found)
+
+
+def rooms_of_the_readme():
+    tree = DOCS["README.md"].partition("src/steelyard/\n")[2].partition("```")[0]
+    return set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+
+
+def test_every_room_is_in_the_readme():
+    assert {path.parent.name for path in (ROOT / "src/steelyard").glob("*/__init__.py")} <= rooms_of_the_readme()
+
+
+def test_files_that_the_design_names_exist():
+    """Paths in backquotes in docs/flow.md and docs/design.md are files of the repository or of the package, and the rooms
+    of the README are folders."""
+    absent = {"README.md": sorted(name for name in rooms_of_the_readme() if not (ROOT / "src/steelyard" / name).is_dir())}
+    for name in ("flow.md", "design.md"):
+        paths = set(re.findall(r"`([\w/.-]+(?:/|\.(?:py|toml|md|json)))`", DOCS[name]))
+        places = (ROOT, ROOT / "src/steelyard", ROOT / "docs")
+        absent[name] = sorted(path for path in paths if not any((place / path).exists() for place in places))
+    assert absent == {"README.md": [], "flow.md": [], "design.md": []}
 
 
 def block(name: str, begin: str) -> list[str]:
