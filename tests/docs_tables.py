@@ -20,7 +20,7 @@ from steelyard import report
 from steelyard.metrics import engines, runs
 from steelyard.record import record, spec
 from steelyard.record.record import Record, Value
-from steelyard.report.document import Block, Cell, Column, Page, Table, TableRow, walk
+from steelyard.report.document import Block, Cell, Column, Page, Paragraph, Table, TableRow, walk
 from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import scope, shown, unit
 from steelyard.report.setting import tuned
@@ -188,23 +188,28 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     return markdown(Table(tuple(heads), tuple(cells)))
 
 
-def beside(ids: str) -> tuple[Block, ...]:
-    """Return what the program prints of engines side by side, without the note at its end."""
-    made = report.engines(list(load(ids)))
-    assert made is not None
-    return made.blocks[:-1]
-
-
 def engines_table(ids: str) -> str:
     """Return the table of engines side by side, and the records that it is made from."""
-    tables = (block for block in walk(beside(ids)) if isinstance(block, Table))
+    made = report.engines(list(load(ids)))
+    assert made is not None
+    tables = (block for block in walk(made.blocks) if isinstance(block, Table))
     named = textwrap.fill(f"Records: {ids.replace(' ', ', ')}.", 120)
     return f"{markdown(*tables)}\n{named}\n"
 
 
-def engines_printed(ids: str) -> str:
-    """Return the same as a terminal of 80 columns shows it."""
-    return f"```text\n{report.text(Page('', 'en', beside(ids)), 80).strip()}\n```\n"
+PRINTED: dict[str, Callable[[list[Record]], Page | None]] = {
+    "runs": report.table,
+    "engines": report.engines,
+    "scaling": report.scaling,
+}
+
+
+def printed(ids: str, page: str, columns: int = 80) -> str:
+    """Return what a terminal shows of runs, without the note at its end."""
+    made = PRINTED[page](list(load(ids)))
+    assert made is not None
+    blocks = made.blocks[:-1] if isinstance(made.blocks[-1], Paragraph) else made.blocks
+    return f"```text\n{report.text(Page('', 'en', blocks), columns).strip()}\n```\n"
 
 
 def explain(ids: str) -> str:
@@ -257,7 +262,7 @@ def added(rows: list[list[str]]) -> str:
 MAKERS: dict[str, Callable[..., str]] = {
     "table": table,
     "engines": engines_table,
-    "printed": engines_printed,
+    "printed": printed,
     "explain": explain,
     "ceilings": ceilings,
     "added": added,

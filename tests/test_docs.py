@@ -240,7 +240,8 @@ def test_numbers_in_the_notebook_are_in_records():
     seen = 0
     for line in re.findall(r"^\|.*$", DOCS["notebook.md"], re.MULTILINE):
         named = re.findall(r"`([0-9a-f]{8})`", line)
-        values = [m.value for one in named for m in record.read(by_id[one]).metrics.values() if m.value is not None]
+        metrics = [m for one in named for m in record.read(by_id[one]).metrics.values()]
+        values = [m.value for m in metrics if m.value is not None]
         for pattern, form in NUMBERS if named else ():
             for text in re.findall(pattern, line):
                 assert text in {form(value) for value in values}, (line, text)
