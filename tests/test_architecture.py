@@ -137,7 +137,7 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
     "record": {"accelerators", "case", "plan", "tasks"},
     "plan": {"case", "models"},
-    "case": {"data", "models", "tasks"},
+    "case": {"accelerators", "data", "models", "tasks"},
     "tasks": {"data"},
     "engine": {"accelerators", "case", "models", "plan"},
     "engines": set(),

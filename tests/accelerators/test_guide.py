@@ -51,7 +51,9 @@ def test_the_guide_names_every_field_and_member() -> None:
 
 def test_the_guides_package_runs(shell: Shell) -> None:
     options = ("--size", "smoke", "--accelerator", "abacus", "--out", shell.out)
-    done = shell("run", CASE, *options, ABACUS_BEADS="91")
+    site = shell.folder / "abacus.toml"
+    site.write_text('[environment]\nABACUS_WIRE = "steel"\n')
+    done = shell("run", CASE, *options, "--site", site, "--set", "tune.env.ABACUS_FRAME=oak", ABACUS_BEADS="91")
     assert done.code == 0, done.err
     (record,) = shell.records()
     assert record["status"] == "valid"
@@ -60,8 +62,9 @@ def test_the_guides_package_runs(shell: Shell) -> None:
     assert (hardware["peak"]["name"], hardware["peak"]["flops_per_s"]) == ("Abacus 13", {"fp32": 1e12})
     assert record["metrics"]["mfu"]["value"] > 0
     abacus = {name: value for name, value in software["variables"].items() if name.startswith("ABACUS_")}
-    assert abacus == {"ABACUS_BEADS": "91", "ABACUS_MODE": "fp32"}
-    assert (software["driver"], software["abacus"]) == ("1.0", "1.0")
+    set_by_others = {"ABACUS_FRAME": "oak", "ABACUS_WIRE": "steel"}
+    assert abacus == {"ABACUS_BEADS": "91", "ABACUS_MODE": "fp32", "ABACUS_ORDER": "left", **set_by_others}
+    assert (software["driver"], software["abacus"], software["packages"]["abacus"]) == ("1.0", "1.0", "1.0")
     (series,) = record["telemetry"]
     assert (series["device"], series["severity"]) == ("abacus:0", {"stuck_bead": "invalidates"})
     assert set(series["columns"]["beads_per_s"]) == {3.5}

@@ -20,6 +20,7 @@ LACKS = {
 class Device:
     backend = "gloo"
     matmul_shape = 1024
+    triton = False
     lacks = LACKS
 
     def __init__(self, local_rank: int, clock: Clock) -> None:

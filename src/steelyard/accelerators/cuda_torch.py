@@ -59,6 +59,7 @@ def _let_segments_grow() -> None:
 class Device:
     backend = "nccl"
     matmul_shape = 8192
+    triton = True
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
         self._index = local_rank

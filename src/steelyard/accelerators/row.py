@@ -35,8 +35,7 @@ class Source:
 
     device: str
     read: Callable[[tuple[int, ...]], Reading]
-    severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means for a result
-    whole: Callable[[tuple[int, ...]], Reading] | None = None
+    whole: Callable[[tuple[int, ...]], Reading] | None = field(default=None, kw_only=True)
 
 
 class TorchDevice(Protocol):
@@ -70,7 +69,7 @@ class TorchDevice(Protocol):
         """`name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
 
     def versions(self) -> dict[str, str | None]:
-        """`cuda`, `cudnn`, `nccl`."""
+        """Versions of the row's `libraries` and `collectives`, as the framework knows them."""
 
     def attention(self, dtype_name: str, shared: bool) -> str:
         """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
@@ -79,6 +78,10 @@ class TorchDevice(Protocol):
         """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
 
     # A device class may leave out what follows.
+
+    @property
+    def triton(self) -> bool:
+        """Whether Triton compiles for this device; a class without it is taken not to have it."""
 
     def recorder(self) -> Callable[[Callable[[], None]], Any]:
         """What calls a function and records what that launches, as an object to `replay`."""
@@ -139,9 +142,20 @@ class Accelerator:
     devices: Mapping[str, str]  # framework → `module:Class` that a worker makes
     divisible: bool = False  # several workers may share one device
     peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
+    severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means; others are a note
+    libraries: tuple[str, ...] = ()  # its runtime and libraries: a record states their versions, null where none is known
+    collectives: str | None = None  # its library for collectives, whose version workers report too
+    packages: tuple[str, ...] = ()  # Python packages that belong to it: a record states their versions
     variables: tuple[str, ...] = ()  # full names of variables that can change a result: a record keeps their values
+    tune_variables: tuple[str, ...] = ()  # that `tune.env` and a site file may set
+    site_variables: tuple[str, ...] = ()  # that a site file alone may set
+    ignored_variables: tuple[str, ...] = ()  # that workers do not inherit: they run a precision as another
+    worker_variables: Mapping[str, str] = field(default_factory=dict)  # what workers get in any run
+    deterministic_variables: Mapping[str, str] = field(default_factory=dict)  # what they get too with tune.deterministic
+    interface_variables: Mapping[str, str] = field(default_factory=dict)  # name → value, with {} for the network interface
     free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)  # bytes of their memory, now
-    environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for its workers, by what matmuls run in
+    environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for workers on it, by what matmuls run in
+    torch_build: Callable[[], str | None] = lambda: None  # version of its runtime that the installed torch was built for
     states: Callable[[list[Found]], list[State]] = lambda found: []  # what can make the same device another one, by setting
     steps: Mapping[str, Message] = field(default_factory=dict)  # what helps against a finding of `steelyard check`, by its key
 

@@ -15,7 +15,7 @@ from steelyard.engines.torch import tensor_parallel
 from steelyard.engines.torch.compile_cache import CompileCache
 from steelyard.engines.torch.profile import TorchProfiler
 from steelyard.errors import RequestError
-from steelyard.kernels import fp8
+from steelyard.kernels import fp8, jit
 from steelyard.models.tensors import compute_dtype
 from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import VOCABULARY, Matmul
@@ -49,6 +49,8 @@ class TorchFramework:
         if device is None:
             raise RequestError("this accelerator has no device class for torch; choose another with --accelerator")
         self.device: TorchDevice = plugins.load(device)(local_rank, clock)
+        if not getattr(self.device, "triton", False):
+            jit.disable(self.device.torch_device)
         self.world = 1
         self._compiled = CompileCache()
 
