@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import CASE, Shell
-from steelyard.accelerators.row import Accelerator, TorchDevice
+from steelyard.accelerators.row import Accelerator, FrameworkDevice, TorchDevice
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
 
@@ -43,7 +43,7 @@ def test_the_guide_names_every_field_and_member() -> None:
     assert set(blocks()) == {"abacus.py", "abacus_torch.py", "pyproject.toml"}
     for field in Accelerator.__dataclass_fields__:
         assert f"| `{field}` |" in GUIDE
-    members = {name for name in vars(TorchDevice) if not name.startswith("_")}
+    members = {name for kind in (FrameworkDevice, TorchDevice) for name in vars(kind) if not name.startswith("_")}
     for member in members:
         assert re.search(rf"`{member}(\(|`)", GUIDE), member
         assert re.search(rf"(def |    ){member}\b", blocks()["abacus_torch.py"]), member

@@ -38,19 +38,16 @@ class Source:
     whole: Callable[[tuple[int, ...]], Reading] | None = field(default=None, kw_only=True)
 
 
-class TorchDevice(Protocol):
-    """A device class for framework torch, made with the local rank and the clock of the measured loop."""
+class FrameworkDevice(Protocol):
+    """A device class for any framework, made with the local rank and the clock of the measured loop."""
 
     @property
     def backend(self) -> str:
-        """The name of torch's collective library for this device."""
+        """The name of the framework's collective library for this device."""
 
     @property
     def matmul_shape(self) -> int:
         """The side of the square matmul whose rate stands for what is achievable here."""
-
-    @property
-    def torch_device(self) -> "torch.device": ...
 
     def event(self) -> Event:
         """A mark in the device's current stream."""
@@ -58,9 +55,6 @@ class TorchDevice(Protocol):
     def synchronize(self) -> None: ...
 
     def reset_memory(self) -> None: ...
-
-    def release_memory(self) -> None:
-        """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
 
     def memory(self) -> dict[str, int | None]:
         """`allocated_bytes` and `reserved_bytes`: the framework's peaks since the last reset."""
@@ -71,11 +65,21 @@ class TorchDevice(Protocol):
     def versions(self) -> dict[str, str | None]:
         """Versions of the row's `libraries` and `collectives`, as the framework knows them."""
 
-    def attention(self, dtype_name: str, shared: bool) -> str:
-        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
-
     def set_precision(self, matmul: str) -> None:
         """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
+
+
+class TorchDevice(FrameworkDevice, Protocol):
+    """A device class for framework torch."""
+
+    @property
+    def torch_device(self) -> "torch.device": ...
+
+    def release_memory(self) -> None:
+        """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
+
+    def attention(self, dtype_name: str, shared: bool) -> str:
+        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
 
     # A device class may leave out what follows.
 
@@ -96,40 +100,18 @@ class TorchDevice(Protocol):
         """Bytes that a process can have, where that is told and not tried, and who tells it. None: found by allocating."""
 
 
-class PaddleDevice(Protocol):
-    """A device class for framework paddle, made with the local rank and the clock of the measured loop."""
+class PaddleDevice(FrameworkDevice, Protocol):
+    """A device class for framework paddle."""
 
     @property
     def place(self) -> str:
         """As `paddle.set_device` takes it: cpu, gpu:0."""
 
     @property
-    def backend(self) -> str:
-        """The name of Paddle's collective library for this device."""
-
-    @property
-    def matmul_shape(self) -> int: ...
-
-    @property
     def lacks(self) -> Mapping[str, str]:
         """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `copies of shards`, `flash`."""
 
-    def event(self) -> Event: ...
-
-    def synchronize(self) -> None: ...
-
-    def reset_memory(self) -> None: ...
-
-    def memory(self) -> dict[str, int | None]: ...
-
-    def identity(self) -> dict[str, Any]: ...
-
-    def versions(self) -> dict[str, str | None]: ...
-
     def threads(self) -> int: ...
-
-    def set_precision(self, matmul: str) -> None:
-        """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
 
 
 @dataclass(frozen=True)
