@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from fixtures.nvml import FIND, library, python
 from steelyard.accelerators import cpu, cpu_torch, nvml
 from steelyard.accelerators.events import HostEvent
 from steelyard.accelerators.row import Source
+from steelyard.engines.torch.framework import TorchFramework
 from steelyard.errors import RequestError
+from steelyard.kernels import jit
 from steelyard.run.clock import now
 
 READ = """
@@ -77,7 +80,7 @@ os.environ["FAKE_NVML_PROCESSES"] = "3"
 sampler.start()
 os.environ["FAKE_NVML_PROCESSES"] = "4"
 sampler.stop()
-print(json.dumps([one.model_dump(mode="json") for one in collect(sampler, "here")]))
+print(json.dumps([one.model_dump(mode="json") for one in collect(sampler, "here", CUDA.severity)]))
 """
     series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
     assert [(one["device"], one["baseline_processes"]) for one in series] == [("cuda:0", 3), ("cuda:1", 3)]
@@ -92,14 +95,14 @@ def test_reasons() -> None:
     assert nvml.reason_names(0) == []
     assert nvml.reason_names(0x1FF) == [reason.name for reason in nvml.REASONS[:9]]
     assert nvml.reason_names(0x1004) == ["sw_power_cap", "unknown_0x1000"]
-    assert nvml.severity("unknown_0x1000") == "note"
-    by_severity = {word: [r.name for r in nvml.REASONS[:9] if nvml.severity(r.name) == word] for word in ("note", "nothing")}
+    assert "unknown_0x1000" not in nvml.SEVERITY
+    by_severity = {word: [r.name for r in nvml.REASONS[:9] if nvml.SEVERITY[r.name] == word] for word in ("note", "nothing")}
     assert by_severity == {
         "note": ["sw_power_cap"],
         "nothing": ["gpu_idle", "applications_clocks", "sync_boost", "display_clock"],
     }
     slowed = ["hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"]
-    assert [nvml.severity(name) for name in slowed] == ["invalidates"] * 4
+    assert [nvml.SEVERITY[name] for name in slowed] == ["invalidates"] * 4
 
 
 def test_reason_bits_are_those_of_the_library() -> None:
@@ -144,7 +147,6 @@ def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_the_cpu_device() -> None:
-    import torch
 
     device = cpu_torch.Device(3, now)
     total = psutil.virtual_memory().total
@@ -180,7 +182,6 @@ class FakeEvent:
 
 
 def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
 
     from steelyard.accelerators import cuda_torch
 
@@ -209,7 +210,6 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
 
     from steelyard.accelerators import cuda_torch
 
@@ -242,3 +242,23 @@ for precision in ("fp32", "tf32", "bf16", "tf32", "fp16"):
 print(json.dumps(out))
 """
     assert python(code) == [[False] * 5, [True] * 5, [False] * 5, [True] * 5, [False] * 5]
+
+
+class WithTriton(cpu_torch.Device):
+    triton = True
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("xpu")
+
+
+class WithoutTriton(WithTriton):
+    triton = False
+
+
+@pytest.mark.parametrize(("device", "runs"), [(WithTriton, True), (WithoutTriton, False), (cpu_torch.Device, False)])
+def test_a_device_class_says_whether_triton_runs(device: type, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "HERE", True)
+    monkeypatch.setattr(jit, "_without", ["cpu"])
+    framework = TorchFramework(f"{device.__module__}:{device.__name__}", 0, now)
+    assert jit.serve(framework.device.torch_device) is runs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import CASE, Shell
-from steelyard.accelerators.row import Accelerator, TorchDevice
+from steelyard.accelerators.row import Accelerator, FrameworkDevice, TorchDevice
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
 
@@ -43,7 +43,7 @@ def test_the_guide_names_every_field_and_member() -> None:
     assert set(blocks()) == {"abacus.py", "abacus_torch.py", "pyproject.toml"}
     for field in Accelerator.__dataclass_fields__:
         assert f"| `{field}` |" in GUIDE
-    members = {name for name in vars(TorchDevice) if not name.startswith("_")}
+    members = {name for kind in (FrameworkDevice, TorchDevice) for name in vars(kind) if not name.startswith("_")}
     for member in members:
         assert re.search(rf"`{member}(\(|`)", GUIDE), member
         assert re.search(rf"(def |    ){member}\b", blocks()["abacus_torch.py"]), member
@@ -51,7 +51,9 @@ def test_the_guide_names_every_field_and_member() -> None:
 
 def test_the_guides_package_runs(shell: Shell) -> None:
     options = ("--size", "smoke", "--accelerator", "abacus", "--out", shell.out)
-    done = shell("run", CASE, *options, ABACUS_BEADS="91")
+    site = shell.folder / "abacus.toml"
+    site.write_text('[environment]\nABACUS_WIRE = "steel"\n')
+    done = shell("run", CASE, *options, "--site", site, "--set", "tune.env.ABACUS_FRAME=oak", ABACUS_BEADS="91")
     assert done.code == 0, done.err
     (record,) = shell.records()
     assert record["status"] == "valid"
@@ -60,8 +62,9 @@ def test_the_guides_package_runs(shell: Shell) -> None:
     assert (hardware["peak"]["name"], hardware["peak"]["flops_per_s"]) == ("Abacus 13", {"fp32": 1e12})
     assert record["metrics"]["mfu"]["value"] > 0
     abacus = {name: value for name, value in software["variables"].items() if name.startswith("ABACUS_")}
-    assert abacus == {"ABACUS_BEADS": "91", "ABACUS_MODE": "fp32"}
-    assert (software["driver"], software["abacus"]) == ("1.0", "1.0")
+    set_by_others = {"ABACUS_FRAME": "oak", "ABACUS_WIRE": "steel"}
+    assert abacus == {"ABACUS_BEADS": "91", "ABACUS_MODE": "fp32", "ABACUS_ORDER": "left", **set_by_others}
+    assert (software["driver"], software["abacus"], software["packages"]["abacus"]) == ("1.0", "1.0", "1.0")
     (series,) = record["telemetry"]
     assert (series["device"], series["severity"]) == ("abacus:0", {"stuck_bead": "invalidates"})
     assert set(series["columns"]["beads_per_s"]) == {3.5}

@@ -79,7 +79,9 @@ def test_history_is_of_runs(
     run: Path,
     of_spec: Path,
     options: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shell.folder / "cache"))
     done = shell.ask("history", shell.out, "--json", *options)
     assert (done.code, done.lines) == (0, [left_out(of_spec)])
     [trend] = done.json()["trends"]

@@ -22,6 +22,10 @@ def sides(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Shell:
     return shell
 
 
+def own_index(sides: Shell) -> Path:
+    return sides.folder / "cache" / "steelyard" / "index" / index.NAME
+
+
 def test_a_regression_ends_with_exit_code_1(sides: Shell) -> None:
     done = sides.ask("compare", "old", "slow")
     assert done.code == 1
@@ -98,7 +102,8 @@ def test_history_finds_the_first_bad_point(sides: Shell) -> None:
 
 def test_history_reads_a_record_once(sides: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     first = sides.ask("history", "old", "--json")
-    assert (sides.folder / "old" / index.NAME).is_file()
+    assert own_index(sides).is_file()
+    assert sorted(path.name for path in (sides.folder / "old").iterdir()) == ["01-00.json", "01-01.json", "01-02.json"]
     from steelyard.metrics import history
 
     def never(path: Path) -> None:
@@ -111,11 +116,11 @@ def test_history_reads_a_record_once(sides: Shell, monkeypatch: pytest.MonkeyPat
 
 def test_a_corrupted_index_is_rebuilt(sides: Shell) -> None:
     first = sides.ask("history", "old", "--json")
-    file = sides.folder / "old" / index.NAME
+    file = own_index(sides)
     file.write_bytes(file.read_bytes()[:100] + b"\xff" * 5000)
     again = sides.ask("history", "old", "--json")
     assert (again.code, again.out) == (0, first.out)
-    assert again.lines[0].startswith("warning: index 'old/.steelyard-index.sqlite' is not used (")
+    assert again.lines[0].startswith(f"warning: index {str(file)!r} is not used (")
     assert sides.ask("history", "old", "--json").lines == []
 
 
@@ -130,25 +135,25 @@ def test_records_that_do_not_verify_are_listed_and_left_out(sides: Shell) -> Non
 
 def test_history_without_an_index_or_with_another(sides: Shell) -> None:
     plain = sides.ask("history", "old", "slow", "--no-index", "--json")
-    assert not (sides.folder / "old" / index.NAME).exists()
-    named = sides.ask("history", "old", "slow", "--index", "all.sqlite", "--json")
+    assert not own_index(sides).exists()
+    named = sides.ask("history", "old", "slow", "--index", "all.index", "--json")
     assert plain.out == named.out
-    assert (sides.folder / "all.sqlite").is_file()
-    assert not (sides.folder / "old" / index.NAME).exists()
-    both = sides.ask("history", "old", "--no-index", "--index", "all.sqlite")
+    assert (sides.folder / "all.index").is_file()
+    assert not own_index(sides).exists()
+    both = sides.ask("history", "old", "--no-index", "--index", "all.index")
     assert (both.code, both.err) == (2, "error: --index and --no-index cannot be combined; drop one\n")
     (sides.folder / "mine.txt").write_text("mine")
     other = sides.ask("history", "old", "--index", "mine.txt")
     assert (other.code, (sides.folder / "mine.txt").read_text()) == (2, "mine")
 
 
-def test_history_without_a_place_for_its_key_keeps_no_index(sides: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_without_a_cache_keeps_no_index(sides: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     (sides.folder / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(sides.folder / "file"))
     done = sides.ask("history", "old")
     assert done.code == 0
     assert done.lines[0].startswith("warning: no index is kept: ")
-    assert not (sides.folder / "old" / index.NAME).exists()
+    assert not own_index(sides).exists()
 
 
 def test_an_empty_folder_is_a_wrong_request(shell: Shell) -> None:

@@ -93,7 +93,7 @@ def rewritten(path: Path, change, seal: bool) -> Path:
     table = json.loads(path.read_bytes())
     change(table)
     if seal:
-        table["hashes"] = spec._hashes(table)
+        table["hashes"] = sealed.hashes(table, spec.RAW)
     path.write_bytes(sealed.canonical_bytes(table))
     return path
 

@@ -1,16 +1,19 @@
 """The index of records: what it saves, and that it is never trusted over them."""
 
+import json
 import os
-import sqlite3
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
 from steelyard.errors import RequestError
 from steelyard.record import index
-from steelyard.record.index import Entry, Seal
+from steelyard.record.index import Entry
 
-SEAL = Seal(b"k" * 32, "v1")
+VERSION = "v1"
 
 
 class Counting:
@@ -31,11 +34,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def look(folder: Path, seal: Seal | None = SEAL, file: Path | None = None) -> tuple[dict[str, str], list[str], list[str]]:
+def look(folder: Path, version: str = VERSION, file: Path | None = None) -> tuple[dict[str, str], list[str], list[str]]:
     """Ids by name, the files that were read, and what was said."""
     summarize = Counting()
-    found, notes = index.entries(sorted(folder.glob("*.json")), file or folder / index.NAME, seal, summarize)
+    found, notes = index.entries(sorted(folder.glob("?.json")), file or cache(folder), version, summarize)
     return {path.name: entry.id for path, entry in found.items()}, summarize.read, notes
+
+
+def cache(folder: Path) -> Path:
+    """Beside the folders of records, as a user's cache is."""
+    place = folder.parent / f"{folder.name}-cache"
+    place.mkdir(exist_ok=True)
+    return place / index.NAME
+
+
+def change(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    table = json.loads(file.read_bytes())
+    edit(table)
+    file.write_text(json.dumps(table, separators=(",", ":")))
 
 
 BOTH = {"a.json": "record a", "b.json": "record b"}
@@ -71,20 +87,27 @@ def test_what_is_gone_is_forgotten(folder: Path) -> None:
     look(folder)
     (folder / "b.json").unlink()
     look(folder)
-    with sqlite3.connect(folder / index.NAME) as opened:
-        assert opened.execute("SELECT path FROM records").fetchall() == [("a.json",)]
+    assert list(json.loads(cache(folder).read_bytes())["rows"]) == [str(folder / "a.json")]
+
+
+def test_records_of_other_folders_are_kept(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (other / "c.json").write_text("record c")
+    look(folder)
+    assert look(other, file=cache(folder))[1] == ["c.json"]
+    assert look(folder)[1] == look(other, file=cache(folder))[1] == []
 
 
 def test_a_deleted_index_is_made_again(folder: Path) -> None:
     look(folder)
-    (folder / index.NAME).unlink()
+    cache(folder).unlink()
     assert look(folder) == (BOTH, ["a.json", "b.json"], [])
     assert look(folder)[1] == []
 
 
 def corrupt(file: Path) -> None:
     raw = bytearray(file.read_bytes())
-    raw[200:4000] = b"\xff" * 3800
+    raw[200:400] = b"\xff" * 200
     file.write_bytes(raw)
 
 
@@ -97,13 +120,11 @@ def empty(file: Path) -> None:
 
 
 def foreign(file: Path) -> None:
-    file.unlink()
-    with sqlite3.connect(file) as made:
-        made.execute("CREATE TABLE mine (x)")
+    file.write_text('{"mine": 1}')
 
 
 def text(file: Path) -> None:
-    file.write_text("not a database at all " * 100)
+    file.write_text("not an index at all " * 100)
 
 
 def linked(file: Path) -> None:
@@ -113,79 +134,97 @@ def linked(file: Path) -> None:
     file.symlink_to(target)
 
 
-def view(file: Path) -> None:
-    """What would run for ever when it is read."""
-    with sqlite3.connect(file) as made:
-        made.execute("DROP TABLE records")
-        made.execute(
-            "CREATE VIEW records AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS path, "
-            "1 AS size, 1 AS mtime_ns, 1 AS ctime_ns, 'x' AS sha256, 'x' AS entry, 'x' AS seal FROM n"
-        )
+def waiting(file: Path) -> None:
+    """What would be waited for for ever when it is read."""
+    file.unlink()
+    os.mkfifo(file)
 
 
-def trigger(file: Path) -> None:
-    with sqlite3.connect(file) as made:
-        made.execute("CREATE TRIGGER t AFTER INSERT ON records BEGIN DELETE FROM records; END")
+def deep(file: Path) -> None:
+    file.write_bytes(index.MAGIC + b"[" * 100_000)
+
+
+def huge(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(index.MAX_BYTES + 1)
 
 
 def later_schema(file: Path) -> None:
-    with sqlite3.connect(file) as made:
-        made.execute("PRAGMA user_version = 99")
+    change(file, lambda table: table.update(steelyard_index=99))
 
 
-def other_application(file: Path) -> None:
-    with sqlite3.connect(file) as made:
-        made.execute("PRAGMA application_id = 7")
+def more_keys(file: Path) -> None:
+    change(file, lambda table: table.update(more=1))
 
 
-WRONG = (corrupt, truncated, empty, foreign, text, linked, view, trigger, later_schema, other_application)
+def wrong_types(file: Path) -> None:
+    change(file, lambda table: next(iter(table["rows"].values())).update(size=None, entry=None))
+
+
+def writable(file: Path) -> None:
+    file.chmod(0o666)
+
+
+WRONG = (corrupt, truncated, empty, foreign, text, linked, waiting, deep, huge, later_schema, more_keys, wrong_types, writable)
 
 
 @pytest.mark.parametrize("damage", WRONG, ids=lambda one: one.__name__)
 def test_whatever_is_wrong_with_it_it_is_made_anew(damage, folder: Path) -> None:
     look(folder)
-    damage(folder / index.NAME)
+    damage(cache(folder))
     found, read, notes = look(folder)
     assert (found, read) == (BOTH, ["a.json", "b.json"])
     assert len(notes) == 1
-    assert notes[0].startswith(f"index {str(folder / index.NAME)!r} is not used (")
+    assert notes[0].startswith(f"index {str(cache(folder))!r} is not used (")
     assert notes[0].endswith(") and is made anew")
     assert look(folder) == (BOTH, [], [])
 
 
 def test_a_link_is_replaced_and_what_it_led_to_is_untouched(folder: Path) -> None:
     look(folder)
-    linked(folder / index.NAME)
-    before = (folder / "elsewhere").read_bytes()
+    linked(cache(folder))
+    before = cache(folder).with_name("elsewhere").read_bytes()
     look(folder)
-    assert not (folder / index.NAME).is_symlink()
-    assert (folder / "elsewhere").read_bytes() == before
+    assert not (cache(folder)).is_symlink()
+    assert cache(folder).with_name("elsewhere").read_bytes() == before
 
 
-@pytest.mark.parametrize("column", ["entry", "sha256", "seal", "path"])
-def test_a_row_that_somebody_changed_is_not_believed(column: str, folder: Path) -> None:
+def test_an_index_of_another_user_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look(folder)
-    lie = {"entry": '{"id":"a lie"}', "sha256": "0" * 64, "seal": "0" * 64, "path": "b.json' OR '1'='1"}[column]
-    with sqlite3.connect(folder / index.NAME) as opened:
-        opened.execute(f"UPDATE records SET {column} = ? WHERE path = 'a.json'", (lie,))
+    monkeypatch.setattr(index.os, "geteuid", lambda: 12345)
+    found, read, notes = look(folder)
+    assert (found, read) == (BOTH, ["a.json", "b.json"])
+    assert "another user owns it, or can write it" in notes[0]
+
+
+def test_only_its_user_can_write_it_whatever_the_umask(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        look(folder)
+    finally:
+        os.umask(before)
+    assert cache(folder).stat().st_mode & 0o777 == 0o600
+    assert look(folder)[1:] == ([], [])
+
+
+@pytest.mark.parametrize("key", ["sha256", "size", "mtime_ns", "ctime_ns"])
+def test_a_row_of_another_file_is_not_believed(key: str, folder: Path) -> None:
+    """The file differs from the one that the row was made of, in one thing at least."""
+    look(folder)
+    lie = {"sha256": "0" * 64, "entry": {"id": "a lie"}, key: "0" * 64 if key == "sha256" else 1, "mtime_ns": 1}
+    change(cache(folder), lambda table: table["rows"][str(folder / "a.json")].update(lie))
     assert look(folder) == (BOTH, ["a.json"], [])
 
 
 def test_an_index_that_came_with_somebodys_records_says_nothing(folder: Path) -> None:
-    look(folder, Seal(b"s" * 32, "v1"))
-    assert look(folder)[:2] == (BOTH, ["a.json", "b.json"])
+    look(folder, file=folder / index.NAME)
+    change(folder / index.NAME, lambda table: table["rows"][str(folder / "a.json")].update(entry={"id": "a lie"}))
+    assert look(folder) == (BOTH, ["a.json", "b.json"], [])
 
 
 def test_another_version_of_the_package_reads_again(folder: Path) -> None:
     look(folder)
-    assert look(folder, Seal(SEAL.key, "v2"))[1] == ["a.json", "b.json"]
-
-
-def test_rows_of_wrong_types_are_not_believed(folder: Path) -> None:
-    look(folder)
-    with sqlite3.connect(folder / index.NAME) as opened:
-        opened.execute("UPDATE records SET size = x'00ff', entry = NULL, seal = NULL WHERE path = 'a.json'")
-    assert look(folder)[0] == BOTH
+    assert look(folder, "v2")[1] == ["a.json", "b.json"]
 
 
 def test_a_folder_that_cannot_be_written_works_without(folder: Path) -> None:
@@ -193,7 +232,7 @@ def test_a_folder_that_cannot_be_written_works_without(folder: Path) -> None:
     file = Path("/proc") / index.NAME
     found, read, notes = look(folder, file=file)
     assert (found, read) == (BOTH, ["a.json", "b.json"])
-    assert notes == [f"no index is kept: {str(file)!r} cannot be written: unable to open database file"]
+    assert notes == [f"no index is kept: {str(file)!r} cannot be written: No such file or directory"]
 
 
 def test_an_index_that_cannot_be_written_is_said_and_harms_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,25 +242,52 @@ def test_an_index_that_cannot_be_written_is_said_and_harms_nothing(folder: Path,
     monkeypatch.setattr(index.os, "replace", full)
     found, _, notes = look(folder)
     assert found == BOTH
-    assert notes == [f"no index is kept: {str(folder / index.NAME)!r} cannot be written: No space left on device"]
-    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json"]
+    assert notes == [f"no index is kept: {str(cache(folder))!r} cannot be written: No space left on device"]
+    assert list(cache(folder).parent.iterdir()) == []
 
 
-def test_without_a_seal_there_is_no_index(folder: Path) -> None:
-    assert look(folder, None) == (BOTH, ["a.json", "b.json"], [])
-    assert not (folder / index.NAME).exists()
+def test_without_a_file_there_is_no_index(folder: Path) -> None:
+    summarize = Counting()
+    found, notes = index.entries([folder / "a.json"], None, VERSION, summarize)
+    assert (found[folder / "a.json"].id, summarize.read, notes) == ("record a", ["a.json"], [])
 
 
-def test_names_of_files_are_values_and_no_sql(folder: Path) -> None:
-    odd = folder / "x'); DROP TABLE records; --.json"
+@pytest.mark.parametrize("name", ['".json', "%.json", "\n.json", "é.json", os.fsdecode(b"\xff.json")])
+def test_any_name_of_a_file_will_do(name: str, folder: Path) -> None:
+    odd = folder / name
     odd.write_text("odd")
     assert look(folder)[0] == BOTH | {odd.name: "odd"}
     assert look(folder)[1:] == ([], [])
 
 
-def test_a_file_of_somebody_else_is_never_overwritten(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs.sqlite"
-    theirs.touch()
+def test_more_than_fits_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look(folder)
+    monkeypatch.setattr(index, "MAX_BYTES", cache(folder).stat().st_size)
+    other = folder / "other"
+    other.mkdir()
+    (other / "c.json").write_text("record c")
+    assert look(other, file=cache(folder)) == ({"c.json": "record c"}, ["c.json"], [])
+    assert list(json.loads(cache(folder).read_bytes())["rows"]) == [str(other / "c.json")]
+    monkeypatch.setattr(index, "MAX_BYTES", 10)
+    found, _, notes = look(folder)
+    assert found == BOTH
+    assert notes[-1] == "no index is kept: 2 records take more than 10 bytes"
+
+
+def test_writers_at_the_same_time_leave_one_whole_index(folder: Path) -> None:
+    said: list[str] = []
+    threads = [Thread(target=lambda: said.extend(look(folder)[2])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == []
+    assert look(folder) == (BOTH, [], [])
+    assert [path.name for path in cache(folder).parent.iterdir()] == [index.NAME]
+
+
+def test_a_file_of_somebody_else_is_never_overwritten(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "theirs.json"
     foreign(theirs)
     before = theirs.read_bytes()
     with pytest.raises(RequestError) as caught:
@@ -231,19 +297,14 @@ def test_a_file_of_somebody_else_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no folder"):
         index.named(tmp_path / "none" / "index")
     assert index.named(tmp_path / "new") == tmp_path / "new"
+    look(folder)
+    monkeypatch.setattr(index.os, "geteuid", lambda: 12345)
+    with pytest.raises(RequestError, match="is not a steelyard index; name another file"):
+        index.named(cache(folder))
 
 
 def test_a_named_index_holds_for_several_folders(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "all.sqlite"
+    file = tmp_path / "all.index"
     assert look(folder, file=file)[1] == ["a.json", "b.json"]
     assert index.named(file) == file
     assert look(folder, file=file)[1] == []
-
-
-def test_the_key_is_made_once_and_ones_own(tmp_path: Path) -> None:
-    first = index.secret(tmp_path)
-    assert len(first) == 32
-    assert index.secret(tmp_path) == first
-    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "key").write_bytes(b"short")
-    assert len(index.secret(tmp_path)) == 32

@@ -17,6 +17,7 @@ import pytest
 
 from fixtures.commands import Shell
 from steelyard import cli
+from steelyard.case import case
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics.verify import verify
 from steelyard.record import record, sealed
@@ -393,3 +394,11 @@ def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run)
             assert code in (0, 1, 2), place
             assert (len(err.splitlines()) == 1 and not out) if code == 2 else (out and not err), place
             assert not (verb == "verify" and code == 0 and table != plain), place
+
+
+def test_a_record_has_the_fields_of_every_kind_of_gate_and_of_published_rows() -> None:
+    kinds = (case.Gate, case.Falling, case.Target)
+    assert set(record.GateFacts.model_fields) == {name for kind in kinds for name in kind.model_fields}
+    assert list(record.Published.model_fields) == list(case.Reference.model_fields)
+    told = {"source": "a page", "config": "1x1", "published_as": "fp16", "ran_as": "bf16", "values": {}, "more": 1}
+    assert record.Published.model_validate(told).model_dump() == told

@@ -104,6 +104,7 @@ print(json.dumps([environment.packages(), list(sys.modules)]))
 
 def test_an_absent_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "PACKAGES", ("psutil", "no-such-package-here"))
+    monkeypatch.setattr(accelerators, "table", dict)
     assert environment.packages() == {"psutil": version("psutil")}
 
 

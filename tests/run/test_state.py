@@ -86,8 +86,8 @@ def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
 )
 def test_what_torch_was_built_for(text: str, build: str | None, tmp_path: Path) -> None:
     (tmp_path / "version.py").write_text(text)
-    assert fitness.torch_build(tmp_path) == build
-    assert fitness.torch_build(tmp_path / "nowhere") is None
+    assert nvml.torch_build(tmp_path) == build
+    assert nvml.torch_build(tmp_path / "nowhere") is None
 
 
 def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
     sampler = Sampler([Source("cuda:0", lambda _: next(seen))], origin_s=90.0, clock=ticking(), period_s=NEVER_S)
     sampler.start()
     sampler.stop()
-    got = [plain(one) for one in collect(sampler, "here")]
+    got = [plain(one) for one in collect(sampler, "here", {})]
     assert got == [
         {
             "device": "cuda:0",
@@ -70,7 +70,7 @@ def test_the_thread_samples_until_stop() -> None:
     sampler.start()
     assert enough.wait(60)
     sampler.stop()
-    columns = plain(collect(sampler, "here")[0])["columns"]
+    columns = plain(collect(sampler, "here", {})[0])["columns"]
     rows = len(columns["t_s"])
     assert rows >= 6
     assert columns == {"t_s": [float(i) for i in range(rows)], "memory_bytes": list(range(1, rows + 1))}
@@ -84,7 +84,7 @@ def test_watch_says_which_processes() -> None:
     sampler.start()
     sampler.watch((8, 3))
     sampler.stop()
-    got = plain(collect(sampler, "here")[0])
+    got = plain(collect(sampler, "here", {})[0])
     assert got["columns"]["memory_bytes"] == [None, 11]
     assert got["baseline_processes"] is None
 
@@ -164,7 +164,7 @@ def test_memory_of_this_process() -> None:
     try:
         sampler.watch((os.getpid(),))
         sampler.stop()
-        first, last = collect(sampler, "here")[0].columns.memory_bytes
+        first, last = collect(sampler, "here", {})[0].columns.memory_bytes
         alone = cpu._resident_bytes(os.getpid())
         assert first is None
         assert alone is not None

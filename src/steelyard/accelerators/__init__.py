@@ -5,6 +5,7 @@ point names an `Accelerator`.
 """
 
 import os
+from collections.abc import Callable, Iterable, Mapping
 
 from steelyard import plugins
 from steelyard.accelerators import cpu, nvml, variables
@@ -28,7 +29,21 @@ CUDA = Accelerator(
         "torch": "steelyard.accelerators.cuda_torch:Device",
         "paddle": "steelyard.accelerators.cuda_paddle:Device",
     },
-    variables=(*variables.CUDA, *variables.NCCL),
+    severity=nvml.SEVERITY,
+    libraries=("cuda", "cudnn"),
+    collectives="nccl",
+    packages=("nvidia-ml-py",),
+    variables=(
+        *(*variables.CUDA, *variables.CUDA_TUNE),
+        *(*variables.NCCL, *variables.NCCL_TUNE, *variables.NCCL_SITE),
+    ),
+    tune_variables=(*variables.CUDA_TUNE, *variables.NCCL_TUNE),
+    site_variables=(*variables.NCCL_SITE, *variables.NCCL_ADDRESSES),
+    ignored_variables=("NVIDIA_TF32_OVERRIDE",),
+    worker_variables={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # the order that NVML counts in
+    deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    interface_variables={"NCCL_SOCKET_IFNAME": "={}"},  # NCCL takes a bare name for the beginning of one
+    torch_build=nvml.torch_build,
     states=nvml.states,
     steps=nvml.STEPS,
 )
@@ -42,7 +57,10 @@ CPU = Accelerator(
         "paddle": "steelyard.accelerators.cpu_paddle:Device",
     },
     divisible=True,
-    variables=variables.CPU,
+    variables=(*variables.CPU, *variables.CPU_TUNE, *variables.CPU_SITE),
+    tune_variables=variables.CPU_TUNE,
+    site_variables=variables.CPU_SITE,
+    interface_variables={"GLOO_SOCKET_IFNAME": "{}"},
     environment=cpu.environment,
 )
 
@@ -51,6 +69,21 @@ def table() -> dict[str, Accelerator]:
     """All rows by name, in the order of preference: the CPU, which every machine has, is last."""
     rows = plugins.table([CUDA, CPU], GROUP, Accelerator, "accelerator")
     return {name: row for name, row in rows.items() if row is not CPU} | {CPU.name: rows[CPU.name]}
+
+
+def names(field: Callable[[Accelerator], Iterable[str]]) -> frozenset[str]:
+    """Return the names that any row lists in a field: workers may use libraries of several rows, such as Gloo beside NCCL."""
+    return frozenset(name for row in table().values() for name in field(row))
+
+
+def settings(field: Callable[[Accelerator], Mapping[str, str]]) -> dict[str, str]:
+    """Return what any row states in a field, by name."""
+    return {name: value for row in table().values() for name, value in field(row).items()}
+
+
+def tune_variables() -> frozenset[str]:
+    """Return the variables that `tune.env` may set."""
+    return names(lambda row: row.tune_variables)
 
 
 def named(name: str) -> Accelerator:

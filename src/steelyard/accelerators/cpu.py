@@ -9,9 +9,11 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from steelyard.accelerators.events import Clock, HostEvent
 from steelyard.accelerators.row import Found, Reading, Source
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -25,16 +27,18 @@ PROBE_TIMEOUT_S = 120.0
 
 
 def model_name(cpuinfo: Path = CPUINFO) -> str:
-    """The CPU's model, or its architecture where the kernel names no model (most Arm machines)."""
+    """Return the CPU's model, or its architecture where the kernel names no model (most Arm machines)."""
+    found = _first_line("model name", cpuinfo)
+    return platform.machine() if found is None else found
+
+
+def _first_line(key: str, cpuinfo: Path) -> str | None:
+    """Return the value of the first line of this key; None where there is none."""
     try:
-        text = cpuinfo.read_text()
+        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
     except OSError:
-        return platform.machine()
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+        return None
+    return next((value.strip() for name, _, value in lines if name.strip() == key), None)
 
 
 def find() -> list[Found]:
@@ -94,6 +98,37 @@ def _number(path: Path) -> int | None:
 
 def source() -> Source:
     return Source("cpu", Resident())
+
+
+class HostDevice:
+    """What the CPU is to any framework; each framework's device class adds its own. All ranks of a machine share its CPUs."""
+
+    backend = "gloo"
+    matmul_shape = 1024
+
+    def __init__(self, local_rank: int, clock: Clock) -> None:
+        self._clock = clock
+
+    def event(self) -> HostEvent:
+        return HostEvent(self._clock)
+
+    def synchronize(self) -> None:
+        """A CPU's work is done when its call returns."""
+
+    def reset_memory(self) -> None:
+        """Nothing to reset: the framework keeps no count of a CPU's memory."""
+
+    def memory(self) -> dict[str, int | None]:
+        return {"allocated_bytes": None, "reserved_bytes": None, "in_use_bytes": psutil.Process().memory_info().rss}
+
+    def identity(self) -> dict[str, Any]:
+        found = find()[0]
+        unknown = dict.fromkeys(("capability", "multiprocessors"))
+        return {"name": found.name, "uuid": None, "memory_bytes": found.memory_bytes, **unknown}
+
+    def versions(self) -> dict[str, str | None]:
+        """A record says of the libraries of other devices that they were not used."""
+        return {"cuda": None, "cudnn": None, "nccl": None}
 
 
 class Resident:
@@ -162,11 +197,7 @@ def amx() -> bool | None:
 
 
 def _flags(cpuinfo: Path = CPUINFO) -> set[str]:
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return set()
-    return next((set(line.partition(":")[2].split()) for line in text.splitlines() if line.startswith("flags")), set())
+    return set((_first_line("flags", cpuinfo) or "").split())
 
 
 @cache

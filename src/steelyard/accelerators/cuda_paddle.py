@@ -10,24 +10,10 @@ from typing import Any
 import paddle
 
 from steelyard.accelerators import nvml
-from steelyard.accelerators.events import Clock, Event
+from steelyard.accelerators.events import Clock, StreamEvent
 from steelyard.errors import RequestError
 
 _cuda: Any = paddle.device.cuda
-
-
-class CudaEvent:
-    """A mark in the device's current stream; the host does not wait for it."""
-
-    def __init__(self) -> None:
-        self._event = _cuda.Event(enable_timing=True)
-        self._event.record(_cuda.current_stream())
-
-    def elapsed_s(self, later: Event) -> float:
-        if not isinstance(later, CudaEvent):
-            raise TypeError("events of two kinds of device have no distance")
-        time_ms: float = self._event.elapsed_time(later._event)
-        return time_ms / 1000
 
 
 class Device:
@@ -45,8 +31,10 @@ class Device:
     def threads(self) -> int:
         return len(os.sched_getaffinity(0))
 
-    def event(self) -> CudaEvent:
-        return CudaEvent()
+    def event(self) -> StreamEvent:
+        event = _cuda.Event(enable_timing=True)
+        event.record(_cuda.current_stream())
+        return StreamEvent(event)
 
     def synchronize(self) -> None:
         _cuda.synchronize(self._index)

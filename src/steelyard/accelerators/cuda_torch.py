@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from steelyard.accelerators.events import Clock, Event
+from steelyard.accelerators.events import Clock, StreamEvent
 from steelyard.errors import RequestError
 
 _cuda: Any = torch.cuda  # untyped in parts, which parts depends on the version
@@ -18,20 +18,6 @@ ATTENTION = {"fp16": "flash", "bf16": "flash", "fp32": "efficient", "tf32": "eff
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SINCE = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}  # compute capability of the first tensor cores for it
-
-
-class CudaEvent:
-    """A mark in the device's current stream; the host does not wait for it."""
-
-    def __init__(self) -> None:
-        self._event = _cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def elapsed_s(self, later: Event) -> float:
-        if not isinstance(later, CudaEvent):
-            raise TypeError("events of two kinds of device have no distance")
-        time_ms: float = self._event.elapsed_time(later._event)
-        return time_ms / 1000
 
 
 class Graphs:
@@ -59,6 +45,7 @@ def _let_segments_grow() -> None:
 class Device:
     backend = "nccl"
     matmul_shape = 8192
+    triton = True
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
         self._index = local_rank
@@ -69,8 +56,10 @@ class Device:
     def torch_device(self) -> torch.device:
         return torch.device("cuda", self._index)
 
-    def event(self) -> CudaEvent:
-        return CudaEvent()
+    def event(self) -> StreamEvent:
+        event = _cuda.Event(enable_timing=True)
+        event.record()
+        return StreamEvent(event)
 
     def synchronize(self) -> None:
         _cuda.synchronize(self._index)

@@ -1,8 +1,10 @@
 """NVIDIA devices, parent side: finding them and reading them through NVML, without torch."""
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,6 @@ REASONS = (
     ClockReason(0x400, "reliability", "note"),
 )
 SEVERITY: dict[str, Severity] = {reason.name: reason.severity for reason in REASONS}
-
-
-def severity(name: str) -> Severity:
-    """What a reason means for a result. A bit newer than the table is worth a note."""
-    return SEVERITY.get(name, "note")
 
 
 def reason_names(mask: int) -> list[str]:
@@ -118,6 +115,9 @@ def _device(devices: list[Found], entry: str) -> Found | None:
     return next((device for device in devices if str(device.index) == entry), None)
 
 
+VERSION_BYTES = 64 << 10  # of torch's version.py
+_BUILD = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
+
 Read = Callable[[Any, Any], Any]
 
 # Each column and the calls that give it, the preferred one first: drivers and devices lack some. Memory without the
@@ -164,7 +164,7 @@ def sources(found: list[Found]) -> list[Source]:
     nvml.nvmlInit()
     handles = [nvml.nvmlDeviceGetHandleByIndex(device.index) for device in found]
     readings = [Readings(nvml, handle, SELDOM * max(1, len(found) // 2)) for handle in handles]
-    return [Source(f"cuda:{rank}", one, dict(SEVERITY), one.whole) for rank, one in enumerate(readings)]
+    return [Source(f"cuda:{rank}", one, whole=one.whole) for rank, one in enumerate(readings)]
 
 
 # What can make the same device another one, by setting. Watts and degrees as nvidia-smi shows them.
@@ -211,7 +211,7 @@ def states(found: list[Found], root: Path = Path("/")) -> list[State]:
         handle = nvml.nvmlDeviceGetHandleByIndex(device.index)
         told: State = {"device": f"cuda:{rank}", **{name: _first(nvml, handle, calls) for name, calls in STATES.items()}}
         seen = told["reasons"]
-        told["invalidating"] = [n for n in seen if severity(n) == "invalidates"] if isinstance(seen, list) else None
+        told["invalidating"] = [n for n in seen if SEVERITY.get(n) == "invalidates"] if isinstance(seen, list) else None
         address = _first(nvml, handle, (lambda api, one: _text(api.nvmlDeviceGetPciInfo(one).busId),))
         told["numa_node"] = None if address is None else numa_node(address, root)
         out.append(told)
@@ -224,6 +224,20 @@ def numa_node(address: str, root: Path = Path("/")) -> int | None:
     with suppress(OSError, ValueError):
         node = int((root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
         return node if node >= 0 else None
+    return None
+
+
+def torch_build(folder: Path | None = None) -> str | None:
+    """Return the CUDA version that torch was built for, from the text of its version.py: importing torch takes seconds."""
+    if folder is None:
+        spec = find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
+    with suppress(OSError):
+        with (folder / "version.py").open(encoding="utf-8", errors="replace") as file:
+            found = _BUILD.search(file.read(VERSION_BYTES))
+        return None if found is None else found[1]
     return None
 
 

@@ -35,23 +35,19 @@ class Source:
 
     device: str
     read: Callable[[tuple[int, ...]], Reading]
-    severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means for a result
-    whole: Callable[[tuple[int, ...]], Reading] | None = None
+    whole: Callable[[tuple[int, ...]], Reading] | None = field(default=None, kw_only=True)
 
 
-class TorchDevice(Protocol):
-    """A device class for framework torch, made with the local rank and the clock of the measured loop."""
+class FrameworkDevice(Protocol):
+    """A device class for any framework, made with the local rank and the clock of the measured loop."""
 
     @property
     def backend(self) -> str:
-        """The name of torch's collective library for this device."""
+        """The name of the framework's collective library for this device."""
 
     @property
     def matmul_shape(self) -> int:
         """The side of the square matmul whose rate stands for what is achievable here."""
-
-    @property
-    def torch_device(self) -> "torch.device": ...
 
     def event(self) -> Event:
         """A mark in the device's current stream."""
@@ -60,9 +56,6 @@ class TorchDevice(Protocol):
 
     def reset_memory(self) -> None: ...
 
-    def release_memory(self) -> None:
-        """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
-
     def memory(self) -> dict[str, int | None]:
         """`allocated_bytes` and `reserved_bytes`: the framework's peaks since the last reset."""
 
@@ -70,15 +63,29 @@ class TorchDevice(Protocol):
         """`name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
 
     def versions(self) -> dict[str, str | None]:
-        """`cuda`, `cudnn`, `nccl`."""
-
-    def attention(self, dtype_name: str, shared: bool) -> str:
-        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
+        """Versions of the row's `libraries` and `collectives`, as the framework knows them."""
 
     def set_precision(self, matmul: str) -> None:
         """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
 
+
+class TorchDevice(FrameworkDevice, Protocol):
+    """A device class for framework torch."""
+
+    @property
+    def torch_device(self) -> "torch.device": ...
+
+    def release_memory(self) -> None:
+        """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
+
+    def attention(self, dtype_name: str, shared: bool) -> str:
+        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
+
     # A device class may leave out what follows.
+
+    @property
+    def triton(self) -> bool:
+        """Whether Triton compiles for this device; a class without it is taken not to have it."""
 
     def recorder(self) -> Callable[[Callable[[], None]], Any]:
         """What calls a function and records what that launches, as an object to `replay`."""
@@ -93,40 +100,18 @@ class TorchDevice(Protocol):
         """Bytes that a process can have, where that is told and not tried, and who tells it. None: found by allocating."""
 
 
-class PaddleDevice(Protocol):
-    """A device class for framework paddle, made with the local rank and the clock of the measured loop."""
+class PaddleDevice(FrameworkDevice, Protocol):
+    """A device class for framework paddle."""
 
     @property
     def place(self) -> str:
         """As `paddle.set_device` takes it: cpu, gpu:0."""
 
     @property
-    def backend(self) -> str:
-        """The name of Paddle's collective library for this device."""
-
-    @property
-    def matmul_shape(self) -> int: ...
-
-    @property
     def lacks(self) -> Mapping[str, str]:
         """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `copies of shards`, `flash`."""
 
-    def event(self) -> Event: ...
-
-    def synchronize(self) -> None: ...
-
-    def reset_memory(self) -> None: ...
-
-    def memory(self) -> dict[str, int | None]: ...
-
-    def identity(self) -> dict[str, Any]: ...
-
-    def versions(self) -> dict[str, str | None]: ...
-
     def threads(self) -> int: ...
-
-    def set_precision(self, matmul: str) -> None:
-        """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +124,20 @@ class Accelerator:
     devices: Mapping[str, str]  # framework → `module:Class` that a worker makes
     divisible: bool = False  # several workers may share one device
     peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
+    severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means; others are a note
+    libraries: tuple[str, ...] = ()  # its runtime and libraries: a record states their versions, null where none is known
+    collectives: str | None = None  # its library for collectives, whose version workers report too
+    packages: tuple[str, ...] = ()  # Python packages that belong to it: a record states their versions
     variables: tuple[str, ...] = ()  # full names of variables that can change a result: a record keeps their values
+    tune_variables: tuple[str, ...] = ()  # that `tune.env` and a site file may set
+    site_variables: tuple[str, ...] = ()  # that a site file alone may set
+    ignored_variables: tuple[str, ...] = ()  # that workers do not inherit: they run a precision as another
+    worker_variables: Mapping[str, str] = field(default_factory=dict)  # what workers get in any run
+    deterministic_variables: Mapping[str, str] = field(default_factory=dict)  # what they get too with tune.deterministic
+    interface_variables: Mapping[str, str] = field(default_factory=dict)  # name → value, with {} for the network interface
     free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)  # bytes of their memory, now
-    environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for its workers, by what matmuls run in
+    environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for workers on it, by what matmuls run in
+    torch_build: Callable[[], str | None] = lambda: None  # version of its runtime that the installed torch was built for
     states: Callable[[list[Found]], list[State]] = lambda found: []  # what can make the same device another one, by setting
     steps: Mapping[str, Message] = field(default_factory=dict)  # what helps against a finding of `steelyard check`, by its key
 

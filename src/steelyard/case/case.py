@@ -1,34 +1,16 @@
 """Cases: frozen questions, what may be tuned, and the quality that a valid answer has."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from steelyard import accelerators
 from steelyard.case.key import key_of
 from steelyard.case.question import MOST, Question
 from steelyard.data.division import Division
 from steelyard.schema import Frozen
 
 Size = Literal["smoke", "full"]
-
-# Variables a tune may set. A case file can come from a stranger, so none that names a program or a library to load is here.
-ENV = {
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "MKL_NUM_THREADS",
-    "NCCL_ALGO",
-    "NCCL_BUFFSIZE",
-    "NCCL_DEBUG",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_PROTO",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-}
-
 
 AUTO = "auto"  # instead of a number: the largest that fits the devices of a run
 # Tunes that may be auto, with what runs where nothing is known of the devices' memory: one row, and a batch that still keeps
@@ -92,17 +74,24 @@ class Tune(Frozen):
     )
     deterministic: bool = Field(False, description="the same bits in every run, from slower kernels where there are others")
     warmup: int = Field(2, ge=0, le=MOST, description="batches run before a pass, outside it")
-    env: dict[str, str] = Field({}, description="environment of the workers; only names in ENV")
+    env: dict[str, str] = Field({}, description="environment of the workers; only names that an accelerator's row allows")
 
     @model_validator(mode="after")
-    def _known_env(self) -> Self:
-        unknown = sorted(set(self.env) - ENV)
-        if unknown:
-            raise ValueError(f"environment variable {unknown[0]} is not one a tune may set; allowed: {', '.join(sorted(ENV))}")
+    def _plain_env(self) -> Self:
         for name, value in self.env.items():
             if "\0" in value:
                 raise ValueError(f"environment variable {name} holds a NUL character")
         return self
+
+
+def _check_names(tune: Tune) -> Tune:
+    """Raise ValueError for a variable that no accelerator's row allows: a case can come from a stranger. A record may hold
+    variables of an accelerator that is not installed here."""
+    allowed = accelerators.tune_variables() if tune.env else frozenset()
+    unknown = sorted(set(tune.env) - allowed)
+    if unknown:
+        raise ValueError(f"environment variable {unknown[0]} is not one a tune may set; allowed: {', '.join(sorted(allowed))}")
+    return tune
 
 
 class Reference(Frozen):
@@ -123,7 +112,7 @@ class Case(Frozen):
     size: Size = "full"
     divisions: list[Division] = Field(["closed"])
     question: Question
-    tune: Tune = Tune()
+    tune: Annotated[Tune, AfterValidator(_check_names)] = Tune()
     gate: Gate | Falling | Target | None = None
     devices: list[int] = Field([1], description="numbers of devices on which `run smoke` shows the case")
     published: dict[str, int] = Field({}, description="facts on the published data set that no key holds")

@@ -12,6 +12,7 @@ from steelyard.case.sweep import Point
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen, first_problem
 
+DEFAULT_ENGINE = "torch"  # of a run that names none; others are compared with it
 ENGINE = "engine."  # what a key of EngineSettings begins with
 
 
@@ -60,7 +61,7 @@ class Request:
     """What a command line says of one run."""
 
     resolved: Resolved
-    engine: str = "torch"
+    engine: str = DEFAULT_ENGINE
     engine_settings: EngineSettings = field(default_factory=EngineSettings)
     accelerator: str | None = None
     launcher: str | None = None

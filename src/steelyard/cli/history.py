@@ -13,14 +13,14 @@ from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
     from steelyard.metrics.history import History, Indexed, Point, Trend
-    from steelyard.record.index import Entry, Seal
+    from steelyard.record.index import Entry
 
 
 def history(
     places: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of records, or records.")],
     threshold: Threshold = THRESHOLD,
     index_file: Annotated[
-        Path | None, typer.Option("--index", metavar="FILE", help="The index. Default: .steelyard-index.sqlite in each DIR.")
+        Path | None, typer.Option("--index", metavar="FILE", help="The index. Default: a file in your cache folder.")
     ] = None,
     no_index: Annotated[bool, typer.Option("--no-index", help="Read every record; keep no index.")] = False,
     format_: Format = "text",
@@ -57,42 +57,28 @@ def history(
 
 
 def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Path, Entry]":
-    """Of every record, by the index of its folder, or the one that was named."""
+    """Return the entry of every record, by this user's index or the one that was named."""
     from steelyard.cli.records import only_runs, paths
     from steelyard.metrics.history import summary
     from steelyard.record import index
+    from steelyard.run import environment
 
-    seal = None if no_index else _seal()
-    below = {place: paths([place]) for place in places}
-    runs = set(only_runs(list(dict.fromkeys(path for every in below.values() for path in every))))
-    wanted: list[tuple[Path | None, list[Path]]] = [
-        (_own(place), [path for path in every if path in runs]) for place, every in below.items()
-    ]
-    if named is not None:
-        wanted = [(index.named(named), list(dict.fromkeys(path for _, every in wanted for path in every)))]
-    out: dict[Path, Entry] = {}
-    for file, every in wanted:
-        found, notes = index.entries(every, file, seal, summary)
-        out |= found
-        for note in notes:
-            say(f"warning: {one_line(note)}")
-    return out
+    every = [path for place in places for path in paths([place])]
+    runs = only_runs(list(dict.fromkeys(every)))
+    file = None if no_index else _own_index() if named is None else index.named(named)
+    found, warnings = index.entries(runs, file, environment.package_hash(), summary)
+    for warning in warnings:
+        say(f"warning: {one_line(warning)}")
+    return found
 
 
-def _own(place: Path) -> Path | None:
-    """The index of a folder; a record by itself has none."""
-    from steelyard.record import index
-
-    return place / index.NAME if place.is_dir() else None
-
-
-def _seal() -> "Seal | None":
-    """Who vouches for an index: a key in this user's own cache. Without one there is no index."""
+def _own_index() -> Path | None:
+    """Return the index in this user's cache; None, with a warning, where there is no place for one."""
     from steelyard.record import index
     from steelyard.run import environment
 
     try:
-        return index.Seal(index.secret(environment.private_cache(os.environ, "index")), environment.package_hash())
+        return environment.private_cache(os.environ, "index") / index.NAME
     except (OSError, RequestError) as error:
         say(f"warning: no index is kept: {one_line(error)}")
         return None

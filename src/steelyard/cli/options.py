@@ -81,7 +81,7 @@ AcceleratorOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="cuda or cpu. Default: the first one found.",
+        help="As steelyard list names it, such as cpu. Default: the first one found.",
         rich_help_panel=PLACE,
         autocompletion=complete.accelerators,
     ),

@@ -99,7 +99,7 @@ class Framework(Timeline, Protocol):
         """The device: `name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
 
     def versions(self) -> dict[str, str | None]:
-        """Of libraries that only the framework knows: `cuda`, `cudnn`, `nccl`."""
+        """Versions of libraries that only the framework knows, such as those that the accelerator's row names."""
 
     def compile_cache(self) -> dict[str, int] | None:
         """`hits` and `misses` of the caches of compilers in this process so far; None where nothing was compiled."""

@@ -35,6 +35,7 @@ class FrameworkRow:
     name: str
     make: str
     ceilings: str | None = None  # `module:Class` of what `steelyard spec` shows with it; None: nothing
+    profiler: bool = False  # whether its profiler is read, for --explain
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ FRAMEWORKS = [
         "torch",
         "steelyard.engines.torch.framework:TorchFramework",
         "steelyard.engines.torch.ceilings:TorchCeilings",
+        profiler=True,
     ),
     FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
     FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework"),
@@ -247,8 +249,13 @@ def load_ceilings(name: str) -> Callable[[Framework], Ceilings]:
     return made
 
 
+def frameworks() -> dict[str, FrameworkRow]:
+    """Return all rows of frameworks by name."""
+    return plugins.table(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
+
+
 def _framework(name: str) -> FrameworkRow:
-    rows = plugins.table(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
+    rows = frameworks()
     if name not in rows:
         raise RequestError(f"no framework {name!r}; known: {', '.join(sorted(rows))}")
     return rows[name]

@@ -18,9 +18,18 @@ else:  # the compiler looks these up
     tensor, constexpr = tl.tensor, tl.constexpr
 
 
+_without = ["cpu"]  # types of torch's devices for which Triton does not compile
+
+
+def disable(device: torch.device) -> None:
+    """Make `serve` return False for devices of this type: Triton does not compile for their accelerator."""
+    if device.type not in _without:
+        _without.append(device.type)
+
+
 def serve(device: torch.device) -> bool:
-    """Whether a device runs such kernels."""
-    return HERE and device.type != "cpu"
+    """Return whether Triton compiles for this device."""
+    return HERE and device.type not in _without
 
 
 def power_of_2(number: int) -> int:

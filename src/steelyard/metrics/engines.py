@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from steelyard.case.request import DEFAULT_ENGINE
 from steelyard.metrics import rates, runs, spans, stats, training
 from steelyard.metrics.runs import Estimate, Runs, Source
 from steelyard.record.record import Record
@@ -15,7 +16,6 @@ from steelyard.tasks.task import Differences
 
 T = TypeVar("T")
 
-BASE = "torch"
 # What is known of a run that failed, too, and what else records of one group have in common.
 ASKED = ("case", "division", "precision", "sample", "steps", "plan", "asked_tune")
 ALIKE = (*ASKED, "key", "headline", "weights", "devices")
@@ -113,7 +113,7 @@ def _rows(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
     by_name: dict[str, list[Record]] = {}
     for record in group:
         by_name.setdefault(record.engine.name, []).append(record)
-    names = sorted(by_name, key=lambda name: name != BASE)
+    names = sorted(by_name, key=lambda name: name != DEFAULT_ENGINE)
     base = by_name[names[0]]
     rate = _rate(base)
     return tuple(_row(name, by_name[name], base, rate, metric) for name in names)

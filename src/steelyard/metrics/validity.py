@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from math import fsum
 
-from steelyard import plugins, words
-from steelyard.accelerators import nvml
+from steelyard import accelerators, plugins, words
 from steelyard.case.resolve import changed_question
 from steelyard.metrics import busy, clocks, fit, own, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
@@ -266,6 +265,7 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
     out: list[Finding] = []
     if record.case.size == "smoke":
         return out
+    known = accelerators.settings(lambda row: row.severity)  # older records do not state it
     for series in record.telemetry:
         spans = [(w.start_s, w.start_s + w.wall_s) for w in _judged(record)]
         seen: dict[str, float] = {}
@@ -274,7 +274,7 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
                 seen[name] = max(seen.get(name, 0.0), share)
         for name, share in sorted(seen.items()):
             told: Values = {"device": series.device, "reason": name, "share": share}
-            severity = (nvml.SEVERITY if series.severity is None else series.severity).get(name, "note")
+            severity = (known if series.severity is None else series.severity).get(name, "note")
             if severity == "invalidates":
                 out.append(failed(f"clocks_{name}", "slowdown", "check.slowdown", told))
             elif severity == "note":

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from steelyard import accelerators
 from steelyard.schema import Frozen, Layout, OpenTable
 
 # Bounds that no machine comes near, so that no formula overflows on a stranger's record.
@@ -60,6 +61,17 @@ class Software(OpenTable):
     cudnn: str | None = None
     variables: dict[str, str] = Field(default_factory=dict)
     nccl: str | None = None
+
+    @property
+    def libraries(self) -> dict[str, str | None]:
+        """Versions of the accelerators' runtimes and libraries, None where no worker reported them."""
+        return {name: getattr(self, name, None) for row in accelerators.table().values() for name in row.libraries}
+
+    @property
+    def collectives(self) -> dict[str, str | None]:
+        """Versions of the accelerators' libraries for collectives, None where no worker reported them."""
+        rows = accelerators.table().values()
+        return {row.collectives: getattr(self, row.collectives, None) for row in rows if row.collectives is not None}
 
 
 class SourceFacts(OpenTable):

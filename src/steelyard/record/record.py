@@ -4,8 +4,6 @@ The bytes of a record are canonical: keys in their order, fixed separators. One 
 value, which the hash shows, or a different spelling of the same, which `integrity` shows.
 """
 
-import hashlib
-import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -14,7 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from steelyard import files, tasks
 from steelyard.accelerators.events import ClockName
-from steelyard.case.case import Tune
+from steelyard.case.case import Reference, Tune
 from steelyard.case.question import Question
 from steelyard.case.resolve import auto_tunes
 from steelyard.data.division import COUNTED
@@ -32,6 +30,7 @@ Status = Literal["valid", "invalid", "failed"]
 Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes near: a formula never overflows
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
+RAW = "samples"  # the key of what was measured
 LATER_HASHES = ("bytes",)  # which older records do not have
 LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")  # where nothing is known of them
 FORMULAS = 4  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
@@ -92,15 +91,8 @@ class GateFacts(OpenTable):
     reach: float | None = None
 
 
-class Published(OpenTable):
+class Published(Reference, OpenTable):
     """A published row of the case."""
-
-    source: str
-    config: str
-    published_as: str
-    ran_as: str
-    values: dict[str, float | str]
-    note: str | None = None
 
 
 class CaseFacts(Frozen):
@@ -258,17 +250,9 @@ class Record(Frozen):
         return self.data.fingerprint if isinstance(self.data, DataFacts) else "unknown"
 
 
-def _hashes(table: dict[str, Any]) -> dict[str, str]:
-    """`record` is of the values, `bytes` of the order of keys too, which in some tables has a meaning. Older records have
-    no `bytes`."""
-    body = {key: value for key, value in table.items() if key != "hashes"}
-    in_order = hashlib.sha256(canonical_bytes(body)).hexdigest()
-    return {"samples": sealed.digest(table["samples"]), "record": sealed.digest(body), "bytes": in_order}
-
-
 def seal(record: Record) -> Record:
-    """The record with its hashes."""
-    return record.model_copy(update={"hashes": _hashes(to_table(record))})
+    """Return the record with its hashes."""
+    return record.model_copy(update={"hashes": sealed.hashes(to_table(record), RAW)})
 
 
 def to_table(record: Record) -> dict[str, Any]:
@@ -281,21 +265,15 @@ def to_table(record: Record) -> dict[str, Any]:
 
 
 def file_name(record: Record, end: str = "") -> str:
-    stamp = record.created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
+    """Return the name of a record's file, with `end` before its ending."""
     case = record.case
-    parts = (stamp, case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
-    # Some of these names are free text, from case files of strangers too; none may lead out of the folder.
-    return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in parts) + f"{end}.json"
+    parts = (case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
+    return f"{sealed.file_name(record.created, *parts)}{end}.json"
 
 
 def write(record: Record, folder: Path, end: str = "") -> Path:
-    """The whole file or none, under a name that must not exist yet."""
-    path = folder / file_name(record, end)
-    try:
-        files.write(path, canonical_bytes(to_table(record)), new=True)
-    except OSError as error:
-        raise LostError(f"the record cannot be written to {str(folder)!r}: {error.strerror}; the record is lost") from error
-    return path
+    """Write a record under a name that must not exist yet. Raise LostError if it cannot be written."""
+    return sealed.write(to_table(record), folder / file_name(record, end))
 
 
 def keep(record: Record, folder: Path) -> Path:
@@ -316,12 +294,8 @@ def keep(record: Record, folder: Path) -> Path:
 
 
 def read(path: Path) -> Record:
-    """A record from a file, or one line on why not: all that a formula reads has its type."""
-    table = sealed.table(path, sealed.read_bytes(path))
-    try:
-        record = Record.model_validate(table)
-    except ValidationError as error:
-        raise RequestError(f"{path}: not a record: {first_problem(error)}") from error
+    """Read a record. Raise RequestError, one line, if it is none: all that a formula reads has its type."""
+    record = sealed.read(path, Record, "record")
     for what in ("question", "answers"):
         try:
             getattr(record, what)
@@ -331,23 +305,10 @@ def read(path: Path) -> Record:
 
 
 def integrity(path: Path) -> list[str]:
-    """What is wrong with the bytes of a record: nothing, where it is as it was written."""
-    raw = sealed.read_bytes(path)
-    table = sealed.table(path, raw)
-    wrong: list[str] = []
-    order = [info.alias or name for name, info in Record.model_fields.items()]
-    if canonical_bytes(table) != raw or list(table) != [name for name in order if name in table]:
-        wrong.append("the bytes are not those that were written")
-    told, found = table.get("hashes", {}), _hashes(table)
-    for name, digest in found.items():
-        if told.get(name) != digest and (name in told or name not in LATER_HASHES):
-            wrong.append(f"the hash of {name} does not match")
-    return wrong + [f"hashes has a key {name!r}, which no record has" for name in told if name not in found]
+    """Return what is wrong with the bytes of a record: nothing, where it is as it was written."""
+    return sealed.integrity(path, Record, RAW, LATER_HASHES)
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a record."""
-    out = Record.model_json_schema(by_alias=True)
-    out["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    out["title"] = "Steelyard record"
-    return out
+    """Return the JSON Schema of a record."""
+    return sealed.schema(Record, "Steelyard record")

@@ -1,4 +1,4 @@
-"""What every kind of record has in common as a file: canonical bytes, hashes over them, and limits on what is read."""
+"""What every kind of record has in common as a file: name, canonical bytes, hashes over them, and limits on what is read."""
 
 import contextlib
 import hashlib
@@ -7,12 +7,17 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+from pydantic import ValidationError
 
 from steelyard import files
 from steelyard.accelerators.cpu import available_to_process
-from steelyard.errors import RequestError
+from steelyard.errors import LostError, RequestError
 from steelyard.record.facts import RankFacts
+from steelyard.schema import Frozen, first_problem
+
+Kind = TypeVar("Kind", bound=Frozen)
 
 SCHEMA = 1
 # How large a record may be, by its ranks: 100,000 steps of one take 40 MB.
@@ -32,6 +37,61 @@ def canonical_bytes(table: dict[str, Any]) -> bytes:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()).hexdigest()
+
+
+def hashes(table: dict[str, Any], raw: str) -> dict[str, str]:
+    """Return the hashes of a record: `samples` of what was measured, under the key `raw`; `record` of the values; `bytes` of
+    the order of keys too, which in some tables has a meaning."""
+    body = {key: value for key, value in table.items() if key != "hashes"}
+    in_order = hashlib.sha256(canonical_bytes(body)).hexdigest()
+    return {"samples": digest(table.get(raw)), "record": digest(body), "bytes": in_order}
+
+
+def file_name(created: str, *parts: str) -> str:
+    """Return the name of a record without its ending. Some parts are free text, from case files of strangers too; none may
+    lead out of the folder."""
+    stamp = created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
+    return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in (stamp, *parts))
+
+
+def write(table: dict[str, Any], path: Path) -> Path:
+    """Write the whole file or none. Raise LostError if it exists already or cannot be written."""
+    try:
+        files.write(path, canonical_bytes(table), new=True)
+    except OSError as error:
+        why = f"the record cannot be written to {str(path.parent)!r}: {error.strerror}; the record is lost"
+        raise LostError(why) from error
+    return path
+
+
+def read(path: Path, kind: type[Kind], noun: str) -> Kind:
+    """Read a record of one kind. Raise RequestError, one line, if it is none."""
+    try:
+        return kind.model_validate(table(path, read_bytes(path)))
+    except ValidationError as error:
+        raise RequestError(f"{path}: not a {noun}: {first_problem(error)}") from error
+
+
+def integrity(path: Path, kind: type[Frozen], raw: str, later: tuple[str, ...] = ()) -> list[str]:
+    """Return what is wrong with the bytes of a record: nothing, where it is as it was written. Older records lack the hashes
+    in `later`."""
+    read = read_bytes(path)
+    found = table(path, read)
+    order = [info.alias or name for name, info in kind.model_fields.items()]
+    wrong = []
+    if canonical_bytes(found) != read or list(found) != [name for name in order if name in found]:
+        wrong.append("the bytes are not those that were written")
+    told, ours = found.get("hashes") or {}, hashes(found, raw)
+    for name, made in ours.items():
+        if told.get(name) != made and (name in told or name not in later):
+            wrong.append(f"the hash of {name} does not match")
+    return wrong + [f"hashes has a key {name!r}, which no record has" for name in told if name not in ours]
+
+
+def schema(kind: type[Frozen], title: str) -> dict[str, Any]:
+    """Return the JSON Schema of a kind of record."""
+    out = kind.model_json_schema(by_alias=True)
+    return {**out, "$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
 
 
 def writable(folder: Path) -> None:

@@ -162,9 +162,7 @@ def _asked(record: Path, verb: str, *arguments: str) -> _Done:
 
 def _run(arguments: list[str], stdin: BinaryIO | int) -> _Done:
     """It has no terminal and nobody to ask, so that it never waits for a passphrase."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in _ASKING}
     environment |= {"SSH_ASKPASS_REQUIRE": "never", "LC_ALL": "C"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:

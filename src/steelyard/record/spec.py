@@ -4,25 +4,22 @@
 from the datasheet row; `steelyard verify` derives them again.
 """
 
-import hashlib
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from steelyard import files
-from steelyard.errors import LostError, RequestError
+from steelyard.errors import RequestError
 from steelyard.plan.ceilings import Group, Unit
 from steelyard.record import sealed
 from steelyard.record.facts import Environment, Number, RankFacts, Series
 from steelyard.record.record import Failure, Reason, Seconds
-from steelyard.schema import Frozen, first_problem
+from steelyard.schema import Frozen
 
 Amount = Annotated[float, Field(ge=1, le=1e30)]
 Calls = Annotated[int, Field(ge=1, le=10**12)]
 Text = Annotated[str, Field(max_length=1000)]
-FILE_NAME = "{}-spec-{}-{}.json"
+RAW = "benches"  # the key of what was measured
 
 
 class Stretch(Frozen):
@@ -109,56 +106,31 @@ def to_table(record: SpecRecord) -> dict[str, Any]:
     return record.model_dump(mode="json", by_alias=True)
 
 
-def _hashes(table: dict[str, Any]) -> dict[str, str]:
-    """As a run's record has them; here `samples` are the benches."""
-    body = {key: value for key, value in table.items() if key != "hashes"}
-    in_order = hashlib.sha256(sealed.canonical_bytes(body)).hexdigest()
-    return {"samples": sealed.digest(table.get("benches")), "record": sealed.digest(body), "bytes": in_order}
-
-
 def seal(record: SpecRecord) -> SpecRecord:
-    return record.model_copy(update={"hashes": _hashes(to_table(record))})
+    """Return the record with its hashes, as a run's record has them; here `samples` are the benches."""
+    return record.model_copy(update={"hashes": sealed.hashes(to_table(record), RAW)})
 
 
 def write(record: SpecRecord, folder: Path) -> Path:
-    """The whole file or none, under a name that must not exist yet."""
-    stamp = re.sub(r"[^0-9T]", "", record.created.partition(".")[0].partition("+")[0])
-    accelerator = re.sub(r"[^A-Za-z0-9._-]", "_", record.environment.hardware.accelerator or "unknown")[:64].lstrip(".")
-    path = folder / FILE_NAME.format(stamp, accelerator, record.id[:8])
-    try:
-        files.write(path, sealed.canonical_bytes(to_table(record)), new=True)
-    except OSError as error:
-        raise LostError(f"the record cannot be written to {str(folder)!r}: {error.strerror}; it is lost") from error
-    return path
+    """Write a record under a name that must not exist yet. Raise LostError if it cannot be written."""
+    accelerator = record.environment.hardware.accelerator or "unknown"
+    name = sealed.file_name(record.created, "spec", accelerator, record.id[:8])
+    return sealed.write(to_table(record), folder / f"{name}.json")
 
 
 def read(path: Path) -> SpecRecord:
-    """A record from a file, or one line on why not."""
-    table = sealed.table(path, sealed.read_bytes(path))
-    try:
-        found = SpecRecord.model_validate(table)
-    except ValidationError as error:
-        raise RequestError(f"{path}: not a spec record: {first_problem(error)}") from error
+    """Read a record. Raise RequestError, one line, if it is none."""
+    found = sealed.read(path, SpecRecord, "spec record")
     if len(found.ceilings) != len(found.benches):
         raise RequestError(f"{path}: not a spec record: {len(found.benches)} benches and {len(found.ceilings)} ceilings")
     return found
 
 
 def integrity(path: Path) -> list[str]:
-    """What is wrong with the bytes of a record: nothing, where it is as it was written."""
-    raw = sealed.read_bytes(path)
-    table = sealed.table(path, raw)
-    order = [info.alias or name for name, info in SpecRecord.model_fields.items()]
-    wrong = []
-    if sealed.canonical_bytes(table) != raw or list(table) != order:
-        wrong.append("the bytes are not those that were written")
-    told = table.get("hashes") or {}
-    return wrong + [f"the hash of {name} does not match" for name, found in _hashes(table).items() if told.get(name) != found]
+    """Return what is wrong with the bytes of a record: nothing, where it is as it was written."""
+    return sealed.integrity(path, SpecRecord, RAW)
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a spec record."""
-    out = SpecRecord.model_json_schema(by_alias=True)
-    out["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    out["title"] = "Steelyard spec record"
-    return out
+    """Return the JSON Schema of a spec record."""
+    return sealed.schema(SpecRecord, "Steelyard spec record")

@@ -92,7 +92,7 @@ def _software(record: Record, say: Words) -> Facts:
     software = record.environment.software
     packages = software.packages
     framework = next((name for name in FRAMEWORKS if name in packages), None)
-    versions = {"cuda": software.cuda, "cudnn": software.cudnn, "python": software.python}
+    versions = {**software.libraries, "python": software.python}
     dependent = {name: version for name, version in versions.items() if version}
     dependent |= {name: version for name, version in sorted(packages.items()) if name != framework}
     listed = ", ".join(f"{name} {spelled(version)}" for name, version in dependent.items())

@@ -60,7 +60,6 @@ def _record(record: SpecRecord, level: int, say: Words) -> Iterator[Block]:
 def _facts(record: SpecRecord, say: Words) -> Facts:
     hardware, software, source = record.environment.hardware, record.environment.software, record.environment.source
     peak = hardware.peak
-    libraries = {"cuda": software.cuda, "cudnn": software.cudnn, "nccl": software.nccl}
     cores = say("hardware.cores", spelled(hardware.cpu), counted(hardware.cpu_cores))
     told = (
         ("status", say(record.status)),
@@ -74,7 +73,7 @@ def _facts(record: SpecRecord, say: Words) -> Facts:
         ("hardware.memory", gib_of_bytes(hardware.memory_bytes)),
         ("software.os", spelled(software.os)),
         ("software.driver", spelled(software.driver)),
-        ("software.packages", spelled({**software.packages, **libraries})),
+        ("software.packages", spelled({**software.packages, **software.libraries, **software.collectives})),
         ("software.source", f"{spelled(source.version)} {spelled(source.revision)}"),
     )
     tones = {"status": STATUS_TONE[record.status]}

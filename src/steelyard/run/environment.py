@@ -25,8 +25,7 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
-from steelyard import __version__, files, plugins
-from steelyard.accelerators import peak, table
+from steelyard import __version__, accelerators, files, plugins
 from steelyard.accelerators import variables as names
 from steelyard.accelerators.cpu import model_name
 from steelyard.accelerators.row import Accelerator, Found
@@ -39,7 +38,6 @@ PACKAGES = (
     "jinja2",
     "megatron-core",
     "numpy",
-    "nvidia-ml-py",
     "paddlepaddle",
     "paddlepaddle-gpu",
     "psutil",
@@ -77,7 +75,8 @@ INTERPRETER = ["-P", "-m", "steelyard.run.environment"]
 
 
 def of_host(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]) -> Environment:
-    """All that is known of this host without a worker, which gets these variables. `cuda` and `cudnn` are for it to fill in."""
+    """All that is known of this host without a worker, which gets these variables. Versions of the accelerators'
+    libraries are null: a worker reports them."""
     hardware, software = _hardware(accelerator, found), _software(found, variables)
     return Environment(hardware=hardware, software=software, source=SourceFacts(**source()))
 
@@ -85,7 +84,7 @@ def of_host(accelerator: Accelerator, found: list[Found], variables: Mapping[str
 def packages() -> dict[str, str]:
     """Versions of the installed packages that a result may depend on, none of them imported."""
     out = {}
-    for name in PACKAGES:
+    for name in sorted({*PACKAGES, *accelerators.names(lambda row: row.packages)}):
         try:
             out[name] = version(name)
         except PackageNotFoundError:
@@ -145,7 +144,7 @@ def _hardware(accelerator: Accelerator, found: list[Found]) -> Hardware:
 
 def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
     """The datasheet row, where all devices share it."""
-    rows = [peak(accelerator, device) for device in found]
+    rows = [accelerators.peak(accelerator, device) for device in found]
     if not rows or rows[0] is None or any(row != rows[0] for row in rows):
         return None
     kept = {"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"}
@@ -153,7 +152,7 @@ def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
 
 
 def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
-    allowed = frozenset(names.TORCH).union(*(row.variables for row in table().values()))
+    allowed = accelerators.names(lambda row: row.variables).union(names.TORCH)
     told = {name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)}
     return Software(
         os=_os_name(),
@@ -162,9 +161,8 @@ def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
         container=container(),
         python=platform.python_version(),
         packages=packages(),
-        cuda=None,
-        cudnn=None,
         variables={**told, **_preloaded(variables)},
+        **dict.fromkeys(sorted(accelerators.names(lambda row: row.libraries))),
     )
 
 

@@ -1,11 +1,9 @@
 """What `steelyard check` reads of this machine. Nothing is set, and no framework is imported."""
 
 import platform
-import re
 import shutil
 import tempfile
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from steelyard import accelerators
@@ -21,8 +19,6 @@ from steelyard.words import Message
 
 WATCH_S = 1.0  # how long CPU time is counted
 PACKAGES = ("torch", "transformers")
-MOST_BYTES = 64 << 10
-_BUILD = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
 
 
 def machine(accelerator: str | None, records: Path) -> Machine:
@@ -41,7 +37,7 @@ def machine(accelerator: str | None, records: Path) -> Machine:
         bounds=busy.bounds_of(row.name),
         free_bytes={"records": free_bytes(records), "temporary": free_bytes(Path(tempfile.gettempdir()))},
         versions={"Python": platform.python_version(), **{name: installed.get(name) for name in PACKAGES}},
-        torch_build=torch_build(),
+        torch_build=row.torch_build(),
         amx=cpu.amx(),
         steps=row.steps,
     )
@@ -77,18 +73,4 @@ def free_bytes(folder: Path) -> int | None:
     with suppress(OSError):
         place = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir()), None)
         return None if place is None else shutil.disk_usage(place).free
-    return None
-
-
-def torch_build(folder: Path | None = None) -> str | None:
-    """The CUDA that torch was built for, from the text of its version.py: importing torch takes seconds."""
-    if folder is None:
-        spec = find_spec("torch")
-        if spec is None or spec.origin is None:
-            return None
-        folder = Path(spec.origin).parent
-    with suppress(OSError):
-        with (folder / "version.py").open(encoding="utf-8", errors="replace") as file:
-            found = _BUILD.search(file.read(MOST_BYTES))
-        return None if found is None else found[1]
     return None

@@ -23,19 +23,16 @@ from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 from steelyard.run.processes import AGENT_CLAIM, Claims
 
 LOOPBACK = "lo"
-# What workers do not inherit: a variable that runs a precision as another, and what launchers tell the ranks that they start.
-# Ours are told by their agent; a stranger's words would have them wait for a world that is not there.
+# What workers do not inherit: what launchers tell the ranks that they start. Ours are told by their agent; a stranger's words
+# would have them wait for a world that is not there.
 SCRUBBED = frozenset(
     (
-        "NVIDIA_TF32_OVERRIDE",
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "RANK_TABLE_FILE"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
         *("MASTER_ADDR", "MASTER_PORT", "JAX_COORDINATOR_ADDRESS"),
     )
 )
 SCRUBBED_BEGIN = ("TORCHELASTIC_", "SLURM_", "SLURMD_", "PMI_", "PMIX_", "OMPI_", "PADDLE_", "ACCELERATE_")
-# What torch's and others' libraries listen on. NCCL takes a bare name for the beginning of one.
-INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 ROOT = Path("/")
@@ -83,12 +80,18 @@ class Host:
     def sources(self) -> list[Source]:
         return [] if self.accelerator is None else self.accelerator.sources(self.used)
 
+    @property
+    def severity(self) -> dict[str, str]:
+        return {} if self.accelerator is None else dict(self.accelerator.severity)
+
     def variables(self) -> dict[str, str]:
         """The environment of workers: inherited, then what the accelerator needs, the network, caches,
         and what the run says."""
         inherited = {name: value for name, value in os.environ.items() if not scrubbed(name)}
-        needed = self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
-        wanted = {} if self.interface is None else {name: text.format(self.interface) for name, text in INTERFACES.items()}
+        needed = accelerators.settings(lambda row: row.worker_variables)
+        needed |= self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
+        listening = {} if self.interface is None else accelerators.settings(lambda row: row.interface_variables)
+        wanted = {name: text.format(self.interface) for name, text in listening.items()}
         network = {name: value for name, value in wanted.items() if name not in self.asked.environment}
         return {**inherited, **needed, **network, **self.caches, **self.asked.variables}
 
@@ -144,7 +147,8 @@ class Host:
 
 
 def scrubbed(name: str) -> bool:
-    return name in SCRUBBED or name.startswith(SCRUBBED_BEGIN)
+    ignored = SCRUBBED | accelerators.names(lambda row: row.ignored_variables)
+    return name in ignored or name.startswith(SCRUBBED_BEGIN)
 
 
 def _machine() -> str:

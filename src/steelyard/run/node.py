@@ -187,7 +187,7 @@ class Agent:
                         token=self._known_token,
                         device=source.device,
                         period_s=period_s,
-                        severity=dict(source.severity),
+                        severity={} if self._host is None else self._host.severity,
                         columns=columns,
                     )
                 )

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from steelyard import accelerators
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import evidence
 from steelyard.plan import auto
@@ -32,7 +33,6 @@ GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that 
 MOST = 3  # contradictions that a reason names
 FIRST_STEPS = 20  # of a pass: one that runs out of memory later has cost too much to be started again unasked
 WORKER_ENV = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order NVML counts in
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",  # a worker ends without taking anything down, and what it said must be there
     "PYTHONSAFEPATH": "1",  # python -m would import whatever lies in the current folder
@@ -173,7 +173,7 @@ class Run:
         asked = preflight.files(ready)
         variables = {
             **WORKER_ENV,
-            **({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.tune.deterministic else {}),
+            **(accelerators.settings(lambda row: row.deterministic_variables) if case.tune.deterministic else {}),
             **case.tune.env,
         }
         with preflight.shared_probe(ready, self.kept) as probe:

@@ -22,7 +22,6 @@ from steelyard.run.site import Site
 from steelyard.sources import table
 from steelyard.tasks.task import Task
 
-PROFILED = ("torch",)  # frameworks whose profiler is read
 PROGRAM = "run.py"  # what a checkout of a program is known by
 
 
@@ -146,8 +145,9 @@ def _check_checkpoints(request: Request, engine: EngineRow) -> None:
 
 
 def _check_explain(request: Request, engine: EngineRow, launcher: Launcher) -> None:
-    if request.explain and engine.framework not in PROFILED:
-        raise EngineError(f"--explain: engine {engine.name} has no profiler; allowed: engines on {', '.join(PROFILED)}")
+    profiled = [row.name for row in engine_rows.frameworks().values() if row.profiler]
+    if request.explain and engine.framework not in profiled:
+        raise EngineError(f"--explain: engine {engine.name} has no profiler; allowed: engines on {', '.join(profiled)}")
     if request.trace and launcher.remote:
         raise RequestError("--trace: the trace is left on the host of rank 0; allowed: --launcher local")
 

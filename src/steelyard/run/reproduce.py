@@ -20,8 +20,6 @@ from steelyard.run.ready import Ready
 from steelyard.schema import first_problem
 from steelyard.words import text
 
-# What only a worker, or the run itself, tells of an environment.
-LATER = tuple(f"environment.software.{name}" for name in ("variables.", "cuda", "cudnn", "nccl"))
 OF_WORKERS = ("environment.software.packages.", "environment.software.python")  # of another Python, where one is named
 WEIGHTS = ("weights.source", "weights.seed", "weights.header_sha256")  # that make them the same
 
@@ -139,7 +137,9 @@ def here(found: Record, ready: Ready) -> tuple[Field, ...]:
     now = environment.of_host(row, row.find()[: ready.plan.devices], {})
     ours = fields.flat(fields.environment(found.environment), "environment.")
     theirs = fields.flat(fields.environment(now), "environment.")
-    skipped = (*LATER, *(OF_WORKERS if ready.request.engine_settings.python else ()))
+    # What only a worker, or the run itself, tells of an environment.
+    later = tuple(f"environment.software.{name}" for name in ("variables.", *now.software.libraries, *now.software.collectives))
+    skipped = (*later, *(OF_WORKERS if ready.request.engine_settings.python else ()))
     return tuple(one for one in fields.differing([ours], [theirs]) if not one.name.startswith(skipped))
 
 

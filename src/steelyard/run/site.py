@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
-from steelyard import files
-from steelyard.case.case import ENV
+from steelyard import accelerators, files
 from steelyard.errors import RequestError
 from steelyard.run.messages import SILENCE_S
 from steelyard.schema import Frozen, first_problem
@@ -22,49 +21,18 @@ from steelyard.schema import Frozen, first_problem
 NAME = "site.toml"
 MAX_BYTES = 256 << 10  # 4,096 hosts of 60 characters
 
-# Variables that choose networks and how they are used, and the folder for temporary files. None of them
-# names a program, a library or a plug-in to load.
-# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-NETWORK = {
-    "GLOO_DEVICE_TRANSPORT",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_COLLNET_ENABLE",
-    "NCCL_CROSS_NIC",
-    "NCCL_DEBUG_SUBSYS",
-    "NCCL_DMABUF_ENABLE",
-    "NCCL_IB_ADAPTIVE_ROUTING",
-    "NCCL_IB_ADDR_FAMILY",
-    "NCCL_IB_ADDR_RANGE",
-    "NCCL_IB_AR_THRESHOLD",
-    "NCCL_IB_DISABLE",
-    "NCCL_IB_GID_INDEX",
-    "NCCL_IB_HCA",
-    "NCCL_IB_PCI_RELAXED_ORDERING",
-    "NCCL_IB_QPS_PER_CONNECTION",
-    "NCCL_IB_RETRY_CNT",
-    "NCCL_IB_ROCE_VERSION_NUM",
-    "NCCL_IB_SL",
-    "NCCL_IB_SPLIT_DATA_ON_QPS",
-    "NCCL_IB_TC",
-    "NCCL_IB_TIMEOUT",
-    "NCCL_MNNVL_ENABLE",
-    "NCCL_NET_GDR_LEVEL",
-    "NCCL_NET_GDR_READ",
-    "NCCL_NSOCKS_PERTHREAD",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
-    "NCCL_PXN_DISABLE",
-    "NCCL_SHM_DISABLE",
-    "NCCL_SOCKET_FAMILY",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_SOCKET_NTHREADS",
-    "TMPDIR",
-}
-ENVIRONMENT = ENV | NETWORK
+TEMPORARY = "TMPDIR"  # the folder for temporary files, which belongs to no accelerator
 
 # What ssh, srun and the resolver take as a host; above all, never an option.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:-]*$", max_length=255)]
 Line = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
+
+
+def allowed_variables() -> frozenset[str]:
+    """Return the variables that a site file may set: those of tune.env, of networks, and the folder for temporary files.
+    None of them names a program, a library or a plug-in to load."""
+    networks = accelerators.names(lambda row: row.site_variables)
+    return accelerators.tune_variables() | networks | {TEMPORARY}
 
 
 class HostSettings(Frozen):
@@ -98,7 +66,7 @@ class Site(Frozen):
     prologue: Line | None = None
     silence_s: float = Field(SILENCE_S, ge=2, le=3600, description="a host that is not heard of for so long is lost")
     environment: dict[str, Line | Literal[""]] = Field(
-        default_factory=dict, description="variables of agents and ranks; only names in ENVIRONMENT"
+        default_factory=dict, description="variables of agents and ranks; only names in `allowed_variables`"
     )
     host: dict[HostName, HostSettings] = Field(default_factory=dict)
     slurm: SlurmSettings = SlurmSettings()
@@ -107,9 +75,10 @@ class Site(Frozen):
     @field_validator("environment")
     @classmethod
     def _check_names(cls, environment: dict[str, str]) -> dict[str, str]:
+        allowed = allowed_variables() if environment else frozenset()
         for name in environment:
-            if name not in ENVIRONMENT:
-                near = get_close_matches(name, ENVIRONMENT, 1, 0.85)
+            if name not in allowed:
+                near = get_close_matches(name, allowed, 1, 0.85)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
                     f"{name[:100]!r} is not a variable that a site file may set; {hint}allowed: those of tune.env "

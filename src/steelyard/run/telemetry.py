@@ -1,6 +1,6 @@
 """Telemetry: the agent of a host samples its devices while workers run, the parent keeps what is sent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -111,12 +111,12 @@ class Kept:
         )
 
 
-def collect(sampler: Sampler, host: str) -> list[Series]:
+def collect(sampler: Sampler, host: str, severity: Mapping[str, str]) -> list[Series]:
     """What a sampler has read since it was last asked."""
     out = []
     period_s, rows = sampler.take()
     for source, columns in zip(sampler.sources, rows, strict=True):
-        kept = Kept(host, source.device, dict(source.severity))
+        kept = Kept(host, source.device, dict(severity))
         kept.add(period_s, columns)
         out.append(kept.series())
     return out

@@ -79,6 +79,8 @@ class TorchFramework(DeviceFramework):
         if device is None:
             raise RequestError("this accelerator has no device class for torch; choose another with --accelerator")
         self.device: TorchDevice = plugins.load(device)(local_rank, clock)
+        if not getattr(self.device, "triton", False):
+            jit.disable(self.device.torch_device)
         self.world = 1
         self._compiled = CompileCache()
 

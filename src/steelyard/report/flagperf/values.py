@@ -50,7 +50,7 @@ def _cpu(record: Record, say: Words) -> list[str]:
 def _packages(record: Record, say: Words) -> list[str]:
     """What lies below the framework, and the engine where it is a package beside it."""
     software: Software = record.environment.software
-    found = {name: getattr(software, name) for name in ("cuda", "cudnn", "nccl")}
+    found = {**software.libraries, **software.collectives}
     engine = identity.engine(record)
     if engine is not None and engine != identity.framework(record):
         found[engine.name] = engine.version
