@@ -222,18 +222,13 @@ def _metrics(base: Side, new: Side) -> tuple[tuple[Change, ...], int]:
         if others:  # tokens of one side, questions of the other
             continue
         row = table.row(name, unit, valid[0].task)
-        ours, theirs = ([_metric(record, name) for record in one.valid] for one in (base, new))
+        ours, theirs = ([runs.metric(record, name) for record in one.valid] for one in (base, new))
         found = _change(name, unit, row.better, row.form, ours, theirs)
         if found is not None and found.base == found.new:
             equal += 1
         elif found is not None:
             out.append(found)
     return tuple(out), equal
-
-
-def _metric(record: Record, name: str) -> float | None:
-    found = record.metrics.get(name)
-    return None if found is None else found.value
 
 
 def _step_size(one: Side) -> float | None:

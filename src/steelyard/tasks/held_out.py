@@ -5,7 +5,7 @@ from typing import Any
 
 from steelyard.schema import Frozen
 from steelyard.tasks.kind import TRAIN
-from steelyard.tasks.task import Many, Score, Stopped
+from steelyard.tasks.task import BatchUnit, Many, Score, Stopped, Task
 
 
 class Steps(Frozen):
@@ -101,3 +101,38 @@ SCORES = (
         of="after",
     ),
 )
+
+
+def rows_task(
+    name: str,
+    noun: str,
+    data: type[Frozen],
+    reader: str,
+    data_check: str,
+    batch_unit: BatchUnit = "samples",
+    starts_trained: bool = False,
+    packs: bool = False,
+) -> Task:
+    """Return the row of a task that trains on rows of tokens: what it adds is how data are read."""
+    return Task(
+        name=name,
+        kind=TRAIN.name,
+        work="train_rows",
+        noun=noun,
+        data=data,
+        outputs=HeldOutOutputs,
+        reader=reader,
+        data_check=data_check,
+        check=check,
+        merge=merge,
+        score=score,
+        tally=tally,
+        scores=SCORES,
+        quality="loss_after",
+        passes=TRAIN.passes,
+        stopped=stopped,
+        held_out_finite=finite,
+        batch_unit=batch_unit,
+        starts_trained=starts_trained,
+        packs=packs,
+    )

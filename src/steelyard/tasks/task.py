@@ -24,6 +24,7 @@ from steelyard.tasks.kind import Kind
 Many = Annotated[int, Field(ge=0, le=10**18)]  # a count of outputs: no formula overflows
 Meaning = tuple[str, str]  # a title, and what it means
 Selector = Literal["subjects", "rows"]  # an option of `run` that names what is asked
+BatchUnit = Literal["rows", "samples"]
 GroupName = Annotated[str, Field(min_length=1, max_length=200)]
 RowId = Annotated[str, Field(pattern=selection.ID), AfterValidator(selection.checked)]
 
@@ -217,7 +218,7 @@ class Task:
     breakdowns: Callable[[Any], list[Breakdown]] = lambda outputs: []
     stopped: Callable[[Any], Stopped | None] = lambda outputs: None
     held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None  # None: the pass has no such loss
-    batch_unit: Literal["rows", "samples"] = "samples"  # what the global batch counts
+    batch_unit: BatchUnit = "samples"  # what the global batch counts
     packs: bool = False  # several samples to a row, unless a tune says otherwise
     rates_in_samples: bool = False  # also where every token is computed: how the published rows count
     starts_trained: bool = False  # training begins with a trained model

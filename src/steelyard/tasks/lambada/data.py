@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard import files
-from steelyard.data import jsonl
+from steelyard.data import jsonl, selection
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
+from steelyard.tasks.lambada import score
 from steelyard.tasks.lambada.fields import LambadaData, MadePassages
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_published
 
 NAMES = ("lambada_test.jsonl", "lambada_test_bak.jsonl", "lambada_test.jsonl.gz", "lambada_test_bak.jsonl.gz")
 MAX_FILE_BYTES = 64 << 20
@@ -33,6 +35,27 @@ class LambadaTexts:
     groups: list[int]  # every passage is a group of its own
     index: list[int]  # which passage of the whole set each is
     last: list[int]  # how many tokens the last word of each has; the end is not one of them
+
+
+def prepare(asked: Asked) -> Prepared:
+    """Read or make passages, and make texts for an engine of them."""
+    fields: LambadaData = asked.data
+    texts, label = load(fields, asked.sources.data)
+    tokenizer = asked.tokenizer()
+    pool = None if asked.rows is None else selection.places(asked.rows, len(texts), "passage")
+    passages = encode(texts, tokenizer, asked.positions, asked.sample, asked.seed, pool)
+    digest = fingerprint(texts, tokenizer)
+    facts = DataFacts(
+        source=label,
+        rows=len(texts),
+        rows_in_scope=len(passages.rows),
+        tokens=sum(len(row) for row in passages.rows),
+        fingerprint=digest,
+        published=is_published(digest, fields.fingerprint),
+        tokenizer=TokenizerFacts.of(tokenizer),
+    )
+    common = score.outputs([len(row) - 1 for row in passages.rows], passages.last, passages.index)
+    return Prepared(passages, facts, common)
 
 
 def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:

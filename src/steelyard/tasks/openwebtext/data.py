@@ -1,13 +1,16 @@
-"""Documents of the package's own making, in place of OpenWebText's."""
+"""OpenWebText's token files, or documents of the package's own making, as rows for an engine."""
 
 import random
 
 import numpy as np
 
+from steelyard.data import corpus as corpus_files
 from steelyard.data.corpus import Corpus
-from steelyard.data.tokenizer import Tokenizer
+from steelyard.data.tokenizer import MadeTokenizer, Tokenizer
 from steelyard.errors import RequestError
-from steelyard.tasks.openwebtext.fields import MadeText
+from steelyard.tasks import held_out
+from steelyard.tasks.openwebtext.fields import CorpusData, MadeText
+from steelyard.tasks.task import Asked, DataFacts, Prepared, is_published
 
 # Who does what to what: a small model soon learns which words follow which.
 _DEEDS = (
@@ -17,6 +20,28 @@ _DEEDS = (
     ("smith", "forges", ("nails", "hinges", "chains")),
 )
 _WHEN = ("at dawn", "at noon", "before the rain", "after the fair")
+
+
+def prepare(asked: Asked) -> Prepared:
+    """Open or make a corpus, and make rows for an engine of it."""
+    fields: CorpusData = asked.data
+    if asked.sources.data is not None:
+        corpus = corpus_files.open_corpus(asked.sources.data)
+    elif fields.made is not None:
+        corpus = make(fields.made, MadeTokenizer(asked.vocab))
+    else:
+        raise RequestError("this size needs token files: give their prefix with --data, or make some with steelyard data pack")
+    corpus_files.check_ids(corpus, asked.vocab)
+    rows = corpus_files.CorpusRows(corpus, asked.length, asked.step_batch(), asked.seed, fields.held_out)
+    fingerprint = corpus_files.fingerprint(corpus, None)
+    facts = DataFacts(
+        source=corpus.name,
+        rows=len(corpus.ends),
+        tokens_in_all=len(corpus.ids),
+        fingerprint=fingerprint,
+        published=is_published(fingerprint, fields.fingerprint),
+    )
+    return Prepared(rows, facts, held_out.outputs(len(rows.held_out())))
 
 
 def make(made: MadeText, tokenizer: Tokenizer) -> Corpus:
