@@ -8,17 +8,19 @@ import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steelyard.case import new
 from steelyard.case.new import Model, New
 from steelyard.data import tokenizer
 from steelyard.errors import RequestError
 from steelyard.models import families
-from steelyard.tasks.task import Task
 from steelyard.weights import hf_config, hf_folder
 from steelyard.weights.hf_folder import Folder
 from steelyard.weights.settings import shown
+
+if TYPE_CHECKING:
+    from steelyard.tasks.task import Task
 
 PROBE = "steelyard.engines.transformers.probe"
 PROBE_S = 600.0
@@ -61,7 +63,7 @@ def case_to_run(
     return _case(found, row, None, check_tokenizer=False)
 
 
-def _case(found: Folder, row: Task, name: str | None, check_tokenizer: bool) -> New:
+def _case(found: Folder, row: "Task", name: str | None, check_tokenizer: bool) -> New:
     model = _model(found, check_tokenizer)
     if row.work not in _works(model):
         able = sorted(name for name in new.templates() if new.task_row(name).work in _works(model))
