@@ -1,5 +1,6 @@
 # make run    sets up, runs every case at size smoke on the CPU, prints the table, writes the page
 # make test   sets up, runs the fast tests
+# make quick  those of them that start no process and compile nothing
 # make check  lint, types and all tests, as CI runs it
 # make engines  the tests of engines that live in a virtual environment of their own; a part of make check
 # make browser  the tests of the page in a real browser; a part of make check
@@ -15,7 +16,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check engines engine-megatron engine-paddle browser screenshots long faults hard gpu-test lint types clean
+.PHONY: setup run test quick check engines engine-megatron engine-paddle browser screenshots long faults hard gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -32,6 +33,9 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL)
+
+quick: setup
+	$(BIN)/python -m pytest $(PARALLEL) --quick -m "not process and not full and not gpu and not long"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -50,12 +50,41 @@ LONGEST = (
 )
 
 
+# Fixtures that start processes, so that every test that uses one has the marker `process`.
+STARTS_PROCESSES = {"shell", "faulty", "smoke", "small_disk", "smollm2"}
+PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         name = Path(item.path).relative_to(Path(__file__).parent).as_posix()
         return next((number for number, begin in enumerate(LONGEST) if name.startswith(begin)), len(LONGEST))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests by their fixtures before `-m` selects among them."""
+    if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.process)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="fail tests that start a process, which compilers are too")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_processes(request: pytest.FixtureRequest) -> None:
+    """With `--quick`, make every start of a process an error: such a test needs the marker `process`."""
+    if not request.config.getoption("--quick"):
+        return
+
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        if event in PROCESS_EVENTS:
+            pytest.fail(f"{event} {arguments}: mark this test with `process`, so that make quick leaves it out")
+
+    sys.addaudithook(refuse)
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ CLOCKS = {
 }
 PARENT = (
     *("cli", "run.parent", "run.assemble", "record.record", "metrics.table", "metrics.validity", "metrics.verify"),
-    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.spec", "report"),
-    *("run.node", "run.session", "run.scheduler", "run.fitness", "record.signature"),
-    *("cli.sweep", "run.earlier", "metrics.scaling", "cli.engines", "metrics.engines", "cli.repeats", "metrics.repeats"),
-    *("metrics.compare", "metrics.history", "run.reproduce"),
-    *("run.ceilings_run", "run.ceilings_worker", "cli.spec", "metrics.ceilings"),
+    *("case.case", "case.resolve", "run.environment", "run.telemetry", "run.ready", "run.worker", "run.boundary", "report"),
+    *("run.node", "run.session", "run.launch", "run.fitness", "record.signature"),
+    *("cli.requests", "cli.runs", "run.reproduce", "metrics.scaling", "metrics.engines", "metrics.repeats"),
+    *("metrics.compare", "metrics.history"),
+    *("run.ceilings_run", "run.ceilings", "cli.spec", "metrics.ceilings"),
     *("sources.get", "sources.hub", "cli.get"),
     *("plan.memory", "tasks", "engine.rows", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),
@@ -130,16 +130,16 @@ def test_files_can_be_read_in_a_sitting(path):
 # Room → rooms that it may import. A room is a folder; of engines each one's own. What stands
 # beside the rooms any room may import.
 BESIDE = {"errors", "files", "schema", "plugins", "words"}
-WORK = {"case", "data", "engine", "kernels", "models", "plan", "training", "weights"}
+WORK = {"case", "data", "engine", "kernels", "models", "plan", "scoring", "training", "weights"}
 ROOMS: dict[str, set[str]] = {
     "cli": {
         *("accelerators", "case", "data", "engine", "metrics", "models", "plan", "record", "report", "run", "sources"),
-        "weights",
+        *("tasks", "weights"),
     },
     "run": {"accelerators", "case", "data", "engine", "metrics", "plan", "record", "sources", "tasks", "training"},
     "report": {"case", "metrics", "plan", "record", "tasks"},
-    "metrics": {"accelerators", "case", "models", "plan", "record", "tasks"},
-    "record": {"accelerators", "case", "plan", "tasks"},
+    "metrics": {"accelerators", "case", "data", "models", "plan", "record", "tasks"},
+    "record": {"accelerators", "case", "data", "plan", "tasks"},
     "plan": {"case", "models"},
     "case": {"accelerators", "data", "models", "tasks"},
     "tasks": {"data"},
@@ -151,6 +151,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.megatron": WORK,
     "engines.paddle": {*WORK, "accelerators"},
     "engines.flagscale": {*WORK, "accelerators"},
+    "scoring": {"data", "engine", "kernels", "models"},
     "training": {"case", "data", "engine", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
     "models": {"data", "kernels"},
@@ -162,10 +163,11 @@ ROOMS: dict[str, set[str]] = {
 FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetensors"}
 # Where a framework may be imported; of models only what workers load, and of accelerators their device classes.
 ENGINE_ROOMS = {f"engines.{name}" for name in ("torch", "transformers", "reference", "megatron", "paddle")}
-FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training"}
+FRAMEWORK_ROOMS = {*ENGINE_ROOMS, "models", "kernels", "weights", "training", "scoring"}
 TORCH_FREE = {
     *("models/__init__.py", "models/families.py", "models/shapes.py"),
     *("training/__init__.py", "training/checkpoints.py", "training/loop.py", "training/packing.py"),
+    *("scoring/__init__.py", "scoring/batches.py"),
     *("weights/__init__.py", "weights/hf_config.py", "weights/hf_families.py", "weights/settings.py", "kernels/__init__.py"),
 }
 
@@ -353,11 +355,55 @@ def test_the_rule_on_names_can_fail(kind, code, tmp_path, monkeypatch):
     assert [line for line, _ in misplaced(path, kind)] == [2]
 
 
+def kind_comparisons(path: Path) -> list[int]:
+    """The lines that decide by the name of a kind of work, or by that of the pass that trains: comparisons, and tables by
+    kind."""
+    shipped = {"score", "train"}
+    out = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            said = {inner.value for side in sides for inner in ast.walk(side) if isinstance(inner, ast.Constant)}
+            if "train" in said or (said & shipped and "kind" in ast.unparse(node)):
+                out.append(node.lineno)
+        if isinstance(node, ast.Dict) and {getattr(key, "value", None) for key in node.keys} >= shipped:
+            out.append(node.lineno)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).isupper():
+            by_kind = ast.unparse(node.slice).endswith(("task.kind", "question.kind", "row.kind"))
+            out += [node.lineno] if by_kind else []
+    return out
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_kinds_of_work_are_told_apart_by_their_rows_alone(path):
+    """What differs is a field of a row in tasks/kind.py. The loop that trains knows its own passes."""
+    assert kind_comparisons(path) == [] or path.is_relative_to(SRC / "training")
+
+
+def test_the_rule_on_kinds_can_fail(tmp_path):
+    code = (
+        'record.task.kind == "train"\n"score" != kind\nname == "train"\n{"score": 1, "train": 3}\n'
+        'TABLE[question.kind]\nphase == "score"\nscope.kind == "full"\n'
+    )
+    (tmp_path / "a.py").write_text(code)
+    assert sorted(kind_comparisons(tmp_path / "a.py")) == [1, 2, 3, 4, 5]
+    assert kind_comparisons(SRC / "training" / "loop.py")
+
+
 @pytest.mark.parametrize("name", PARENT)
 def test_the_parent_stays_free_of_torch(name):
     code = f"import sys, steelyard.{name}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_node_agent_imports_no_more_than_it_needs():
+    """An agent starts on every host of a run: cases, tasks, plans and models are for workers and the parent."""
+    code = "import sys, steelyard.run.node; print(*(m for m in sys.modules if m.startswith('steelyard.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = done.stdout.split()
+    assert {room_of(module) for module in found} & {"case", "data", "models", "plan", "tasks"} == set()
+    assert len(found) <= 45
 
 
 def test_models_know_no_ranks():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -9,6 +10,8 @@ MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"  # the next step of 
 # What torch's CPU allocator and the C library say: neither has an exception of its own for a lack of memory.
 NO_MEMORY = ("can't allocate memory", os.strerror(errno.ENOMEM))
 NOT_MAPPED = "failed to map segment from shared object"
+# The last line of a Python program that ran out of memory, or of a C++ program that did.
+OUT_OF_MEMORY_LINE = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{NOT_MAPPED}.*)$")
 
 
 def known(name: str, names: Iterable[str], word: str = "known") -> str:

@@ -1,9 +1,13 @@
 """What crosses a file or a process: frozen, typed tables, and one spelling of each for hashes."""
 
 import json
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+
+# Which operands of a matmul are stored transposed, in the words of BLAS: a forward is x·Wᵀ, the gradient of its input
+# g·W, that of its weight gᵀ·x.
+Layout = Literal["nt", "nn", "tn"]
 
 
 class Frozen(BaseModel):

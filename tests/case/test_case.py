@@ -7,10 +7,10 @@ import pytest
 from fixtures.cases import NAME, OWN, own, refusal
 from steelyard import accelerators
 from steelyard.case import resolve
-from steelyard.case.precision import PRESETS
+from steelyard.case.precision import presets
 from steelyard.errors import RequestError
 from steelyard.models import families
-from steelyard.tasks.mmlu.fields import MadeQuestions
+from steelyard.tasks.questions import MadeQuestions
 
 # Files.
 
@@ -56,7 +56,7 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = resolve.resolve(path)
     assert found.path == path
     assert found.case.name == "own"
-    assert found.case.question.precision == PRESETS["score"]["fp16"]
+    assert found.case.question.precision == presets()["score"]["fp16"]
     assert found.case.question.data.shots == 5
     monkeypatch.chdir(tmp_path)
     assert resolve.resolve("own.toml").case == found.case

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fixtures.cases import NAME, OWN, own, refusal
-from steelyard.case.precision import PRESETS
+from steelyard.case.precision import presets
 from steelyard.case.resolve import Resolved, resolve
 
 
@@ -16,7 +16,7 @@ def test_a_precision_is_set_by_its_name_alone(key: str) -> None:
     assert refusal(NAME, "full", f"{key}=fp32").startswith(f"--set: no key {key!r}; ")
 
 
-@pytest.mark.parametrize("name", PRESETS["score"])
+@pytest.mark.parametrize("name", presets()["score"])
 def test_precisions(name: str) -> None:
     expected = {
         "fp32": ("fp32", "fp32", None, None), "tf32": ("tf32", "fp32", None, None),
@@ -31,7 +31,7 @@ def test_precisions(name: str) -> None:
 
 
 def test_training_precisions() -> None:
-    assert {name: (p.matmul, p.weights, p.gradients, p.states) for name, p in PRESETS["train"].items()} == {
+    assert {name: (p.matmul, p.weights, p.gradients, p.states) for name, p in presets()["train"].items()} == {
         "fp32": ("fp32", "fp32", "fp32", "fp32"),
         "tf32": ("tf32", "fp32", "fp32", "fp32"),
         "fp16": ("fp16", "fp32", "fp32", "fp32"),

@@ -11,8 +11,9 @@ from fixtures.commands import CASE, SMOKE, Shell
 from fixtures.engines import scored
 from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import resolve
-from steelyard.cli import engines as verb
+from steelyard.cli import runs as verb
 from steelyard.cli.out import Output
+from steelyard.cli.requests import engines_and_settings
 from steelyard.engine import rows as engine_rows
 from steelyard.errors import RequestError
 
@@ -29,7 +30,7 @@ def asked(
     *changes: str, case: str = CASE, division: str | None = None, precision: str | None = None, **options: Any
 ) -> list[Request]:
     resolved = resolve(case, "smoke", precision, division, list(changes))
-    every = verb.chosen("all", [])[0]
+    every = engines_and_settings("all", [])[0]
     return [Request(resolved, engine=name, accelerator="cpu", out=Path("records"), **options) for name, _ in every]
 
 
@@ -66,40 +67,40 @@ def asked(
     ids=["closed", "open"],
 )
 def test_those_that_cannot_are_named_with_the_reason(requests: list[Request], able: list[str], reasons: dict[str, str]) -> None:
-    runs, left_out = verb._able(requests)
+    runs, left_out = verb.able(requests)
     assert [one.engine.name for one in runs] == able
     assert {one.engine: one.reason for one in left_out} == reasons
     assert {one.case for one in left_out} == {CASE}
 
 
 def test_a_plan_that_an_engine_cannot_divide_leaves_it_out() -> None:
-    runs, left_out = verb._able(asked("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2))
+    runs, left_out = verb.able(asked("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2))
     assert [one.engine.name for one in runs] == ["torch"]
     assert left_out[0].engine == "transformers"
     assert left_out[0].reason.startswith("engine transformers holds a whole model on each device; asked: TP2")
 
 
 def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
-    runs, left_out = verb._able(asked(case="llama1-7b-openwebtext", precision="bf16-pure"))
+    runs, left_out = verb.able(asked(case="llama1-7b-openwebtext", precision="bf16-pure"))
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
     reasons = {one.engine: one.reason for one in left_out}
     assert reasons["paddle"] == "engine paddle does not train in bf16-pure; allowed: fp32, tf32, fp16-o2, bf16-o2"
 
 
 def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out(tmp_path: Path) -> None:
-    runs, left_out = verb._able(asked(case="llama1-7b-openwebtext"))
+    runs, left_out = verb.able(asked(case="llama1-7b-openwebtext"))
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
     reasons = {one.engine: one.reason for one in left_out}
     assert reasons["flagscale"] == "engine flagscale runs a checkout of FlagScale; name it: --set engine.checkout=DIR"
     (tmp_path / "run.py").touch()
     *others, flagscale = asked(case="llama1-7b-openwebtext", passes=("train", "after"))
-    runs, left_out = verb._able([*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))])
+    runs, left_out = verb.able([*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))])
     assert {one.engine: one.reason for one in left_out}["flagscale"] == "--passes: no pass 'after'; allowed: train"
 
 
 def test_what_no_engine_can_is_a_wrong_request() -> None:
     with pytest.raises(RequestError) as caught:
-        verb._able([request for request in asked(division="open") if request.engine in ("transformers", "paddle")])
+        verb.able([request for request in asked(division="open") if request.engine in ("transformers", "paddle")])
     assert str(caught.value) == (
         f"{CASE}: no engine can do it: transformers: {CASE} has no division 'open' with engine transformers; allowed: closed; "
         f"paddle: engine 'paddle' does not run {CASE}; allowed: torch, transformers, megatron"
@@ -200,11 +201,11 @@ def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_where_each_engine_lives() -> None:
-    chosen, others = verb.chosen("all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"])
+    chosen, others = engines_and_settings("all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"])
     pythons = {name: settings.python for name, settings in chosen}
     assert pythons == dict.fromkeys(engine_rows.table()) | {"megatron": "a/b:c", "torch": "d"}
     assert others == ["tune.warmup=1"]
-    assert verb.chosen("torch", ["engine.python=a:b"]) == ([("torch", EngineSettings(python="a:b"))], [])
+    assert engines_and_settings("torch", ["engine.python=a:b"]) == ([("torch", EngineSettings(python="a:b"))], [])
 
 
 @pytest.mark.parametrize(

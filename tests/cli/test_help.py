@@ -13,7 +13,7 @@ import typer
 from fixtures.commands import Shell
 from steelyard.case import resolve
 from steelyard.cli import VERBS, app, terminal
-from steelyard.cli.commands import Command
+from steelyard.cli.options import Command
 
 GROUPS = {
     "case": ("new",),

@@ -153,7 +153,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         made.extend(requests)
         return 0
 
-    monkeypatch.setattr("steelyard.cli.run._run", keep)
+    monkeypatch.setattr("steelyard.cli.runs.run_each", keep)
     return made
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from fixtures.commands import CASE
-from steelyard import accelerators, cli
+from steelyard import accelerators
 from steelyard.accelerators import Accelerator, Found
 from steelyard.case import resolve
 from steelyard.case.request import Request
-from steelyard.cli import app
+from steelyard.cli import app, runs
 from steelyard.cli.out import Output
 from steelyard.errors import RequestError
 from steelyard.run.ready import ready
@@ -28,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
             made.extend(requests)
             return 0
 
-        monkeypatch.setattr("steelyard.cli.run._run", keep)
+        monkeypatch.setattr("steelyard.cli.runs.run_each", keep)
         assert app(["run", *arguments], standalone_mode=False) == 0
         return made
 
@@ -114,8 +114,8 @@ def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pyte
 
 def test_label_tells_the_devices() -> None:
     one = Request(resolve.resolve(CASE, "smoke"))
-    assert cli.run._label(one) == f"{CASE} closed fp32 torch"
-    assert cli.run._label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"
+    assert runs.label(one) == f"{CASE} closed fp32 torch"
+    assert runs.label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from steelyard.case.request import Request
 from steelyard.cli import app
 from steelyard.record import record
 from steelyard.record.record import Record
-from steelyard.run import earlier
+from steelyard.run import reproduce
 from steelyard.run.ready import Ready, ready
 
 TWO = (*SMOKE, "--passes", "infer", "--sweep", "batch_tokens=4096,8192")
@@ -223,8 +223,8 @@ def asked() -> Ready:
 
 
 def test_a_record_answers_its_request(asked: Ready, smoke: dict[str, Path]) -> None:
-    assert earlier.answers(record.read(smoke["closed"]), asked)
-    assert not earlier.answers(record.read(smoke["open"]), asked)
+    assert reproduce.answers(record.read(smoke["closed"]), asked)
+    assert not reproduce.answers(record.read(smoke["open"]), asked)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_record_answers_its_request(asked: Ready, smoke: dict[str, Path]) -> N
 def test_another_question_or_tune_is_not_answered(changes: dict[str, Any], asked: Ready, smoke: dict[str, Path]) -> None:
     resolved = resolve.resolve(CASE, **{"size": "smoke"} | changes)
     other = replace(asked, request=replace(asked.request, resolved=resolved))
-    assert not earlier.answers(record.read(smoke["closed"]), other)
+    assert not reproduce.answers(record.read(smoke["closed"]), other)
 
 
 def test_another_run_is_not_answered(asked: Ready, smoke: dict[str, Path]) -> None:
@@ -257,11 +257,11 @@ def test_another_run_is_not_answered(asked: Ready, smoke: dict[str, Path]) -> No
         replace(asked, request=replace(asked.request, weights=Path("w"))),
         replace(asked, request=replace(asked.request, data=Path("d"))),
     ):
-        assert not earlier.answers(found, other)
+        assert not reproduce.answers(found, other)
     for status in ("invalid", "failed"):
-        assert not earlier.answers(found.model_copy(update={"status": status}), asked)
+        assert not reproduce.answers(found.model_copy(update={"status": status}), asked)
     restart = {"record": None, "step": 1, "plan": "TP1PP1DP1", "losses": []}
-    assert not earlier.answers(found.model_copy(update={"restarts": [restart]}), asked)
+    assert not reproduce.answers(found.model_copy(update={"restarts": [restart]}), asked)
 
 
 def test_records_that_do_not_verify_are_not_counted(asked: Ready, smoke: dict[str, Path], tmp_path: Path) -> None:
@@ -270,11 +270,11 @@ def test_records_that_do_not_verify_are_not_counted(asked: Ready, smoke: dict[st
     (tmp_path / "a.json").write_text(whole.replace('"wall_s":', '"wall_s":1', 1))
     (tmp_path / "c.json").write_text(whole[:-9])
     (tmp_path / "page.html").write_text("")
-    [[found]], warnings = earlier.find(tmp_path, [asked])
+    [[found]], warnings = reproduce.find_earlier(tmp_path, [asked])
     assert found.path.name == "b.json"
     assert [line.partition(": ")[0] for line in warnings] == [str(tmp_path / "a.json"), str(tmp_path / "c.json")]
     assert "does not verify" in warnings[0]
-    assert earlier.find(tmp_path / "none", [asked]) == ([[]], [])
+    assert reproduce.find_earlier(tmp_path / "none", [asked]) == ([[]], [])
 
 
 def test_a_plain_run_always_runs(shell: Shell, carried: list[Ready], smoke: dict[str, Path]) -> None:

@@ -21,7 +21,7 @@ from steelyard.models.llama import Llama, LlamaShape
 from steelyard.plan import degrees
 from steelyard.plan.degrees import Plan
 from steelyard.run.clock import now
-from steelyard.tasks.mmlu.data import Prompts
+from steelyard.tasks.questions import Prompts
 from steelyard.weights import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")

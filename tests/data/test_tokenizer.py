@@ -18,8 +18,9 @@ from fixtures.vocabularies import TEXTS, gpt2, refusal
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import JsonTokenizer, MadeTokenizer, SentencePieceTokenizer
 from steelyard.errors import RequestError
+from steelyard.tasks import questions
 from steelyard.tasks.mmlu import data
-from steelyard.tasks.mmlu.fields import MadeQuestions
+from steelyard.tasks.questions import MadeQuestions
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +53,13 @@ def test_made_tokens() -> None:
     expected = 6 + int.from_bytes(hashlib.sha256(b"A").digest()[:4], "big") % 506
     assert ids[3] == [1, expected]
     assert ids[4] == [1]
-    assert data.answer_tokens(tokens) == [2, 3, 4, 5]
+    assert questions.answer_tokens(tokens) == [2, 3, 4, 5]
     assert tokens.end == 0  # no text holds it: pieces begin at 6, answers at 2, and 1 begins
 
 
 def test_made_tokens_stay_in_the_vocabulary_and_off_the_answers() -> None:
-    subjects = data.make(MadeQuestions(subjects=4, questions=12), 5)
-    texts = [data.prompt(subject, row, 5) for subject in subjects for row in subject.test]
+    subjects = questions.make("mmlu", MadeQuestions(subjects=4, questions=12), 5)
+    texts = [questions.prompt(subject, row, 5) for subject in subjects for row in subject.test]
     for vocab in (7, 64, 512):
         rows = MadeTokenizer(vocab).encode(texts)
         assert all(1 <= one < vocab for row in rows for one in row)
@@ -85,7 +86,7 @@ def test_llama_ids(data_dir: Path) -> None:
     assert (found.source, found.vocab) == ("tokenizer.model", 32000)
     assert found.encode(["Hello world", ""]) == [[1, 15043, 3186], [1]]
     assert found.end == 2
-    assert data.answer_tokens(found) == [319, 350, 315, 360]
+    assert questions.answer_tokens(found) == [319, 350, 315, 360]
 
 
 def test_one_vocabulary_from_two_files(data_dir: Path, llama_json: Path) -> None:
@@ -96,9 +97,9 @@ def test_one_vocabulary_from_two_files(data_dir: Path, llama_json: Path) -> None
     texts = TEXTS[:-1]  # "Prepend" leaves an empty text empty
     assert one.encode(texts) == other.encode(texts)
     subject = data.read(data_dir / "mmlu" / "mmlu_data.tar.gz")[7]
-    prompts = [data.prompt(subject, row, 5) for row in subject.test[:20]]
+    prompts = [questions.prompt(subject, row, 5) for row in subject.test[:20]]
     assert one.encode(prompts) == other.encode(prompts)
-    assert data.answer_tokens(other) == [319, 350, 315, 360]
+    assert questions.answer_tokens(other) == [319, 350, 315, 360]
 
 
 def test_byte_level_answers_have_a_leading_space(data_dir: Path, tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_byte_level_answers_have_a_leading_space(data_dir: Path, tmp_path: Path)
     assert (found.source, found.vocab) == ("tokenizer.json", 50257)
     assert found.encode(["Hello world"]) == [[15496, 995]]
     pieces = json.loads((data_dir / "tokenizers" / "gpt2" / "vocab.json").read_text())
-    assert data.answer_tokens(found) == [pieces[f"Ġ{letter}"] for letter in "ABCD"] == [317, 347, 327, 360]
+    assert questions.answer_tokens(found) == [pieces[f"Ġ{letter}"] for letter in "ABCD"] == [317, 347, 327, 360]
     in_order = sorted(pieces, key=lambda piece: pieces[piece])
     assert found.sha256 == hashlib.sha256(json.dumps(in_order).encode()).hexdigest()
 

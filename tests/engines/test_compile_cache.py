@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from steelyard.engines.torch.compile_cache import CompileCache
+from steelyard.engines.torch.framework import CompileCache
 from steelyard.kernels import jit
 
 

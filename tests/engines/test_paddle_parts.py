@@ -14,7 +14,7 @@ from steelyard.case.precision import TRAIN
 from steelyard.case.request import Request
 from steelyard.case.resolve import resolve
 from steelyard.engine import rows as engine_rows
-from steelyard.engines.paddle import modes, precision, rendezvous, weights
+from steelyard.engines.paddle import modes, rendezvous, weights
 from steelyard.engines.paddle.modes import Modes
 from steelyard.errors import RequestError
 from steelyard.models import llama_init, placements
@@ -89,15 +89,15 @@ FOUND = {"parameters": {"bfloat16"}, "gradients": {"bfloat16"}, "logits": {"bflo
 @pytest.mark.parametrize("name", FOUND)
 def test_types_that_are_others_than_the_precision_says_end_a_run(name: str) -> None:
     """Paddle's O2 on a CPU stays in fp32 without a word."""
-    precision.check(TRAIN["bf16-o2"], FOUND)
+    modes.check_types(TRAIN["bf16-o2"], FOUND)
     other = "bfloat16" if name == "states" else "float32"
     wanted = "float32" if name == "states" else "bfloat16"
     with pytest.raises(RuntimeError, match=f"precision bf16-o2: {name} must be {wanted}, and Paddle made them {other}"):
-        precision.check(TRAIN["bf16-o2"], FOUND | {name: {other}})
+        modes.check_types(TRAIN["bf16-o2"], FOUND | {name: {other}})
 
 
 def test_levels() -> None:
-    found = {name: precision.level(TRAIN[name]) for name in engine_rows.PADDLE.trains_in}
+    found = {name: modes.level(TRAIN[name]) for name in engine_rows.PADDLE.trains_in}
     assert found == {"fp32": None, "tf32": None, "fp16-o2": "O2", "bf16-o2": "O2"}
 
 

@@ -107,7 +107,7 @@ def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.Monk
         "megatron.core is not installed, and engine megatron needs it; pip install 'steelyard[megatron]', then run again"
     )
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.score", raising=False)
-    monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.groups", raising=False)
+    monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.config", raising=False)
     with pytest.raises(RequestError) as caught:
         engine_rows.load("megatron", "score_texts")
     assert str(caught.value).startswith("engine 'megatron' needs megatron")

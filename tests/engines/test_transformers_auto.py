@@ -77,7 +77,7 @@ def test_choices_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) 
     one = engine(case_of(folders[name], "mmlu", *MADE["mmlu"], "tune.batch_tokens=800"), folders[name])
     found, texts, model = answers(one), one.job.inputs, plain(folders[name])
     assert len({len(row) for row in texts.rows}) > 4
-    assert len(one.bins) > 1
+    assert len(one.batches.every) > 1
     for i, row in enumerate(texts.rows):
         with torch.inference_mode():
             logits = model(torch.tensor([row])).logits[0, -1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard.engines.torch.compile_cache import CompileCache
+from steelyard.engines.torch.framework import CompileCache
 from steelyard.kernels import token_loss
 from steelyard.models import llama_fp8
 from steelyard.models.attention import layout

@@ -17,7 +17,7 @@ from steelyard.data import archive
 from steelyard.errors import RequestError
 from steelyard.record import record, sealed
 from steelyard.tasks.mmlu import data
-from steelyard.weights import hf_shards, torch_files
+from steelyard.weights import huggingface, torch_files
 
 MIB = 1 << 20
 
@@ -179,10 +179,10 @@ def test_a_safetensors_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "model.safetensors"
     header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert list(hf_shards.inspect_safetensors(path).tensors) == ["x"]
-    monkeypatch.setattr(hf_shards, "MAX_HEADER_BYTES", len(header) - 1)
+    assert list(huggingface.inspect_safetensors(path).tensors) == ["x"]
+    monkeypatch.setattr(huggingface, "MAX_HEADER_BYTES", len(header) - 1)
     line = f"{path}: a header of {len(header)} bytes; at most {len(header) - 1} are read"
-    assert refusal(hf_shards.inspect_safetensors, path) == line
+    assert refusal(huggingface.inspect_safetensors, path) == line
 
 
 def test_bounded_reads_of_a_plain_file() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from steelyard.errors import RequestError
-from steelyard.run import caches
+from steelyard.run import environment
 from steelyard.run.host import Host
 from steelyard.run.messages import Open
 
@@ -39,9 +39,9 @@ def test_workers_get_caches_of_our_own(cache: Path) -> None:
 
 
 def test_they_are_kept_across_runs(cache: Path) -> None:
-    first = caches.variables(os.environ)
+    first = environment.cache_variables(os.environ)
     (cache / "inductor" / "kept").write_text("")
-    assert caches.variables(os.environ) == first
+    assert environment.cache_variables(os.environ) == first
     assert (cache / "inductor" / "kept").exists()
 
 
@@ -59,7 +59,7 @@ def test_another_users_folder_is_refused(cache: Path, planted: str) -> None:
     (cache / planted).mkdir(parents=True)
     os.chown(cache / planted, 12345, 12345)
     with pytest.raises(RequestError, match=r"belongs to user 12345.*XDG_CACHE_HOME") as refused:
-        caches.variables(os.environ)
+        environment.cache_variables(os.environ)
     assert "\n" not in str(refused.value)
     assert "belongs to user 12345" in str(Host(asked()).problem)
 
@@ -69,7 +69,7 @@ def test_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (cache / "triton").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="is a link"):
-        caches.variables(os.environ)
+        environment.cache_variables(os.environ)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
@@ -78,7 +78,7 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> No
     cache.chmod(0o700)
     (cache / "inductor").chmod(mode)
     with pytest.raises(RequestError, match="others can write"):
-        caches.variables(os.environ)
+        environment.cache_variables(os.environ)
 
 
 def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks) -> None:
@@ -96,8 +96,10 @@ def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks)
 
 def test_without_a_place_for_caches_they_are_in_the_runs_own_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert caches.variables({"XDG_CACHE_HOME": str(tmp_path / "file")}) == {}
-    assert caches.within(tmp_path) == {name: str(tmp_path / "cache" / place) for name, place in NAMES.items()}
+    assert environment.cache_variables({"XDG_CACHE_HOME": str(tmp_path / "file")}) == {}
+    assert environment.cache_variables_within(tmp_path) == {
+        name: str(tmp_path / "cache" / place) for name, place in NAMES.items()
+    }
 
 
 @pytest.mark.full

@@ -192,12 +192,12 @@ def test_texts_count_as_their_batches_do() -> None:
     """Of both divisions, against what a batch says of itself."""
     made = Made()
     closed = batches.closed_batch(made.rows, [0, 1, 3])
-    assert TextCounts(made, "closed", lambda length: 1).of("val", closed.items) == closed.counts
+    assert TextCounts(made, "closed", lambda length: 1).of(closed.items) == closed.counts
     shared = batches.prefixes(made.rows, made.groups)
     (bins,) = batches.open_bins(made.rows, made.groups, 8, 0)
     for pieces in bins:
         one = batches.open_batch(made.rows, pieces, None, shared, 0)
-        assert TextCounts(made, "open", lambda length: 1).of("val", one.items, one.prefixes) == one.counts
+        assert TextCounts(made, "open", lambda length: 1).of(one.items, one.prefixes) == one.counts
 
 
 def test_a_window_leaves_fewer_pairs_of_texts_and_rows() -> None:

@@ -12,14 +12,12 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
-from steelyard.plan.degrees import Plan
-from steelyard.run import memory
+from steelyard.run import load
+from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.host import scrubbed
-from steelyard.run.messages import Exit
-from steelyard.run.outcome import Left, judge
+from steelyard.run.messages import WorkerEnded
 
 RUN = (*SMOKE, "--engine", "faulty", "--passes", "val")
-PLAN = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
 STRANGERS = {
     "RANK": "3",
     "LOCAL_RANK": "3",
@@ -53,7 +51,7 @@ def test_which_variables_are_strangers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "tail", "verdict"),
+    ("ended", "tail", "expected"),
     [
         (-9, "", ("killed", "rank 1 was ended by SIGKILL")),
         (-9, "No space left on device", ("killed", "rank 1 was ended by SIGKILL")),
@@ -66,17 +64,16 @@ def test_which_variables_are_strangers() -> None:
         ),
     ],
 )
-def test_what_is_known_and_nothing_else(ended: int, tail: str, verdict: tuple[str, str]) -> None:
-    exits = {1: Exit(token="t", rank=1, code=ended, at_s=1.0)}
-    found = judge(Left([], exits, tails={1: tail}), PLAN, ["localhost"])
-    assert ((found.code, found.text), found.rank) == (verdict, 1)
+def test_what_is_known_and_nothing_else(ended: int, tail: str, expected: tuple[str, str]) -> None:
+    exits = {1: WorkerEnded(token="t", rank=1, code=ended, time_s=1.0)}
+    assert find_failure(RankResults(exits=exits, stderr_tails={1: tail}), 2) == Failure(*expected, 1)
 
 
 @pytest.mark.parametrize(("starved", "more"), [(None, ""), (0, ""), (2, "2 process(es)")])
 def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
-    exits = {0: Exit(token="t", rank=0, code=-9, at_s=1.0, starved=starved)}
+    exits = {0: WorkerEnded(token="t", rank=0, code=-9, time_s=1.0, oom_kills=starved)}
     said = f"; meanwhile the kernel ended {more} of its control group for lack of memory" if more else ""
-    assert judge(Left([], exits), PLAN, ["localhost"]).text == f"rank 0 was ended by SIGKILL{said}"
+    assert find_failure(RankResults(exits=exits), 2) == Failure("killed", f"rank 0 was ended by SIGKILL{said}", 0)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +88,13 @@ def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
     ],
 )
 def test_the_count_of_a_control_group(tmp_path: Path, groups: str, name: str, text: str, found: int | None) -> None:
-    proc, tree = tmp_path / "proc", tmp_path / "groups"
+    proc, tree = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(groups)
     (tree / name).parent.mkdir(parents=True)
     (tree / name).write_text(text)
-    assert memory.ended(proc, tree) == found
-    assert memory.ended(tmp_path / "none", tree) is None
+    assert load.oom_kills(tmp_path) == found
+    assert load.oom_kills(tmp_path / "none") is None
 
 
 @pytest.fixture

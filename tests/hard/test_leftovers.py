@@ -11,13 +11,13 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell, wait_for
-from steelyard.run import leftovers, messages, processes
-from steelyard.run.leftovers import RunFolder
+from steelyard.run import messages, processes
+from steelyard.run.processes import RunFolder
 
 DEAD, ALIVE = "d" * 16 + "-0", "a" * 16 + "-0"
 HOLDER = """
 import sys, time
-from steelyard.run.leftovers import RunFolder
+from steelyard.run.processes import RunFolder
 print(RunFolder(sys.argv[1]).path, flush=True)
 time.sleep(300)
 """
@@ -48,7 +48,7 @@ def test_the_dead_are_swept_and_nobody_else(shell: Shell, tmp_path: Path, monkey
     others.mkdir()
     if os.getuid() == 0:
         os.chown(others, 65534, 65534)
-    assert leftovers.sweep_dead() == [DEAD, *([] if os.getuid() == 0 else ["c" * 16 + "-0"])]
+    assert processes.sweep_dead() == [DEAD, *([] if os.getuid() == 0 else ["c" * 16 + "-0"])]
     assert stopped.wait(10) == -signal.SIGTERM
     kept = {alive.path.name, "steelyard-notes", f"steelyard-{'b' * 16}-0-x1", *([others.name] if os.getuid() == 0 else [])}
     assert {path.name for path in shell.tmp.iterdir()} == kept
@@ -66,7 +66,7 @@ def test_a_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     made: list[Path] = []
-    real = leftovers.fcntl.flock
+    real = processes.fcntl.flock
 
     def late(handle: int, how: int) -> None:
         found = next(tmp_path.iterdir())
@@ -75,7 +75,7 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path: Path
             found.rmdir()
         real(handle, how)
 
-    monkeypatch.setattr(leftovers.fcntl, "flock", late)
+    monkeypatch.setattr(processes.fcntl, "flock", late)
     one = RunFolder(ALIVE)
     assert one.path.is_dir()
     assert one.path != made[0]

@@ -11,7 +11,7 @@ from fixtures.cases import OWN, own
 from fixtures.commands import SMOKE, Shell
 from fixtures.records import RESULTS, RUNS, changed, published
 from steelyard import report
-from steelyard.case.precision import PRESETS, name_of
+from steelyard.case.precision import name_of, presets
 from steelyard.case.resolve import names, resolve
 from steelyard.metrics import validity, verify
 from steelyard.metrics.shipped import later, modified
@@ -51,16 +51,16 @@ def test_a_table_in_a_case_file_is_named_by_its_parts_too(tmp_path: Path) -> Non
     assert resolve(path).case.question.precision.name == "matmul tf32, weights bf16"
 
 
-@pytest.mark.parametrize("kind", PRESETS)
+@pytest.mark.parametrize("kind", presets())
 def test_every_preset_has_its_own_name(kind: str) -> None:
-    assert {name: name_of(kind, row.model_dump()) for name, row in PRESETS[kind].items()} == {n: n for n in PRESETS[kind]}
+    assert {name: name_of(kind, row.model_dump()) for name, row in presets()[kind].items()} == {n: n for n in presets()[kind]}
 
 
 @pytest.mark.parametrize("name", names())
 def test_shipped_cases_keep_their_names(name: str) -> None:
     precision = resolve(name).case.question.precision
     kind = resolve(name).case.question.kind
-    assert PRESETS[kind][precision.name] == precision
+    assert presets()[kind][precision.name] == precision
 
 
 def test_a_record_that_calls_fp16_fp32_does_not_verify(tmp_path: Path) -> None:

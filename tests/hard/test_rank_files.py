@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from steelyard.metrics.verify import verify
 from steelyard.record import record
 from steelyard.record.record import Record
 from steelyard.run import messages, session
-from steelyard.run.outcome import Verdict
+from steelyard.run.boundary import read_rank
+from steelyard.run.failure import find_failure
 from steelyard.run.parent import Run
 from steelyard.run.ready import ready
-from steelyard.run.spec import read_rank
 
 TRIED = 600
 
@@ -35,11 +35,11 @@ class Ended:
 
     def again(self, rank: int, text: str) -> Record:
         """The record that this run would have, had the rank left this."""
-        heard = self.run.session.heard
-        heard.ranks = {one: read_rank(said, one) for one, said in self.texts.items() if one != rank}
-        heard.unreadable = {}
-        self.run.session._rank(messages.rank(self.run.token, rank, text))
-        return self.run._assembled(self.run._outcome(Verdict(None)))
+        session = self.run.session
+        files = {one: read_rank(said, one) for one, said in self.texts.items() if one != rank}
+        session.results = replace(session.results, rank_files=files, unreadable={})
+        session._rank(messages.rank(session.token, rank, text))
+        return self.run._assembled(find_failure(session.results, len(self.texts)))
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def test_the_file_of_another_rank(ended: Ended) -> None:
 
 
 def test_a_file_that_did_not_arrive_whole(ended: Ended) -> None:
-    said = messages.rank(ended.run.token, 1, ended.texts[1])
+    said = messages.rank(ended.run.session.token, 1, ended.texts[1])
     ended.run.session._rank(said.model_copy(update={"text": said.text[:-1]}))
-    assert ended.run.session.heard.unreadable == {1: "it did not arrive as it was sent"}
+    assert ended.run.session.results.unreadable == {1: "it did not arrive as it was sent"}
 
 
 def test_results_that_do_not_fit_together(ended: Ended) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fixtures.engines import scored
 from fixtures.report import make, training
-from steelyard.case.precision import PRESETS
+from steelyard.case.precision import presets
 from steelyard.errors import RequestError
 from steelyard.metrics import compare, fields, phases
 from steelyard.metrics.compare import Change, Comparison, Side, Why
@@ -18,7 +18,7 @@ from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record
 from steelyard.tasks.task import Differences
 
-FP16 = PRESETS["score"]["fp16"].model_dump(mode="json")
+FP16 = presets()["score"]["fp16"].model_dump(mode="json")
 
 
 def runs(*rates: float | None, engine: str = "torch", letter: str = "a", **changes: Any) -> list[Record]:

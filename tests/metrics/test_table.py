@@ -12,8 +12,8 @@ from steelyard.record import record
 from steelyard.record.facts import Environment, Series
 from steelyard.record.record import Record, Scope
 from steelyard.run import assemble
-from steelyard.run.outcome import Outcome
-from steelyard.run.spec import RankFile
+from steelyard.run.boundary import RankFile
+from steelyard.run.failure import Failure, RankResults
 
 GIB = 1 << 30
 TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank
@@ -96,15 +96,17 @@ def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> 
     return assemble.RunFacts(**(base | over))
 
 
-def outcome(*ranks: dict[str, Any], code: str | None = None) -> Outcome:
-    return Outcome(code, "text", 0 if code is None else 1, "tail", [RankFile.model_validate(rank) for rank in ranks])
+def outcome(*ranks: dict[str, Any], code: str | None = None) -> tuple[RankResults, Failure | None]:
+    files = [RankFile.model_validate(rank) for rank in ranks]
+    results = RankResults({one.rank: one for one in files}, agent_output="tail")
+    return results, None if code is None else Failure(code, "text")
 
 
 def made(*ranks: dict[str, Any], **options: Any) -> Record:
     one = options.pop("resolved", None) or resolved()
     chosen = ranks or (rank_file(),)
     known = options.pop("facts", None) or facts(len(chosen))
-    return assemble.assemble(one, "torch", known, outcome(*chosen, **options), clock=lambda: 1025.5)
+    return assemble.assemble(one, "torch", known, *outcome(*chosen, **options), clock=lambda: 1025.5)
 
 
 def value(found: Record, name: str) -> float | None:
@@ -359,7 +361,7 @@ def test_a_failed_run_keeps_what_there_is():
 
 
 def test_a_run_that_left_nothing_still_makes_a_record():
-    found = assemble.assemble(resolved(), "torch", facts(), outcome(code="killed"), clock=lambda: 1025.5)
+    found = assemble.assemble(resolved(), "torch", facts(), *outcome(code="killed"), clock=lambda: 1025.5)
     assert found.status == "failed"
     assert all(one.value is None for name, one in found.metrics.items() if name not in ("e2e_time", "mem_total"))
     assert all(one.note for one in found.metrics.values() if one.value is None)

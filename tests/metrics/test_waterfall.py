@@ -7,8 +7,8 @@ import pytest
 
 from fixtures.report import COUNTS, make, training
 from steelyard import report
-from steelyard.cli.explained import show
 from steelyard.cli.out import Output
+from steelyard.cli.runs import show_waterfall
 from steelyard.metrics.waterfall import waterfalls
 from steelyard.record.profile import KernelFacts, Profile
 from steelyard.record.record import Record
@@ -207,9 +207,9 @@ def test_a_failed_run_has_none() -> None:
 
 def test_after_a_run_its_waterfall_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """Without kernels, which `report --explain` lists; a line where no run was profiled."""
-    show([training()], Path("records"), Output())
+    show_waterfall([training()], Path("records"), Output())
     assert capsys.readouterr() == ("", "no waterfall: no run got to the steps that are profiled\n")
-    show([explained(stretch()), training()], Path("my records"), Output())
+    show_waterfall([explained(stretch()), training()], Path("my records"), Output())
     printed = capsys.readouterr()
     assert printed.out.count("Why it is not higher") == 1
     shares = [word for word in printed.out.split() if word.endswith("%")]
@@ -217,5 +217,5 @@ def test_after_a_run_its_waterfall_is_printed(capsys: pytest.CaptureFixture[str]
     assert "100.0%" in shares
     assert "norm " not in printed.out
     assert printed.err == "by kernel: steelyard report 'my records' --explain\n"
-    show([explained(stretch())], Path("records"), Output(quiet=True))
+    show_waterfall([explained(stretch())], Path("records"), Output(quiet=True))
     assert capsys.readouterr().err == ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard.engines.torch.recompute import recomputed
+from steelyard.engines.torch.llama import recomputed
 from steelyard.errors import RequestError
 from steelyard.kernels import fp8
 from steelyard.kernels.fp8 import Fp8

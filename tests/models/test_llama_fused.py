@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.engines.torch.recompute import recomputed
+from steelyard.engines.torch.llama import recomputed
 from steelyard.kernels import add_norm, rotary, swiglu
 from steelyard.models import llama_fused
 from steelyard.models.attention import layout

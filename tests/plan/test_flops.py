@@ -14,6 +14,7 @@ from steelyard.models.attention import layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.shapes import LlamaModel as Model
 from steelyard.plan import flops
+from steelyard.tasks import kind
 from steelyard.weights import load
 
 CPU = torch.device("cpu")
@@ -203,9 +204,9 @@ def test_training_is_three_forwards_in_every_convention(name: str) -> None:
     model = MODELS[name].model_copy(update={"nominal_parameters": 5e4})
     counts = batches.counts(LENGTHS, LENGTHS, 30)
     for convention, forward in flops.CONVENTIONS.items():
-        assert flops.work(model, counts, convention, "score") == forward(model, counts)
-        assert flops.work(model, counts, convention, "train") == 3 * (forward(model, counts) or 0)
-    assert flops.work(MODELS[name], counts, "nominal", "train") is None
+        assert flops.work(model, counts, convention, kind.SCORE.forwards) == forward(model, counts)
+        assert flops.work(model, counts, convention, kind.TRAIN.forwards) == 3 * (forward(model, counts) or 0)
+    assert flops.work(MODELS[name], counts, "nominal", kind.TRAIN.forwards) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -217,13 +218,13 @@ def test_training_equals_the_profiler(name: str) -> None:
     picked = [i for i in range(39) if i not in (6, 7, 26, 38)]  # the last token of a row has no target
     every = replace(batch, pick=torch.tensor(picked).numpy(), counts={**batch.counts, "logits": len(picked)})
     squared = {**every.counts, "pairs": every.counts["square"]}
-    assert flops.work(model, squared, "causal", "train") == seen(made, every, backward=True)
+    assert flops.work(model, squared, "causal", kind.TRAIN.forwards) == seen(made, every, backward=True)
 
 
 def test_llama_1_7b_trained(llama_7b: Model) -> None:
     """A row of 2048 tokens with 2048 targets: 6N + 12·L·h·T a token in PaLM's count, 42 GFLOPs in the nominal one."""
     counts = batches.counts([2048], [2048], 2048)
-    assert flops.work(llama_7b, counts, "palm", "train") == (6 * 6_607_343_616 + 12 * 32 * 4096 * 2048) * 2048
-    assert flops.work(llama_7b, counts, "nominal", "train") == 42_000_000_000 * 2048
+    assert flops.work(llama_7b, counts, "palm", kind.TRAIN.forwards) == (6 * 6_607_343_616 + 12 * 32 * 4096 * 2048) * 2048
+    assert flops.work(llama_7b, counts, "nominal", kind.TRAIN.forwards) == 42_000_000_000 * 2048
     matmuls = 6 * (6_476_005_376 + 131_072_000) * 2048
-    assert flops.work(llama_7b, counts, "causal", "train") == matmuls + 12 * 32 * 4096 * 2_098_176
+    assert flops.work(llama_7b, counts, "causal", kind.TRAIN.forwards) == matmuls + 12 * 32 * 4096 * 2_098_176

@@ -16,6 +16,7 @@ from steelyard.models import glm, glm_attention
 from steelyard.models.glm_attention import ClozeLayout
 from steelyard.models.shapes import GlmModel
 from steelyard.plan import flops
+from steelyard.tasks import kind
 from steelyard.training.glm import to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +65,7 @@ def test_counted_equals_the_profiler(name: str, division: str, monkeypatch) -> N
     assert seen(model, pack, False, monkeypatch) == counted
     assert seen(model, pack, True, monkeypatch) == 3 * counted
     squared = {**pack.counts, "pairs": pack.counts["square"]}
-    assert flops.work(model, squared, "causal", "train") == 3 * counted
+    assert flops.work(model, squared, "causal", kind.TRAIN.forwards) == 3 * counted
 
 
 def test_counts_of_a_pack_by_hand() -> None:
@@ -97,7 +98,7 @@ def test_glm_large() -> None:
     assert flops.causal(LARGE, counts) == 2 * 301_989_888 * 300 + 2 * 31_326_208 * 20 + 4 * 24 * 1024 * 70_000
     assert flops.palm(LARGE, counts) == 2 * 334_688_256 * 300 + 4 * 24 * 1024 * 70_100
     assert flops.nominal(LARGE, counts) == 670_000_000 * 300
-    assert flops.work(LARGE, counts, "nominal", "train") == 2_010_000_000 * 300
+    assert flops.work(LARGE, counts, "nominal", kind.TRAIN.forwards) == 2_010_000_000 * 300
 
 
 def test_the_seeds_mfu() -> None:

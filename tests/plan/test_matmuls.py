@@ -8,6 +8,7 @@ from steelyard.models import families
 from steelyard.models.shapes import GlmModel, LlamaModel
 from steelyard.plan import flops, matmuls
 from steelyard.plan.matmuls import Matmul
+from steelyard.tasks import kind as kinds
 
 LLAMA = LlamaModel(family="llama", layers=3, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=256, positions=128)
 GLM = GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=70, positions=64)
@@ -18,9 +19,9 @@ GLM = GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=70, pos
 @pytest.mark.parametrize("model", [LLAMA, GLM], ids=["llama", "glm"])
 def test_flops_are_those_of_the_model(model, tokens, logits, kind):
     counts = {"tokens": tokens, "logits": logits, "pairs": 0, "square": 0}
-    every = matmuls.of_model(model, tokens, logits, kind)
-    assert matmuls.total(every) == flops.FORWARDS[kind] * flops.weight_flops(model, counts)
-    assert matmuls.total(every) == flops.work(model, counts, "causal", kind)
+    every = matmuls.of_model(model, tokens, logits, kinds.row(kind).products)
+    assert matmuls.total(every) == kinds.row(kind).forwards * flops.weight_flops(model, counts)
+    assert matmuls.total(every) == flops.work(model, counts, "causal", kinds.row(kind).forwards)
 
 
 @pytest.mark.parametrize("name", resolve.names())
@@ -29,12 +30,14 @@ def test_flops_of_every_case_are_those_of_the_model(name, size):
     case = resolve.resolve(name, size).case
     tokens, logits = matmuls.batch(case)
     counts = {"tokens": tokens, "logits": logits, "pairs": 0, "square": 0}
-    assert matmuls.total(matmuls.of_case(case, 1)) == flops.work(case.question.model, counts, "causal", case.question.kind)
+    assert matmuls.total(matmuls.of_case(case, 1)) == flops.work(
+        case.question.model, counts, "causal", case.question.kind_row.forwards
+    )
 
 
 def test_a_group_divides_them():
     """Vocabulary 256 is four times 64: nothing is padded, and two devices have half of everything."""
-    whole, half = (matmuls.of_model(LLAMA, 500, 20, "train", tp) for tp in (1, 2))
+    whole, half = (matmuls.of_model(LLAMA, 500, 20, kinds.TRAIN.products, tp) for tp in (1, 2))
     assert matmuls.total(whole) == 2 * matmuls.total(half)
     assert [(one.name, one.m, one.n, one.k, one.count) for one in half if one.layout == "nt"] == [
         ("qkv", 500, 48, 64, 3),
@@ -43,23 +46,23 @@ def test_a_group_divides_them():
         ("down", 500, 64, 48, 3),
         ("vocabulary", 20, 128, 64, 1),
     ]
-    padded = matmuls.of_model(LLAMA.model_copy(update={"vocab": 130}), 500, 20, "score", 2)
+    padded = matmuls.of_model(LLAMA.model_copy(update={"vocab": 130}), 500, 20, kinds.SCORE.products, 2)
     assert (padded[-1].n, matmuls.total(padded[-1:])) == (128, 2 * 20 * 128 * 64)  # 130 rows, padded to twice 128
 
 
 def test_a_backward_has_both_products():
-    every = matmuls.of_model(GLM, 10, 0, "train")
+    every = matmuls.of_model(GLM, 10, 0, kinds.TRAIN.products)
     assert [(one.layout, one.m, one.n, one.k, one.count) for one in every if one.name == "up"] == [
         ("nt", 10, 48, 32, 2),
         ("nn", 10, 32, 48, 2),
         ("tn", 48, 32, 10, 2),
     ]
-    assert {one.layout for one in matmuls.of_model(GLM, 10, 4, "score")} == {"nt"}
+    assert {one.layout for one in matmuls.of_model(GLM, 10, 4, kinds.SCORE.products)} == {"nt"}
 
 
 def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
     monkeypatch.setattr(matmuls, "MOST_NUMBERS", 1000)
-    every = matmuls.of_model(GLM, 26, 0, "score")
+    every = matmuls.of_model(GLM, 26, 0, kinds.SCORE.products)
     assert [(one.m, one.count) for one in every if one.name == "up"] == [(12, 4), (2, 2)]  # 12 · (48 + 32) is at most 1000
     assert matmuls.total(every) == flops.weight_flops(GLM, {"tokens": 26, "logits": 0})
 

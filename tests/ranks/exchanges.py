@@ -11,7 +11,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Limits
 from steelyard.run.ceilings import Holder
 from steelyard.run.clock import now
-from steelyard.run.folder import Rendezvous
+from steelyard.run.messages import Rendezvous
 
 LIMITS = Limits(stretch_s=0.001, limit_s=0.01, total_s=300.0, within=0.05, last=2)
 

@@ -51,7 +51,7 @@ def main() -> None:
         )
         engine.prepare("val", lambda part: nullcontext())
         works = [item for item in engine.work("val") if isinstance(item, Work)]
-        parameters = sum(p.numel() for p in engine.model.parameters())
+        parameters = sum(p.numel() for p in engine.scorer.model.parameters())
         out[one["name"]] = {
             "place": [place.tp, place.dp],
             "answers": engine.outputs("val"),

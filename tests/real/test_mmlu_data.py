@@ -10,8 +10,9 @@ from fixtures.files import gunzip
 from steelyard.case import resolve
 from steelyard.data import batches, tokenizer
 from steelyard.data.tokenizer import Tokenizer
+from steelyard.tasks import questions
 from steelyard.tasks.mmlu import data
-from steelyard.tasks.mmlu.data import Prompts, Subject
+from steelyard.tasks.questions import Prompts, Subject
 
 pytestmark = pytest.mark.full
 
@@ -28,7 +29,7 @@ def llama(data_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def real_prompts(real: list[Subject], llama: Tokenizer) -> Prompts:
-    return data.encode(real, resolve.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0)
+    return questions.encode(real, resolve.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0)
 
 
 def test_real_set_is_complete(real: list[Subject]) -> None:
@@ -97,7 +98,7 @@ Answer:"""
 
 def test_real_prompt_byte_for_byte(real: list[Subject], llama: Tokenizer, real_prompts: Prompts) -> None:
     subject = next(one for one in real if one.name == "world_religions")
-    assert data.prompt(subject, subject.test[70], 5).encode() == REAL_PROMPT.encode()
+    assert questions.prompt(subject, subject.test[70], 5).encode() == REAL_PROMPT.encode()
     first = real_prompts.subject_of.index(real.index(subject))
     assert real_prompts.rows[first + 70] == llama.encode([REAL_PROMPT])[0]
     assert real_prompts.rows[first + 70][:8] == [1, 450, 1494, 526, 2999, 7348, 5155, 313]
@@ -123,7 +124,7 @@ def test_real_set_has_few_tokens_when_shots_are_shared(real_prompts: Prompts) ->
 
 
 def test_real_fingerprint_is_the_cases(real: list[Subject], llama: Tokenizer) -> None:
-    assert data.fingerprint(real, llama) == resolve.resolve("llama2-7b-mmlu").case.question.data.fingerprint
+    assert questions.fingerprint(real, llama) == resolve.resolve("llama2-7b-mmlu").case.question.data.fingerprint
 
 
 # Scores, worked out by hand: six questions, two subjects, the letters' tokens 10 to 13, 99 another token.

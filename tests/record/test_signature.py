@@ -9,7 +9,7 @@ import pytest
 
 from fixtures.commands import Shell
 from fixtures.records import changed, published
-from steelyard.cli import run
+from steelyard.cli import runs
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import verify
 from steelyard.record import signature
@@ -214,7 +214,7 @@ def test_run_refuses_a_key_that_cannot_sign_before_it_starts(tmp_path: Path, she
 
 def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
     with pytest.raises(LostError, match=r"record .* is written but not signed: key .* no such file"):
-        run._sign(record, tmp_path / "gone")
+        runs._sign(record, tmp_path / "gone")
 
 
 @pytest.mark.full

@@ -1,14 +1,14 @@
 """The section of a page on repeated runs, and what the command line prints of them."""
 
-import json
 from typing import Any
 
 import pytest
 
 from fixtures.report import make
 from steelyard import report
-from steelyard.cli import repeats as verb
+from steelyard.cli import runs
 from steelyard.record.record import Record
+from steelyard.report import groups
 from steelyard.report.document import Heading, Page, Paragraph, Table, walk
 
 WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
@@ -91,14 +91,14 @@ def test_a_quality_that_was_not_evaluated_says_so() -> None:
 
 
 def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    verb.show(RUNS[:1], wide=True)
+    runs.show_repeats(RUNS[:1], wide=True)
     assert capsys.readouterr().out == ""
-    verb.show(RUNS, wide=True)
+    runs.show_repeats(RUNS, wide=True)
     assert capsys.readouterr().out.startswith("\nRepeats: llama2-7b-mmlu")
-    [found] = json.loads(json.dumps(verb.as_json(RUNS)))
+    [found] = [one.model_dump(mode="json") for one in groups.repeats(RUNS)]
     assert found["records"] == [f"{n:032x}" for n in (1, 2, 4)]
     assert found["not_valid"] == [{"id": f"{3:032x}", "status": "invalid", "reasons": ["interval"]}]
     assert (found["interval_only"], found["engine"], found["scope"]["kind"]) == (1, "torch", "full")
     mem = {"unit": "GiB", "runs": 3, "mean": 10.0, "interval": [10.0, 10.0], "interval_from": "runs"}
     assert found["metrics"]["mem"] == mem | {"deviation": 0.0, "lowest": 10.0, "highest": 10.0}
-    assert verb.as_json(RUNS[:1]) == []
+    assert [*groups.repeats(RUNS[:1])] == []

@@ -3,7 +3,7 @@
 import pytest
 
 from steelyard.record.facts import HostFacts
-from steelyard.run.clocks import PINGS, HostClock, Reading
+from steelyard.run.clock import PINGS, HostClock, Reading
 
 
 def clock(*readings: tuple[float, float, float]) -> HostClock:

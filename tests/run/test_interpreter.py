@@ -15,7 +15,7 @@ from steelyard import __version__
 from steelyard.case.request import engine_settings
 from steelyard.engine import rows as engine_rows
 from steelyard.errors import RequestError
-from steelyard.run import environment, interpreter
+from steelyard.run import environment
 from steelyard.run.host import Host, scrubbed
 from steelyard.run.messages import Open
 
@@ -37,19 +37,21 @@ def answer(folder: Path, **other: Any) -> str:
 
 def refusal(path: str) -> str:
     with pytest.raises(RequestError) as caught:
-        interpreter.look(path, ["paddle"], os.environ)
+        environment.look_at_interpreter(path, ["paddle"], os.environ)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_one_that_fits(tmp_path: Path) -> None:
-    found = interpreter.look(answer(tmp_path), ["paddle"], os.environ)
+    found = environment.look_at_interpreter(answer(tmp_path), ["paddle"], os.environ)
     assert (found.python, found.packages) == ("3.12.1", {"numpy": "2.0"})
 
 
 def test_this_one_is_seen_from_outside_as_from_inside() -> None:
-    found = interpreter.look(sys.executable, ["json"], {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-    assert found == interpreter.own(["json"])
+    found = environment.look_at_interpreter(
+        sys.executable, ["json"], {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    )
+    assert found == environment.this_interpreter(["json"])
     assert found.python == platform.python_version()
 
 
@@ -87,7 +89,7 @@ def package(folder: Path, name: str, source: str) -> None:
 
 def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> None:
     package(packages, "whole_package", "")
-    assert interpreter.lacking(["json", "whole_package.part", "no_such_package.part"]) == ["no_such_package.part"]
+    assert environment.lacking_modules(["json", "whole_package.part", "no_such_package.part"]) == ["no_such_package.part"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> Non
 def test_a_package_that_cannot_be_imported_is_not_told_as_missing(packages: Path, source: str, said: str) -> None:
     package(packages, "broken_package", source)
     needs = ("broken_package.part",)
-    for look in (lambda: interpreter.lacking(needs), replace(engine_rows.TORCH, needs=needs).missing):
+    for look in (lambda: environment.lacking_modules(needs), replace(engine_rows.TORCH, needs=needs).missing):
         with pytest.raises(RequestError) as caught:
             look()
         assert str(caught.value) == f"broken_package is installed, but {said}"
@@ -134,7 +136,9 @@ def test_another_python_that_ran_out_of_memory(tmp_path: Path) -> None:
 def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None:
     package(tmp_path, "starved_package", "raise MemoryError")
     with pytest.raises(RequestError) as caught:
-        interpreter.look(sys.executable, ["starved_package.part"], {**os.environ, "PYTHONPATH": f"{tmp_path}:{SRC}"})
+        environment.look_at_interpreter(
+            sys.executable, ["starved_package.part"], {**os.environ, "PYTHONPATH": f"{tmp_path}:{SRC}"}
+        )
     assert str(caught.value) == (
         f"engine.python {sys.executable!r}: starved_package is installed, but importing it ran out of memory (MemoryError); "
         "free memory, or raise its limit (ulimit -v), then run again"
@@ -142,7 +146,7 @@ def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None
 
 
 def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter, "LOOK_S", 0.2)
+    monkeypatch.setattr(environment, "LOOK_S", 0.2)
     path = script(tmp_path, "exec sleep 60")
     assert refusal(path) == f"engine.python '{path}' does not answer within 0.2 s; name another Python"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.errors import RequestError
-from steelyard.run import launch, scheduler, site
+from steelyard.run import launch, site
 from steelyard.run.launch import Allocation
 from steelyard.run.site import HostSettings, Site, SlurmSettings
 
@@ -232,5 +232,5 @@ def test_a_configuration_folder_that_cannot_be_read(own: Path, monkeypatch: pyte
 
 
 def test_no_allocation_around_us() -> None:
-    assert scheduler.current({}) is None
-    assert scheduler.current({"SLURM_JOB_ID": "7"}) is None
+    assert launch.current_allocation({}) is None
+    assert launch.current_allocation({"SLURM_JOB_ID": "7"}) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import SMOKE, Shell
-from steelyard.run import groups, load
+from steelyard.run import load
 from steelyard.run.load import Kept, Reader
 from steelyard.run.messages import LoadSaid
 
@@ -89,10 +89,10 @@ def test_the_quota_of_control_groups_version_2(tmp_path: Path) -> None:
     """The tightest on the way up holds; its group counts all that is in it."""
     top = "sys/fs/cgroup"
     put(tmp_path, **{"proc/self/cgroup": "0::/pod/box\n", f"{top}/pod/box/cpu.max": "max 100000\n"})
-    assert groups.tightest(tmp_path) is None
+    assert load.tightest_group(tmp_path) is None
     put(tmp_path, **{f"{top}/pod/cpu.max": "250000 100000\n", f"{top}/pod/cpu.stat": "usage_usec 3500000\nuser_usec 1\n"})
     put(tmp_path, **{f"{top}/cpu.max": "400000 100000\n"})
-    found = groups.tightest(tmp_path)
+    found = load.tightest_group(tmp_path)
     assert found is not None
     assert (found.quota, found.usage_s()) == (2.5, 3.5)
     stat(tmp_path, (1,) * 10, (1,) * 10)
@@ -104,23 +104,23 @@ def test_the_quota_of_control_groups_version_1(tmp_path: Path) -> None:
     top = "sys/fs/cgroup"
     put(tmp_path, **{"proc/self/cgroup": "3:cpuset:/box\n2:cpuacct:/box\n1:cpu:/box\n"})
     put(tmp_path, **{f"{top}/cpu/box/cpu.cfs_quota_us": "-1", f"{top}/cpu/box/cpu.cfs_period_us": "100000"})
-    assert groups.tightest(tmp_path) is None
+    assert load.tightest_group(tmp_path) is None
     put(tmp_path, **{f"{top}/cpu/box/cpu.cfs_quota_us": "150000\n", f"{top}/cpuacct/box/cpuacct.usage": "2000000000\n"})
-    found = groups.tightest(tmp_path)
+    found = load.tightest_group(tmp_path)
     assert found is not None
     assert (found.quota, found.usage_s()) == (1.5, 2.0)
     joint = tmp_path / "joint"
     put(joint, **{"proc/self/cgroup": "4:cpu,cpuacct:/not/mounted\n", f"{top}/cpu,cpuacct/cpu.cfs_quota_us": "100000"})
     put(joint, **{f"{top}/cpu,cpuacct/cpu.cfs_period_us": "50000", f"{top}/cpu,cpuacct/cpuacct.usage": "1000000000"})
-    found = groups.tightest(joint)
+    found = load.tightest_group(joint)
     assert found is not None
     assert (found.quota, found.usage_s()) == (2.0, 1.0)
 
 
 def test_no_control_group_and_one_that_makes_no_sense(tmp_path: Path) -> None:
-    assert groups.tightest(tmp_path) is None
+    assert load.tightest_group(tmp_path) is None
     put(tmp_path, **{"proc/self/cgroup": "nonsense\n0::/../../etc\n", "sys/fs/cgroup/cpu.max": "ten 0"})
-    assert groups.tightest(tmp_path) is None
+    assert load.tightest_group(tmp_path) is None
 
 
 def said(t_s: float, busy_s: float | None = 0.0, own_s: float = 0.0, quota: float | None = None) -> LoadSaid:

@@ -16,6 +16,7 @@ import pytest
 from fixtures.commands import Shell
 from steelyard.errors import RequestError
 from steelyard.run import messages, node, processes
+from steelyard.run.failure import Failure
 from steelyard.run.host import Host
 from steelyard.run.messages import Bye, Open, Ping, Start, Stop, Sweep
 
@@ -51,6 +52,10 @@ class Agent:
     def open(self, **over: Any) -> dict[str, Any]:
         self.send(opening(**over))
         return self.hear("hello")
+
+
+def failure(code: str, text: str) -> dict[str, Any]:
+    return {"code": code, "text": text, "rank": None}
 
 
 def opening(**over: Any) -> Open:
@@ -103,7 +108,7 @@ def test_pings_are_answered_with_the_clock(agent: Agent) -> None:
         (messages.encode(Ping(token="d" * 32, sent_s=0.0)), b"another token"),
         (b"start everything\n", b"no JSON"),
         (
-            messages.encode(Start(token=TOKEN, spec={}, first_rank=0, world=1, origin_s=0.0)).replace(TOKEN.encode(), b""),
+            messages.encode(Start(token=TOKEN, run={}, world=1)).replace(TOKEN.encode(), b""),
             b"token",
         ),
         (messages.encode(opening()), b"open was not expected now"),
@@ -119,7 +124,7 @@ def test_what_is_no_message_of_this_run_ends_it(agent: Agent, line: bytes, why: 
 
 
 def test_nothing_can_be_started_before_open(agent: Agent) -> None:
-    agent.send(Start(token=TOKEN, spec={}, first_rank=0, world=1, origin_s=0.0))
+    agent.send(Start(token=TOKEN, run={}, world=1))
     _, err = agent.process.communicate(timeout=60)
     assert (agent.process.returncode, b"start was not expected now" in err) == (2, True)
 
@@ -127,7 +132,7 @@ def test_nothing_can_be_started_before_open(agent: Agent) -> None:
 def test_a_silent_parent_is_gone(agent: Agent) -> None:
     agent.open(silence_s=0.5)
     bye = agent.hear("bye")
-    assert (bye["code"], bye["problem"]) == ("parent_silent", "nothing was heard of the parent for 0.5 s")
+    assert bye["failure"] == failure("parent_silent", "nothing was heard of the parent for 0.5 s")
     assert agent.process.wait(60) == 0
 
 
@@ -143,7 +148,7 @@ def test_a_closed_pipe_is_a_parent_that_is_gone(agent: Agent) -> None:
     agent.open()
     assert agent.process.stdin is not None
     agent.process.stdin.close()
-    assert agent.hear("bye")["code"] == "parent_gone"
+    assert agent.hear("bye")["failure"]["code"] == "parent_gone"
     assert agent.process.wait(60) == 0
 
 
@@ -152,13 +157,13 @@ def test_an_agent_that_is_told_to_end_says_so(agent: Agent, number: int) -> None
     agent.open()
     agent.process.send_signal(number)
     bye = agent.hear("bye")
-    assert (bye["code"], bye["problem"]) == ("agent_ended", f"the agent was ended by {signal.Signals(number).name}")
+    assert bye["failure"] == failure("agent_ended", f"the agent was ended by {signal.Signals(number).name}")
 
 
 def test_stop_before_start(agent: Agent) -> None:
     agent.open()
     agent.send(Stop(token=TOKEN))
-    assert (agent.hear("bye")["code"], agent.process.wait(60)) == (None, 0)  # without it the parent would take it for lost
+    assert (agent.hear("bye")["failure"], agent.process.wait(60)) == (None, 0)  # without it the parent would take it for lost
 
 
 @pytest.mark.parametrize("number,code", [("ENOSPC", "disk_full"), ("EACCES", "not_started")])
@@ -173,16 +178,16 @@ tempfile.mkdtemp = fail
     (shell.folder / "sitecustomize.py").write_text(fails)
     agent = Agent(Shell(shell.folder, (shell.folder,)))
     agent.open()
-    agent.send(Start(token=TOKEN, spec={}, first_rank=0, world=1, origin_s=0.0))
+    agent.send(Start(token=TOKEN, run={}, world=1))
     bye = agent.hear("bye")
-    assert bye["code"] == code
-    assert bye["problem"].startswith("the ranks could not be started: ")
+    assert bye["failure"]["code"] == code
+    assert bye["failure"]["text"].startswith("the ranks could not be started: ")
     assert agent.process.wait(60) == 0
 
 
 def test_a_spec_that_is_none_ends_the_worker_not_the_agent(agent: Agent) -> None:
     agent.open()
-    agent.send(Start(token=TOKEN, spec={"case": 1}, first_rank=0, world=1, origin_s=0.0))
+    agent.send(Start(token=TOKEN, run={"case": 1}, world=1))
     assert agent.hear("exit")["code"] == 1
     bye = agent.hear("bye")
     assert bye["exits"] == {"0": 1}
@@ -286,8 +291,8 @@ class Starved:
     def end(self) -> int:
         return 1
 
-    def bye(self, stacks: dict[int, str], ended: int, code: str | None, problem: str | None) -> Bye:
-        return Bye(token=TOKEN, exits={}, stderr_tails={}, ended=ended, code=code, problem=problem)
+    def bye(self, stacks: dict[int, str], ended: int, failure: Failure | None) -> Bye:
+        return Bye(token=TOKEN, exits={}, stderr_tails={}, ended=ended, failure=failure)
 
     def clean(self) -> None:
         self.cleaned = True
@@ -302,7 +307,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Said]:
     return made, said
 
 
-STARVED = "the agent ran out of memory; free memory, or raise its limit (ulimit -v)"
+STARVED = Failure("out_of_memory", "the agent ran out of memory; free memory, or raise its limit (ulimit -v)")
 
 
 def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +317,7 @@ def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(monkeypatch
     made._sampler.start()
     made.run()
     (bye,) = [one for one in said.messages if isinstance(one, Bye)]
-    assert (bye.code, bye.problem, bye.ended, ranks.cleaned) == ("out_of_memory", STARVED, 1, True)
+    assert (bye.failure, bye.ended, ranks.cleaned) == (STARVED, 1, True)
 
 
 def test_so_does_one_that_never_got_to_say_hello(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,15 +329,14 @@ def test_so_does_one_that_never_got_to_say_hello(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(node, "Host", starve)
     made._lines.put(messages.encode(opening()))
     made.run()
-    assert [(one.code, one.problem) for one in said.messages] == [("out_of_memory", STARVED)]
+    assert [one.failure for one in said.messages] == [STARVED]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
 def test_ranks_that_cannot_be_started_for_lack_of_memory(error: MemoryError | OSError) -> None:
-    ended = node._not_started(error)
-    assert ended.code == "out_of_memory"
-    assert str(ended.problem) == (
-        "the ranks could not be started: Cannot allocate memory; free memory, or raise its limit (ulimit -v)"
+    assert node._not_started(error) == Failure(
+        "out_of_memory",
+        "the ranks could not be started: Cannot allocate memory; free memory, or raise its limit (ulimit -v)",
     )
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Done, Shell, finish, kill_hard, wait_for
-from steelyard.run.outcome import ILLEGAL_HINT
+from steelyard.run.failure import ILLEGAL_HINT
 
 FAULTY = (*SMOKE, "--engine", "faulty")
 

@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.run import session
 from steelyard.run.measure import Budget
-from steelyard.run.session import Heard, PhaseProgress, Session
+from steelyard.run.session import PhaseProgress, Session
 from steelyard.run.worker import Worker
 
 
@@ -35,10 +35,10 @@ def test_parts_of_the_budget_are_phases() -> None:
 def test_a_run_is_starting_until_a_worker_tells_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PhaseProgress] = []
     one = object.__new__(Session)
-    one.heard, one._begun_s, one._watch = Heard(), 100.0, seen.append
+    one.progress, one._begun_s, one._watch = None, 100.0, seen.append
     monkeypatch.setattr(session, "now", lambda: 131.0)
     one._show()
-    one.heard.progress, one.heard.phase_s = PhaseProgress("val", 3, 9, 0.0), 125.0
+    one.progress, one._phase_s = PhaseProgress("val", 3, 9, 0.0), 125.0
     one._show()
     one._watch = None
     one._show()

@@ -12,7 +12,7 @@ from steelyard.run.site import Site
 
 
 def session(*connections: Any) -> Session:
-    made = Session(launch.named("local"), Site(), ["localhost"], None, "t" * 32, "m")
+    made = Session(launch.named("local"), Site(), 1)
     made.connections = list(connections)
     return made
 
@@ -43,7 +43,7 @@ def test_an_agent_that_ended_without_a_word(said: str, code: str, text: str) -> 
 @pytest.mark.parametrize("seconds,told", [(0.25, "0.25"), (12.0, "12"), (1_800_000.5, "1800000.5")])
 def test_a_hang_and_a_limit_say_the_seconds_that_were_asked(seconds: float, told: str) -> None:
     made = session()
-    made.heard.progress_s = now() - 2 * seconds
+    made._progress_s = now() - 2 * seconds
     hang = made._late(now(), seconds, None)
     assert hang is not None
     assert hang.text == f"nothing was heard of the workers for {told} s, in phase 'start'"

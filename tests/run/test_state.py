@@ -10,7 +10,7 @@ from run.test_load import put
 from steelyard import accelerators
 from steelyard.accelerators import nvml
 from steelyard.errors import RequestError
-from steelyard.run import fitness, load, state
+from steelyard.run import fitness, host, load
 
 CPUS = "sys/devices/system/cpu"
 
@@ -35,7 +35,7 @@ def whole(root: Path) -> None:
 def test_a_whole_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole(tmp_path)
     monkeypatch.setattr(load, "affinity", lambda: frozenset({0, 1}))
-    found = state.of_host(accelerators.CPU, accelerators.CPU.find(), tmp_path)
+    found = host.state_of(accelerators.CPU, accelerators.CPU.find(), tmp_path)
     assert found.model_dump() == {
         "load_1m": 30.25,
         "cores": 5,
@@ -57,14 +57,14 @@ def test_governors_of_older_kernels(tmp_path: Path) -> None:
         tmp_path,
         **{f"{CPUS}/cpu0/cpufreq/scaling_governor": "ondemand\n", f"{CPUS}/cpu11/cpufreq/scaling_governor": "ondemand"},
     )
-    assert state.of_host(accelerators.CPU, [], tmp_path).governors == ["ondemand"]
+    assert host.state_of(accelerators.CPU, [], tmp_path).governors == ["ondemand"]
 
 
 @pytest.mark.parametrize("text", ["", "what ever\n", "nan 1", "0-x,,"])
 def test_a_host_that_tells_nothing(text: str, tmp_path: Path) -> None:
     for name in ("proc/loadavg", "proc/meminfo", f"{CPUS}/online", "sys/devices/system/node/online"):
         put(tmp_path, **{name: text})
-    told = state.of_host(accelerators.CPU, [], tmp_path).model_dump()
+    told = host.state_of(accelerators.CPU, [], tmp_path).model_dump()
     assert set(told) == {"cores", "allowed", "devices"}
 
 

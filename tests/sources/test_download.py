@@ -13,8 +13,9 @@ import pytest
 
 from fixtures.web import Page, Server, serving
 from steelyard.sources import download as downloads
-from steelyard.sources.download import Arrived, DownloadError, Expected, NoSpaceError, download
+from steelyard.sources.download import DownloadError, Expected, NoSpaceError, download
 from steelyard.sources.http import RefusedError, _Redirects
+from steelyard.sources.store import Downloaded
 
 CONTENT = random.Random(7).randbytes(300_000)
 OTHER = random.Random(8).randbytes(300_000)
@@ -30,7 +31,7 @@ def expected(
 
 def fetch(
     server: Server, told, folder: Path, wanted: Expected | None = None, paths=("/f",), timeout_s: float = 10.0
-) -> Arrived:
+) -> Downloaded:
     urls = tuple(path if "://" in path else f"{server.url}{path}" for path in paths)
     return download(wanted or expected(), urls, folder, told.tools(timeout_s))
 
@@ -45,8 +46,8 @@ def refused(server: Server, told, folder: Path, *arguments, **options) -> str:
 def test_a_file_arrives_whole_and_checked(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT)
     got = fetch(server, told, tmp_path)
-    assert got == Arrived(tmp_path / "f.bin", f"{server.url}/f", len(CONTENT), SHA256)
-    assert got.path.read_bytes() == CONTENT
+    assert got == Downloaded(name="f.bin", url=f"{server.url}/f", size_bytes=len(CONTENT), sha256=SHA256, checked_by="nothing")
+    assert (tmp_path / "f.bin").read_bytes() == CONTENT
     assert not (tmp_path / "f.bin.part").exists()
     assert told.watched[-1] == (len(CONTENT), len(CONTENT))
     assert told.lines == told.slept == []
@@ -55,7 +56,7 @@ def test_a_file_arrives_whole_and_checked(server, told, tmp_path):
 
 def test_cuts_are_continued_in_the_same_command(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT, cuts=[CUT, CUT])
-    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert (tmp_path / fetch(server, told, tmp_path).name).read_bytes() == CONTENT
     assert server.ranges() == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"]
     assert [one.if_range for one in server.seen] == [None, '"one"', '"one"']
     assert told.slept == [1.0, 1.0]  # every try brought something
@@ -77,7 +78,7 @@ def test_a_part_is_continued_by_a_later_command(server, told, tmp_path):
     assert note == {"url": f"{server.url}/f", "validator": '"one"', "size_bytes": len(CONTENT)}
     server.seen.clear()
     told.watched.clear()
-    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert (tmp_path / fetch(server, told, tmp_path).name).read_bytes() == CONTENT
     assert server.ranges() == [f"bytes={CUT}-"]
     assert told.watched[-1] == (len(CONTENT) - CUT,) * 2  # the rate is of what this command transfers
 
@@ -101,7 +102,7 @@ def test_a_part_of_which_nothing_is_known_is_not_continued(server, told, tmp_pat
 
 def test_without_ranges_it_starts_over(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT, ranges=False, cuts=[CUT])
-    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert (tmp_path / fetch(server, told, tmp_path).name).read_bytes() == CONTENT
     assert server.ranges() == [None, f"bytes={CUT}-"]
     assert told.watched[-1] == (CUT + len(CONTENT), CUT + len(CONTENT))
 
@@ -138,7 +139,7 @@ def test_a_server_that_ignores_if_range_is_found_out_by_its_tag(server, told, tm
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_range_that_was_not_asked_for_is_not_taken(server, told, tmp_path, shift):
     server.pages["/f"] = Page(CONTENT, cuts=[CUT], range_shift=shift)
-    assert fetch(server, told, tmp_path).path.read_bytes() == CONTENT
+    assert (tmp_path / fetch(server, told, tmp_path).name).read_bytes() == CONTENT
     assert server.ranges() == [None, f"bytes={CUT}-", None]
     (tmp_path / "f.bin").unlink()
     server.seen.clear()
@@ -179,7 +180,7 @@ def test_a_range_beyond_the_end_starts_over(server, told, tmp_path):
 
 def test_a_stall_times_out_and_goes_on(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT, stalls=[CUT])
-    assert fetch(server, told, tmp_path, timeout_s=0.3).path.read_bytes() == CONTENT
+    assert (tmp_path / fetch(server, told, tmp_path, timeout_s=0.3).name).read_bytes() == CONTENT
     assert told.lines[0] == "f.bin: no answer in time; again in 1 s"
     assert server.ranges() == [None, f"bytes={CUT}-"]
 
@@ -216,10 +217,10 @@ def test_without_a_length_the_size_is_checked_at_the_end(server, told, tmp_path)
 
 def test_chunks_tell_their_end(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT, length=False, chunked=True, etag=None)
-    assert fetch(server, told, tmp_path, expected(None, None)).path.read_bytes() == CONTENT
+    assert (tmp_path / fetch(server, told, tmp_path, expected(None, None)).name).read_bytes() == CONTENT
     (tmp_path / "f.bin").unlink()
     server.pages["/f"] = Page(CONTENT, length=False, chunked=True, etag=None, cuts=[CUT])
-    assert fetch(server, told, tmp_path, expected(None, None)).path.read_bytes() == CONTENT
+    assert (tmp_path / fetch(server, told, tmp_path, expected(None, None)).name).read_bytes() == CONTENT
     assert len(told.slept) == 1
 
 
@@ -251,7 +252,8 @@ def test_git_itself_names_it_so(tmp_path):
     (tmp_path / "x").write_bytes(CONTENT)
     done = subprocess.run(["git", "hash-object", tmp_path / "x"], capture_output=True, text=True, check=True)
     wanted = Expected("x", None, None, done.stdout.strip(), 1 << 20, "git")
-    assert downloads.check(tmp_path / "x", wanted) == (len(CONTENT), SHA256)
+    made = downloads.check(tmp_path / "x", wanted)
+    assert (made.size_bytes, made.sha256) == (len(CONTENT), SHA256)
 
 
 def test_mirrors_are_tried_in_order(server, told, tmp_path):

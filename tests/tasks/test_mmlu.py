@@ -16,9 +16,10 @@ from fixtures.files import gunzip
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
+from steelyard.tasks import questions
 from steelyard.tasks.mmlu import data as mmlu
-from steelyard.tasks.mmlu.data import McqRow, Subject
-from steelyard.tasks.mmlu.fields import MadeQuestions, MmluData
+from steelyard.tasks.mmlu.fields import MmluData
+from steelyard.tasks.questions import MadeQuestions, McqRow, Subject
 
 ASTRONOMY: tuple[list[McqRow], list[McqRow]] = (
     [("Which is a star?", "Sun", "Moon", "Mars", "Io", "A"), ("Which is a moon?", "Sun", "Venus", "Mars", "Io", "D")],
@@ -276,18 +277,18 @@ def test_a_member_that_climbs_out_is_only_a_name(tmp_path: Path) -> None:
 
 
 def test_prompt_of_made_rows() -> None:
-    assert mmlu.prompt(SMALL[1], SMALL[1].test[0], 2) == (
+    assert questions.prompt(SMALL[1], SMALL[1].test[0], 2) == (
         "The following are multiple choice questions (with answers) about  world history.\n\n"
         "Who fell?\nA. Rome\nB. Oslo\nC. Bern\nD. Riga\nAnswer: A\n\n"
         "Where?\nA. Here\nB. Thère\nC. Nowhere\nD. West\nAnswer: D\n\n"
         " When?\nA. 476\nB. 1066\nC. 1492\nD. 1789\nAnswer:"
     )
-    assert mmlu.prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
+    assert questions.prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
         "The following are multiple choice questions (with answers) about  astronomy.\n\n"
         "Which is a moon?\nA. Sun\nB. Venus\nC. Mars\nD. Io\nAnswer: D\n\n"
         "What is red?\nA. 1\nB. 2\nC. Mars\nD. 4\nAnswer:"
     )
-    assert mmlu.prompt(SMALL[0], SMALL[0].test[1], 0) == (
+    assert questions.prompt(SMALL[0], SMALL[0].test[1], 0) == (
         "The following are multiple choice questions (with answers) about  astronomy.\n\n"
         "What is red?\nA. 1\nB. 2\nC. Mars\nD. 4\nAnswer:"
     )
@@ -296,16 +297,16 @@ def test_prompt_of_made_rows() -> None:
 def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
     tokens = MadeTokenizer(512)
     subject, row = SMALL[0], SMALL[0].test[0]
-    sizes = [len(tokens.encode([mmlu.prompt(subject, row, 2, dropped)])[0]) for dropped in (0, 1, 2)]
+    sizes = [len(tokens.encode([questions.prompt(subject, row, 2, dropped)])[0]) for dropped in (0, 1, 2)]
     assert sizes[0] > sizes[1] > sizes[2] > 16
     for dropped, size in enumerate(sizes):
         data = DATA.model_copy(update={"context": size})
-        found = mmlu.encode([Subject("astronomy", subject.dev, (row,))], data, tokens, None, 0)
-        assert found.rows == tokens.encode([mmlu.prompt(subject, row, 2, dropped)])
+        found = questions.encode([Subject("astronomy", subject.dev, (row,))], data, tokens, None, 0)
+        assert found.rows == tokens.encode([questions.prompt(subject, row, 2, dropped)])
         assert found.shortened == (dropped > 0)
     data = DATA.model_copy(update={"context": sizes[2] - 1})
     with pytest.raises(RequestError) as caught:
-        mmlu.encode(SMALL, data, tokens, None, 0)
+        questions.encode(SMALL, data, tokens, None, 0, place=mmlu.PLACE)
     expected = f"test/astronomy_test.csv: row 1 alone has {sizes[2]} tokens; the context is {sizes[2] - 1}"
     assert str(caught.value) == expected
 
@@ -313,21 +314,21 @@ def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
 def test_prompts_of_different_shots_are_different_groups() -> None:
     tokens = MadeTokenizer(512)
     long, short = SMALL[0].test
-    size = len(tokens.encode([mmlu.prompt(SMALL[0], short, 2)])[0])
-    assert size < len(tokens.encode([mmlu.prompt(SMALL[0], long, 2)])[0])
-    found = mmlu.encode(SMALL, DATA.model_copy(update={"context": size}), tokens, None, 0)
+    size = len(tokens.encode([questions.prompt(SMALL[0], short, 2)])[0])
+    assert size < len(tokens.encode([questions.prompt(SMALL[0], long, 2)])[0])
+    found = questions.encode(SMALL, DATA.model_copy(update={"context": size}), tokens, None, 0)
     assert found.groups == [0, 1, 2]
     assert (found.shortened, found.index, found.gold, found.subject_of) == (1, [0, 1, 2], [1, 2, 0], [0, 0, 1])
     assert found.subjects == ["astronomy", "world_history"]
     assert found.letters == [2, 3, 4, 5]
-    assert mmlu.encode(SMALL, DATA, tokens, None, 0).groups == [0, 0, 1]
+    assert questions.encode(SMALL, DATA, tokens, None, 0).groups == [0, 0, 1]
 
 
 def test_a_sample_holds_the_same_prompts_as_the_whole() -> None:
     tokens, data = MadeTokenizer(512), MmluData(kind="mmlu", shots=3, context=512, subjects=3)
-    subjects = mmlu.make(MadeQuestions(subjects=3, questions=9, seed=4), 3)
-    whole = mmlu.encode(subjects, data, tokens, None, 0)
-    part = mmlu.encode(subjects, data, tokens, 11, 5)
+    subjects = questions.make("mmlu", MadeQuestions(subjects=3, questions=9, seed=4), 3)
+    whole = questions.encode(subjects, data, tokens, None, 0)
+    part = questions.encode(subjects, data, tokens, 11, 5)
     assert part.index == chosen(27, 11, 5)
     assert part.rows == [whole.rows[i] for i in part.index]
     assert part.gold == [whole.gold[i] for i in part.index]
@@ -347,9 +348,9 @@ def test_sampling_is_seeded_sorted_and_bounded() -> None:
 
 def test_made_questions_are_answerable_and_the_same_each_time() -> None:
     made = MadeQuestions(subjects=8, questions=7, seed=2)
-    subjects = mmlu.make(made, 5)
-    assert subjects == mmlu.make(made, 5)
-    assert subjects != mmlu.make(MadeQuestions(subjects=8, questions=7, seed=3), 5)
+    subjects = questions.make("mmlu", made, 5)
+    assert subjects == questions.make("mmlu", made, 5)
+    assert subjects != questions.make("mmlu", MadeQuestions(subjects=8, questions=7, seed=3), 5)
     names = [subject.name for subject in subjects]
     assert names == sorted(set(names))
     assert len(names) == 8
@@ -366,20 +367,24 @@ def test_made_questions_are_answerable_and_the_same_each_time() -> None:
 
 def test_made_data_needs_no_source() -> None:
     data = DATA.model_copy(update={"made": MadeQuestions(subjects=2, questions=3)})
-    assert mmlu.load(data, None) == (mmlu.make(MadeQuestions(subjects=2, questions=3), 2), "made")
+    assert mmlu.load(data, None) == (questions.make("mmlu", MadeQuestions(subjects=2, questions=3), 2), "made")
 
 
 def test_a_fingerprint_sees_every_part() -> None:
     tokens = MadeTokenizer(512)
-    seen = {mmlu.fingerprint(SMALL, tokens), mmlu.fingerprint(SMALL, MadeTokenizer(513)), mmlu.fingerprint(SMALL[:1], tokens)}
+    seen = {
+        questions.fingerprint(SMALL, tokens),
+        questions.fingerprint(SMALL, MadeTokenizer(513)),
+        questions.fingerprint(SMALL[:1], tokens),
+    }
     for i in range(6):
         row = SMALL[0].test[1]
         other: McqRow = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
-        seen.add(mmlu.fingerprint([Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens))
-    seen.add(mmlu.fingerprint([Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens))
-    seen.add(mmlu.fingerprint([Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens))
+        seen.add(questions.fingerprint([Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens))
+    seen.add(questions.fingerprint([Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens))
+    seen.add(questions.fingerprint([Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens))
     assert len(seen) == 11
-    assert mmlu.fingerprint(list(SMALL), tokens) in seen
+    assert questions.fingerprint(list(SMALL), tokens) in seen
 
 
 def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
@@ -388,7 +393,7 @@ def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
             return [[ord(letter) for letter in text] for text in texts]
 
     with pytest.raises(RequestError) as caught:
-        mmlu.answer_tokens(Letters(512))
+        questions.answer_tokens(Letters(512))
     assert str(caught.value) == "tokenizer made: the answer ' A' is not one token; it cannot be scored"
 
 

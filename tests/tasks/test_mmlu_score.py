@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.tasks.mmlu import score
+from steelyard.tasks import choices as score
 from steelyard.tasks.task import Breakdown, Differences, Selected, Tally
 
 COMMON = score.outputs(
@@ -18,7 +18,7 @@ RANK_0 = {"items": [0, 3, 5], "best": [10, 99, 11], "choice": [0, 3, 1], "finite
 RANK_1 = {"items": [4, 1, 2], "best": [11, 11, 10], "choice": [1, 1, 0], "finite": [1, 0, 1]}
 
 
-def passes(found: score.MmluOutputs) -> dict[str, Any]:
+def passes(found: score.ChoiceOutputs) -> dict[str, Any]:
     table: dict[str, Any] = found.model_dump(mode="json")["passes"]
     return table
 
@@ -101,13 +101,13 @@ def test_differences_are_of_the_letters_that_both_chose() -> None:
     assert score.differences(one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer") is None  # other questions
 
 
-def old(found: score.MmluOutputs) -> score.MmluOutputs:
+def old(found: score.ChoiceOutputs) -> score.ChoiceOutputs:
     """As a record of version 1 has it."""
     table = found.model_dump(mode="json")
     del table["version"]
     for answers in table["passes"].values():
         del answers["argmax"], answers["others"]
-    made = score.MmluOutputs.model_validate(table)
+    made = score.ChoiceOutputs.model_validate(table)
     assert made.model_dump(mode="json") == table  # its bytes stay what they are
     return made
 
@@ -135,7 +135,7 @@ def test_tokens_that_are_not_those_of_the_hits_are_no_answers(change: dict[str, 
     table = score.merge(COMMON, "infer", [RANK_0, RANK_1]).model_dump(mode="json")
     table["passes"]["infer"] |= change
     with pytest.raises(ValueError, match=line):
-        score.MmluOutputs.model_validate(table)
+        score.ChoiceOutputs.model_validate(table)
 
 
 def test_a_token_that_no_vocabulary_has_is_no_answer() -> None:

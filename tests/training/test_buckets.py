@@ -191,7 +191,7 @@ def test_a_pass_is_recorded_before_it_begins() -> None:
         assert {**two.counts, "padded": 0} == one.counts
         assert two.rows == one.rows
     assert all(work.counts["padded"] > 0 for work in again)
-    assert ClozeCounts(rows_of("open", 20, 8), "open").wanted("train", range(1))[0] == plain[0].counts
+    assert ClozeCounts(rows_of("open", 20, 8), "open").wanted(range(1))[0] == plain[0].counts
 
 
 def test_every_replay_drops_other_numbers() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fixtures.glm import CPU, TRAINING
 from steelyard.engine.work import Phase, Work
 from steelyard.engines.torch.exchange import Group, Groups
-from steelyard.engines.torch.placed import Placed as TorchPlaced
+from steelyard.engines.torch.train import Placed as TorchPlaced
 from steelyard.training.loop import COUNTS, Loop
 from steelyard.training.placement import Replicated, SingleDevice
 from steelyard.training.trainer import Trainer
@@ -67,10 +67,10 @@ class Batches:
 
 
 def loop(log: list[str], placement: Any, steps: int = 2) -> Loop:
-    question = SimpleNamespace(train=TRAINING)
-    case = SimpleNamespace(question=question, tune=SimpleNamespace(compile=False))
+    case = SimpleNamespace(tune=SimpleNamespace(compile=False))
     inputs = SimpleNamespace(batch=lambda step: [step])
-    job = SimpleNamespace(case=case, steps=steps, inputs=inputs, keep=None, world=2, device=SimpleNamespace(torch_device=CPU))
+    told = {"keep": None, "world": 2, "device": SimpleNamespace(torch_device=CPU)}
+    job = SimpleNamespace(case=case, train=TRAINING, steps=steps, inputs=inputs, **told)
     trainer = Trainer(job, SimpleNamespace(details=dict), placement)
 
     def update(lr: float) -> Tensor:

@@ -57,10 +57,9 @@ class Toy:
 
 
 def prepared(placement: Any, precision: str = "fp32") -> Trainer:
-    question = SimpleNamespace(train=TRAINING, precision=TRAIN[precision])
-    made = Trainer(
-        SimpleNamespace(case=SimpleNamespace(question=question), device=Device(0, monotonic)), Toy(precision), placement
-    )
+    case = SimpleNamespace(question=SimpleNamespace(precision=TRAIN[precision]))
+    job = SimpleNamespace(case=case, train=TRAINING, device=Device(0, monotonic))
+    made = Trainer(job, Toy(precision), placement)
     parts = []
 
     @contextmanager

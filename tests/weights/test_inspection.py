@@ -11,7 +11,7 @@ from fixtures import huggingface, megatron
 from fixtures.conversions import refused
 from fixtures.glm_checkpoints import FILE, made, put, weights
 from steelyard.models import families
-from steelyard.weights import convert, detect, load
+from steelyard.weights import checkpoint, convert, load
 from steelyard.weights import glm as glm_checkpoint
 from steelyard.weights.inspection import Inspection, inspect
 
@@ -46,7 +46,7 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
 def test_family(name: str, tmp_path: Path) -> None:
     family, write = FOLDERS[name]
     folder = write(tmp_path / "x")
-    assert detect.family_of(folder) == family
+    assert checkpoint.family_of(folder) == family
     assert (inspect(folder).layout in ("glm", "safetensors")) == (family == "glm")
     other = next(row for row in families.table() if row != family)
     reader = {"llama": load.open_folder, "glm": glm_checkpoint.read}[other]
@@ -55,8 +55,8 @@ def test_family(name: str, tmp_path: Path) -> None:
 
 
 def test_no_family(tmp_path: Path) -> None:
-    assert detect.family_of(tmp_path) is None
-    assert detect.family_of(tmp_path / "nowhere") is None
+    assert checkpoint.family_of(tmp_path) is None
+    assert checkpoint.family_of(tmp_path / "nowhere") is None
     refused(lambda: inspect(tmp_path), f"{tmp_path}: holds no checkpoint, neither Hugging Face's (")
     refused(lambda: inspect(tmp_path / "nowhere"), "does not exist; ")
 

@@ -43,7 +43,7 @@ from steelyard.models.llama_init import parameters
 from steelyard.models.placements import Shard
 from steelyard.weights import checkpoint
 from steelyard.weights import load as weights
-from steelyard.weights.megatron_names import LAYER, ours, theirs
+from steelyard.weights.megatron_args import LAYER, ours, theirs
 
 
 def assert_shares(folder: Path, shape: LlamaShape, tensors: Tensors, degrees: tuple[int, ...] = DEGREES) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fixtures.huggingface import SHAPE, TIED, assert_holds, config_of, load, refused, tensors_of, write
 from steelyard.models.llama import LlamaShape
-from steelyard.weights import hf_shards
+from steelyard.weights import huggingface
 from steelyard.weights import load as weights
 from steelyard.weights.inspection import inspect
 
@@ -70,7 +70,7 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / SINGLE).write_bytes(b"not read")
     assert_holds(load(tmp_path), tensors_of(SHAPE))
-    assert [shard.path.name for shard in hf_shards.shards_in(tmp_path)] == ["model.safetensors"]
+    assert [shard.path.name for shard in huggingface.shards_in(tmp_path)] == ["model.safetensors"]
 
 
 class Attack:

@@ -19,7 +19,7 @@ from steelyard.errors import RequestError
 from steelyard.metrics import table
 from steelyard.plan.memory import Parts
 from steelyard.report import words as page
-from steelyard.run.spec import RankStatus
+from steelyard.run.boundary import RankStatus
 from steelyard.words import Message, cases, version_1
 
 SRC = Path(words.__file__).parents[1]
@@ -168,7 +168,7 @@ def test_every_unit_of_every_metric_has_a_text() -> None:
 
 def test_every_failure_has_a_sentence() -> None:
     run = "".join(path.read_text() for path in (SRC / "run").glob("*.py"))
-    made = {*re.findall(r'(?:Verdict|Ended)\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
+    made = {*re.findall(r'Failure\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
     made -= {"running", "done", "request", "ended"}
     told = {code.removeprefix("failure.") for code in CODES if code.startswith("failure.")}
     assert made - told == set()

@@ -11,7 +11,6 @@ from steelyard.data.division import Division
 from steelyard.schema import Frozen
 
 Size = Literal["smoke", "full"]
-LOSSES = ("loss", "loss_first")  # of the steps, which every training has
 
 AUTO = "auto"  # instead of a number: the largest that fits the devices of a run
 # Tunes that may be auto, with what runs where nothing is known of the devices' memory: one row, and a batch that still keeps
@@ -124,7 +123,7 @@ class Case(Frozen):
     def _known(self) -> Self:
         row = self.question.row
         if self.gate is not None:
-            allowed = {*(score.name for score in row.scores), *(LOSSES if row.kind == "train" else ())}
+            allowed = {*(score.name for score in row.scores), *row.kind_row.step_metrics}
             for name in (self.gate.metric, getattr(self.gate, "below", self.gate.metric)):
                 if name not in allowed:
                     raise ValueError(f"gate: {row.name} has no metric {name!r}; allowed: {', '.join(sorted(allowed))}")

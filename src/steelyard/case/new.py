@@ -70,7 +70,7 @@ def task_row(name: str) -> Task:
 
 def starts_random(row: Task) -> bool:
     """Whether the question of a task is to train from random weights."""
-    return row.kind == "train" and not row.starts_trained
+    return row.kind_row.trains and not row.starts_trained
 
 
 def lacks_tokenizer(
@@ -103,7 +103,7 @@ def make(name: str, task: str, model: Model) -> New:
     assumed = [*model.assumed]
     question = {**shipped["question"], "model": model.table, "data": _data(shipped["question"]["data"])}
     _fit(question, model.table["positions"], assumed)
-    if row.kind == "score" and model.precision is not None:
+    if not row.kind_row.trains and model.precision is not None:
         question["precision"] = model.precision
         assumed.append(f"precision {model.precision}, as the weights are stored")
     else:
@@ -119,7 +119,7 @@ def make(name: str, task: str, model: Model) -> New:
         # How many devices share a model is for whoever knows both: without it, each holds a whole one.
         "tune": {key: value for key, value in shipped.get("tune", {}).items() if key != "parallel"},
     }
-    if row.kind == "train" and "below" in shipped.get("gate", {}):
+    if row.kind_row.trains and "below" in shipped.get("gate", {}):
         table["gate"] = shipped["gate"]
     else:
         assumed.append("no gate: no accuracy of this model is known here, so none can be missed")

@@ -4,6 +4,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from steelyard import plugins
+from steelyard.tasks import kind as kinds
+
 Matmul = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Kept = Literal["fp32", "fp16", "bf16"]
 
@@ -59,12 +62,15 @@ TRAIN = {
     )
 }
 
-PRESETS = {"score": SCORE, "train": TRAIN}
+
+def presets() -> dict[str, dict[str, Precision]]:
+    """Return the named precisions of every kind of work."""
+    return {kind.name: plugins.load(kind.precisions) for kind in kinds.table().values()}
 
 
 def name_of(kind: str, parts: dict[str, object]) -> str:
     """The name of a combination: a preset's, where it is exactly that; else its parts, such as `matmul fp16, weights fp32`."""
-    for name, preset in PRESETS.get(kind, {}).items():
+    for name, preset in presets().get(kind, {}).items():
         if preset.model_dump(exclude={"name"}) == {part: parts.get(part) for part in PARTS}:
             return name
     return ", ".join(f"{part} {parts[part]}" for part in PARTS if parts.get(part) is not None)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from steelyard.case.case import AUTO, UNKNOWN_MEMORY
 from steelyard.case.lines import Place, numbers
-from steelyard.case.precision import PRESETS
+from steelyard.case.precision import presets
 from steelyard.errors import RequestError, known
 
 SEE = "see docs/cases.md"
@@ -175,8 +175,8 @@ def _sentence(one: Found, names: list[str]) -> str:
     if one.kind == "missing":
         return f"{where} is missing"
     if where == "question.precision" and isinstance(one.value, str):
-        presets = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in PRESETS.items())
-        return f"precision {shown(one.value)} is not known; allowed for {presets}"
+        named = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in presets().items())
+        return f"precision {shown(one.value)} is not known; allowed for {named}"
     if one.kind == "value_error":
         said = str(one.told.get("error", one.message))
         return f"{where}: {said}" if where else said

@@ -11,6 +11,8 @@ from steelyard.data.division import Division
 from steelyard.errors import RequestError
 from steelyard.models import families
 from steelyard.schema import Frozen
+from steelyard.tasks import kind as kinds
+from steelyard.tasks.kind import Kind
 from steelyard.tasks.task import Asked, Sources, Task
 
 MOST = 10**9  # of what is counted: beyond all use, and no number overflows
@@ -67,7 +69,7 @@ class Train(Frozen):
 class Question(Frozen):
     """What is asked. Everything here, and nothing else, goes into the key. A task is spelled as in keys."""
 
-    kind: Literal["score", "train"]
+    kind: str  # of work: the name of a row of tasks.kind
     task: str
     model: Annotated[Any, BeforeValidator(_model)]  # a family's shape
     data: Annotated[Any, BeforeValidator(_data)]  # a task's fields
@@ -75,6 +77,14 @@ class Question(Frozen):
     division: Division = "closed"
     seed: int = 0
     train: Train | None = None
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        try:
+            return kinds.row(value).name
+        except RequestError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("task", mode="before")
     @classmethod
@@ -87,11 +97,11 @@ class Question(Frozen):
         row = self.row
         if not isinstance(self.data, row.data):
             raise ValueError(f"task {row.name!r} has data of kind {row.name!r}, not {getattr(self.data, 'kind', None)!r}")
-        if row.work not in families.row(self.model.family).works:
+        if not families.does(self.model.family, row.work):
             raise ValueError(f"task {row.name!r} is not one for a model of family {self.model.family!r}")
         if self.kind != row.kind:
             raise ValueError(f"task {row.name!r} is of kind {row.kind!r}, not {self.kind!r}")
-        if (self.kind == "train") != (self.train is not None):
+        if self.kind_row.trains != (self.train is not None):
             raise ValueError("a question of kind 'train' has a table train, and no other has")
         if self.train is not None and self.train.length > self.model.positions:
             raise ValueError(f"train.length {self.train.length} is more than the model's {self.model.positions} positions")
@@ -101,6 +111,11 @@ class Question(Frozen):
     def row(self) -> Task:
         """The task's row."""
         return tasks.row(self.task)
+
+    @property
+    def kind_row(self) -> Kind:
+        """The row of its kind of work."""
+        return kinds.row(self.kind)
 
     def check_weights(self, folder: Path) -> None:
         """Refuse a folder that says it holds another model, without reading a tensor of it."""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from steelyard import files, tasks
 from steelyard.case import problems
 from steelyard.case.case import AUTO, UNKNOWN_MEMORY, Case, Falling, Gate, Target, Tune
-from steelyard.case.precision import PRESETS, name_of
+from steelyard.case.precision import name_of, presets
 from steelyard.case.problems import shown
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
@@ -211,13 +211,13 @@ def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
         origins["question.precision.name"] = "of its parts"
     if not isinstance(question, dict) or not isinstance(question.get("precision"), str):
         return
-    presets = PRESETS.get(str(question.get("kind")), {})
+    named = presets().get(str(question.get("kind")), {})
     name = question["precision"]
-    if name not in presets and origins.get("question.precision") == "command line":
-        raise RequestError(f"precision {name!r} is not known; allowed for {question.get('kind')}: {', '.join(presets)}")
-    if name not in presets:
+    if name not in named and origins.get("question.precision") == "command line":
+        raise RequestError(f"precision {name!r} is not known; allowed for {question.get('kind')}: {', '.join(named)}")
+    if name not in named:
         return  # one of the problems of the file
-    question["precision"] = presets[name].model_dump(mode="json")
+    question["precision"] = named[name].model_dump(mode="json")
     where = origins.pop("question.precision", "case")
     _note(question["precision"], f"preset {name} ({where})", origins, "question.precision.")
 

@@ -15,19 +15,16 @@ from steelyard.cli import (
     case,
     check,
     compare,
-    conform,
     data,
     history,
     report,
-    reproduce,
     run,
     show,
-    sign,
     spec,
     terminal,
     weights,
 )
-from steelyard.cli.commands import HELP, Command
+from steelyard.cli.options import HELP, Command
 from steelyard.cli.out import answer, one_line, say
 from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
 
@@ -61,15 +58,15 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "report": report.report_,
     "compare": compare.compare,
     "history": history.history,
-    "reproduce": reproduce.reproduce,
+    "reproduce": run.reproduce,
     "list": show.list_,
     "show": show.show,
     "check": check.check,
     "spec": spec.spec,
     "verify": report.verify,
-    "sign": sign.sign,
+    "sign": report.sign,
     "schema": report.schema,
-    "conform": conform.conform,
+    "conform": run.conform,
 }
 for _name, _verb in VERBS.items():  # in the order in which --help lists them
     app.command(_name, cls=Command)(_verb)

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.commands import Command
-from steelyard.cli.options import Json
+from steelyard.cli.options import Command, Json
 from steelyard.cli.out import Output, answer, begin, dump, one_line
 from steelyard.errors import RequestError
 

@@ -8,7 +8,6 @@ import typer
 
 from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To, Wide
 from steelyard.cli.out import dump
-from steelyard.cli.report import check_format, read, rendered, show
 
 if TYPE_CHECKING:
     from steelyard.metrics.compare import Change, Comparison, Side
@@ -45,6 +44,8 @@ def compare(
       steelyard compare bf16.json fp16.json --across question.precision
     """
     from steelyard import report
+    from steelyard.cli.pages import check_format, show
+    from steelyard.cli.records import read
     from steelyard.metrics import compare as compared
 
     check_format(format_, lang)
@@ -54,7 +55,7 @@ def compare(
         dump(table(found))
     else:
         page = report.comparison(found, lang)  # type: ignore[arg-type]
-        show(rendered(page, format_, to, as_json, wide), to, as_json, format_, lang)
+        show(page, format_, lang, to, wide, as_json)
     return 1 if found.regressed else 0
 
 

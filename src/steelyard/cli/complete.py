@@ -49,9 +49,9 @@ def divisions(incomplete: str) -> list[str]:
 
 
 def precisions(incomplete: str) -> list[str]:
-    from steelyard.case.precision import PRESETS
+    from steelyard.case.precision import presets
 
-    return _begin(dict.fromkeys(name for presets in PRESETS.values() for name in presets), incomplete)
+    return _begin(dict.fromkeys(name for rows in presets().values() for name in rows), incomplete)
 
 
 def accelerators(incomplete: str) -> list[str]:

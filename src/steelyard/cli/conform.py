@@ -1,61 +1,31 @@
-"""The verb conform."""
+"""Compare what an engine computes with what engine torch computes, on every case at size smoke."""
 
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from steelyard.cli import complete
-from steelyard.cli.options import EngineOptions, Json
-from steelyard.cli.out import Output, answer, begin, dump, say
+from steelyard.case import resolve
+from steelyard.case.request import EngineSettings, Request, engine_settings
+from steelyard.case.resolve import Resolved
+from steelyard.cli.out import aligned, answer, dump, say
+from steelyard.cli.runs import interrupted
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.rows import EngineRow
 from steelyard.errors import RequestError
-
-if TYPE_CHECKING:
-    from steelyard.case.request import EngineSettings
-    from steelyard.case.resolve import Resolved
-    from steelyard.engine.rows import EngineRow
-    from steelyard.metrics.conform import Compared
-    from steelyard.record.record import Record
+from steelyard.metrics.conform import Compared, compare
+from steelyard.record.record import Record
+from steelyard.run import conformity
+from steelyard.run.parent import run_case
+from steelyard.run.ready import ready
 
 YARDSTICK = "torch"
 STEPS = 2
 
 
-def conform(
-    engine: Annotated[
-        str,
-        typer.Argument(metavar="ENGINE", help="An engine, shipped or from another package.", autocompletion=complete.engines),
-    ],
-    cases: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="CASE", help="Only this case. Default: all.", autocompletion=complete.shipped_cases),
-    ] = None,
-    accelerator: Annotated[
-        str, typer.Option(metavar="NAME", help="Where to run both engines.", autocompletion=complete.accelerators)
-    ] = "cpu",
-    settings: EngineOptions = None,
-    as_json: Json = False,
-) -> int:
-    """Check that an engine computes what engine torch computes.
-
-    Both run every case at size smoke. It compares loss and gradient norm of step 1, scores, answers and counts, each
-    with a tolerance. Records of this version of the engine say the result. Exit code 0: it conforms; 1: it does not.
-
-    \b
-    Examples:
-      steelyard conform transformers
-      steelyard conform transformers --case llama2-7b-mmlu
-    """
-    begin("preparing", Output(as_json))
-    from steelyard.case.request import EngineSettings, engine_settings
-    from steelyard.engine import rows as engine_rows
-    from steelyard.metrics.conform import compare
-    from steelyard.run import conformity
-
+def compare_with_torch(engine: str, cases: list[str] | None, accelerator: str, settings: list[str], as_json: bool) -> int:
+    """Run the cases with both engines, print each comparison, keep the result, and return 0 where the engine conforms."""
     row = engine_rows.row(engine)
-    of_engine, others = engine_settings(settings or [])
+    of_engine, others = engine_settings(settings)
     if others:
         raise RequestError(f"--set {others[0]!r}: conform takes only engine.KEY=VALUE, such as engine.python=venv/bin/python")
     if engine == YARDSTICK:
@@ -86,10 +56,8 @@ def conform(
     return 0 if sound else 1
 
 
-def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
+def _cases(row: EngineRow, names: list[str] | None) -> list[Resolved]:
     """Every case that the engine runs, without what is drawn at random in a step: engines draw in their own order."""
-    from steelyard.case import resolve
-
     out: list[Resolved] = []
     for name in names or resolve.names():
         found = resolve.resolve(name, "smoke", None, "closed").case
@@ -104,12 +72,7 @@ def _cases(row: "EngineRow", names: list[str] | None) -> "list[Resolved]":
     return out
 
 
-def _run(resolved: "Resolved", engine: str, of_engine: "EngineSettings", accelerator: str, folder: Path) -> "Record":
-    from steelyard.case.request import Request
-    from steelyard.cli.run import interrupted
-    from steelyard.run.parent import run_case
-    from steelyard.run.ready import ready
-
+def _run(resolved: Resolved, engine: str, of_engine: EngineSettings, accelerator: str, folder: Path) -> Record:
     steps = STEPS if resolved.case.question.train is not None else None
     say(f"{resolved.case.name} {engine}")
     request = Request(
@@ -121,18 +84,16 @@ def _run(resolved: "Resolved", engine: str, of_engine: "EngineSettings", acceler
     return made
 
 
-def _table(engine: str, rows: "list[Compared]", sound: bool) -> str:
+def _table(engine: str, rows: list[Compared], sound: bool) -> str:
     head = ("case", "what", YARDSTICK, engine, "apart", "allowed", "")
     cells = [
         head,
         *((r.case, r.what, _cell(r.ours), _cell(r.theirs), _cell(r.apart), _cell(r.allowed), _word(r)) for r in rows),
     ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([*lines, f"engine {engine} {'conforms' if sound else 'does not conform'}"])
+    return "\n".join([*aligned(cells), f"engine {engine} {'conforms' if sound else 'does not conform'}"])
 
 
-def _word(row: "Compared") -> str:
+def _word(row: Compared) -> str:
     return "ok" if row.ok else "WRONG"
 
 

@@ -1,4 +1,4 @@
-"""The verbs for data: data pack and data inspect for token files; data get and data list are in cli/get.py."""
+"""The verbs for data: data get, data list, data pack and data inspect."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli import get
-from steelyard.cli.commands import Command
-from steelyard.cli.files import aligned, watching
-from steelyard.cli.options import Json
-from steelyard.cli.out import Output, answer, begin, dump, one_line, say
+from steelyard.cli import complete
+from steelyard.cli.options import Again, Command, From, Json, Mirrors, Quiet, Repin, Timeout
+from steelyard.cli.out import Output, aligned, answer, begin, dump, one_line, say, sized
 
 if TYPE_CHECKING:
     from steelyard.data.tokenize import CorpusInspection, TokenFiles
@@ -23,8 +21,51 @@ app = typer.Typer(
     "Example: steelyard data get mmlu, then steelyard run llama2-7b-mmlu --data auto",
     no_args_is_help=True,
 )
-app.command("get", cls=Command)(get.get_data)
-app.command("list", cls=Command)(get.list_data)
+
+
+@app.command("get", cls=Command)
+def get_data(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A data set (steelyard data list), or the case that reads it.", autocompletion=complete.data
+        ),
+    ],
+    offline: From = None,
+    mirrors: Mirrors = None,
+    again: Again = False,
+    repin: Repin = False,
+    timeout: Timeout = 30.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Download a data set, check it, and keep it for --data auto.
+
+    Broken downloads continue where they stopped, also in a later command. A file is checked by its SHA-256; one whose
+    hash nobody has published is pinned at first use in pins.json. The folder is $XDG_CACHE_HOME/steelyard/data.
+
+    \b
+    Examples:
+      steelyard data get mmlu
+      steelyard data get record --from /media/usb
+      steelyard data get openwebtext --mirror https://files.example.org/steelyard
+    """
+    output = Output(as_json, quiet)
+    begin("getting", output)
+    from steelyard.cli import get
+
+    return get.get("data", get.data_name(name), None, get.checked_wish(offline, mirrors, again, repin), timeout, output)
+
+
+@app.command("list", cls=Command)
+def list_data(as_json: Json = False) -> None:
+    """List data sets that can be got: size, licence, what is here and where.
+
+    Example: steelyard data list
+    """
+    from steelyard.cli import get
+
+    get.show_list("data", as_json)
 
 
 @app.command(cls=Command)
@@ -50,10 +91,14 @@ def pack(
       steelyard data pack pages.jsonl --key content --tokenizer gpt2/ --out pages
     """
     begin("reading the tokenizer", Output(as_json))
+    from steelyard.cli.progress import showing_bytes
+    from steelyard.data.tokenize import tokenize
     from steelyard.data.tokenizer import load
 
+    known = load([tokenizer])
     try:
-        made = _tokenize(inputs, load([tokenizer]), out, key, append_end, force, as_json)
+        with showing_bytes(one_line(out.name), quiet=as_json) as watch:
+            made = tokenize(inputs, known, out, key, append_end, force, watch)
     except KeyboardInterrupt:
         say("interrupted")
         return 1
@@ -62,7 +107,7 @@ def pack(
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in paths]
         dump({**asdict(made), "files": files})
     else:
-        answer(_table(_written(made, paths)))
+        answer("\n".join(aligned(_written(made, paths))))
     return 0
 
 
@@ -94,29 +139,16 @@ def inspect(
         about = None if known is None else {"source": known.source, "vocab": known.vocab, "sha256": known.sha256}
         dump({"path": str(source), **asdict(found), "tokenizer": about})
     else:
-        answer(_table(_facts(found, known)))
-
-
-def _tokenize(
-    inputs: list[Path], tokenizer: "Tokenizer", out: Path, key: str, append_end: bool, force: bool, quiet: bool
-) -> "TokenFiles":
-    from rich.console import Console
-
-    from steelyard.cli.progress import Display
-    from steelyard.data.tokenize import tokenize
-
-    with Display(Console(stderr=True, quiet=quiet), one_line(out.name)) as display:
-        return tokenize(inputs, tokenizer, out, key, append_end, force, watching(display.show))
+        answer("\n".join(aligned(_facts(found, known))))
 
 
 def _written(made: "TokenFiles", paths: list[tuple[str, int]]) -> list[tuple[str, str]]:
-    files = [f"{name}  {size}" for name, size in aligned(paths)]
     return [
         ("documents", str(made.documents)),
         ("skipped", f"{made.skipped} without a word" if made.skipped else "0"),
         ("tokens", str(made.tokens)),
         ("fingerprint", made.fingerprint),
-        *(("" if i else "files", text) for i, text in enumerate(files)),
+        *(("" if i else "files", text) for i, text in enumerate(sized(paths))),
     ]
 
 
@@ -139,8 +171,3 @@ def _facts(found: "CorpusInspection", tokenizer: "Tokenizer | None") -> list[tup
     if tokenizer is not None:
         rows.append(("tokenizer", f"{one_line(tokenizer.source)}: every id is below its {tokenizer.vocab}"))
     return [*rows, ("fingerprint", found.fingerprint)]
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

@@ -9,7 +9,6 @@ import typer
 from steelyard.cli.compare import ratio_table
 from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To, Wide
 from steelyard.cli.out import dump, one_line, say
-from steelyard.cli.report import check_format, only_runs, paths, rendered, show
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ def history(
       steelyard history records/ --format html --to history.html
     """
     from steelyard import report
+    from steelyard.cli.pages import check_format, show
     from steelyard.metrics import history as trends
 
     check_format(format_, lang)
@@ -53,11 +53,12 @@ def history(
         dump(_table(found))
     else:
         page = report.history(found, lang)  # type: ignore[arg-type]
-        show(rendered(page, format_, to, as_json, wide), to, as_json, format_, lang)
+        show(page, format_, lang, to, wide, as_json)
 
 
 def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Path, Entry]":
     """Return the entry of every record, by this user's index or the one that was named."""
+    from steelyard.cli.records import only_runs, paths
     from steelyard.metrics.history import summary
     from steelyard.record import index
     from steelyard.run import environment
@@ -74,10 +75,10 @@ def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Pa
 def _own_index() -> Path | None:
     """Return the index in this user's cache; None, with a warning, where there is no place for one."""
     from steelyard.record import index
-    from steelyard.run import caches
+    from steelyard.run import environment
 
     try:
-        return caches.private(os.environ, "index") / index.NAME
+        return environment.private_cache(os.environ, "index") / index.NAME
     except (OSError, RequestError) as error:
         say(f"warning: no index is kept: {one_line(error)}")
         return None

@@ -1,58 +1,34 @@
-"""Options and arguments that several verbs take."""
+"""What verbs take on the command line, and how their help lists it: arguments, then options by
+group."""
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from steelyard.cli import complete
+from steelyard.cli.out import Output
 
-# Groups of options in the help of a verb that has many.
+# Groups of options in the help of a verb that has many; what most runs need comes first.
 MAIN = "Most used"
 QUESTION = "What is measured"
 PART = "How much of it"
 PLACE = "Devices and hosts"
+SEVERAL = "Several runs"
+TRAINING = "Training"
+DETAIL = "Detail"
 OUTPUT = "Output"
+REST = "Options"
+FEW = 10  # options that need no groups
+SMOKE = "smoke"  # a size, and in the place of a case: every case at that size
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
-Cases = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="CASE",
-        help="Cases, your own .toml files, or smoke: every case, tiny. None with --model.",
-        autocompletion=complete.cases,
-        show_default=False,
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Hugging Face safetensors, Megatron shards, GLM's layout, or random. Default: random; with --model its folder.",
-        rich_help_panel=MAIN,
-    ),
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="torch (ours, the default), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: "
-        "every one that can run the case, side by side.",
-        rich_help_panel=MAIN,
-        autocompletion=complete.engines_or_all,
-    ),
-]
-ModelFolder = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Instead of CASE: a model of your own, a Hugging Face folder. Its case is made in memory; see steelyard case new.",
-        rich_help_panel=MAIN,
-    ),
-]
-TaskOption = Annotated[
-    str | None,
-    typer.Option("--task", metavar="TASK", help="With --model: mmlu, lambada, openwebtext or alpaca.", rich_help_panel=MAIN),
-]
+Options = TypeVar("Options")
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[
     bool,
@@ -65,15 +41,8 @@ SizeOption = Annotated[
         "--size",
         metavar="SIZE",
         help="full (default) or smoke: tiny, seconds on a CPU, no download.",
-        autocompletion=complete.sizes,
-    ),
-]
-DataOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="The case's data (size full): a folder, a file, or auto for what steelyard data get brought.",
         rich_help_panel=MAIN,
+        autocompletion=complete.sizes,
     ),
 ]
 PrecisionOption = Annotated[
@@ -131,36 +100,249 @@ HangAfter = Annotated[
 TimeLimit = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Stop a run that takes longer than this.", rich_help_panel=PART)
 ]
-# How much of a question is run.
-Passes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,B",
-        help="Inference: val (eager), infer (compiled), bare (infer with nothing measured inside); default: val,infer. "
-        "Training: before, train, after (held-out loss before and after); default: all, or until the case's target.",
-        rich_help_panel=PART,
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Stop after N steps; inference: after N batches of each pass.", rich_help_panel=PART),
-]
-SampleSize = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Inference: a seeded sample of N items. Training: N of each batch.", rich_help_panel=PART),
-]
-Subjects = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,B", help="MMLU: the questions of these subjects alone; with --sample, N of them.", rich_help_panel=PART
-    ),
-]
-Rows = Annotated[
+
+# How a source is got.
+From = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Inference: the items alone whose ids are in this file, one a line: places in the set counted from 0, ranges "
-        "such as 12-20; MMLU also anatomy/12.",
-        rich_help_panel=PART,
-    ),
+    typer.Option("--from", metavar="DIR", help="Take the files from this folder; nothing is downloaded."),
 ]
+Mirrors = Annotated[
+    list[str] | None,
+    typer.Option("--mirror", metavar="URL", help="Ask URL/NAME/FILE first. Several are asked in order."),
+]
+Again = Annotated[bool, typer.Option("--again", help="Get it anew, although it is here.")]
+Repin = Annotated[bool, typer.Option("--repin", help="Get it anew and accept other bytes than were pinned at first use.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Give up a connection that is silent for so long.")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The command line of `run`, in the order in which its help lists it."""
+
+    cases: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CASE",
+            help="Cases, your own .toml files, or smoke: every case, tiny. None with --model.",
+            autocompletion=complete.cases,
+            show_default=False,
+        ),
+    ] = None
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="The case's data (size full): a folder, a file, or auto for what steelyard data get brought.",
+            rich_help_panel=MAIN,
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Hugging Face safetensors, Megatron shards, GLM's layout, or random. "
+            "Default: random; with --model its folder.",
+            rich_help_panel=MAIN,
+        ),
+    ] = None
+    size: SizeOption = None
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="torch (ours, the default), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: "
+            "every one that can run the case, side by side.",
+            rich_help_panel=MAIN,
+            autocompletion=complete.engines_or_all,
+        ),
+    ] = None
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Devices per host. Default: the site's, else 1; smoke: what each case names.",
+            rich_help_panel=MAIN,
+        ),
+    ] = None
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Instead of CASE: a model of your own, a Hugging Face folder. Its case is made in memory; "
+            "see steelyard case new.",
+            rich_help_panel=MAIN,
+        ),
+    ] = None
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task", metavar="TASK", help="With --model: mmlu, lambada, openwebtext or alpaca.", rich_help_panel=MAIN
+        ),
+    ] = None
+    precision: PrecisionOption = None
+    division: DivisionOption = None
+    settings: Settings = None
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt. Default: beside weights or data.",
+            rich_help_panel=QUESTION,
+        ),
+    ] = None
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Inference: val (eager), infer (compiled), bare (infer with nothing measured inside); default: val,infer. "
+            "Training: before, train, after (held-out loss before and after); default: all, or until the case's target.",
+            rich_help_panel=PART,
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Stop after N steps; inference: after N batches of each pass.", rich_help_panel=PART),
+    ] = None
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Inference: a seeded sample of N items. Training: N of each batch.", rich_help_panel=PART
+        ),
+    ] = None
+    subjects: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="MMLU: the questions of these subjects alone; with --sample, N of them.", rich_help_panel=PART
+        ),
+    ] = None
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Inference: the items alone whose ids are in this file, one a line: places in the set counted from 0, ranges "
+            "such as 12-20; MMLU also anatomy/12.",
+            rich_help_panel=PART,
+        ),
+    ] = None
+    hang_after: HangAfter = 1800.0
+    time_limit: TimeLimit = None
+    accelerator: AcceleratorOption = None
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEGREES",
+            help="Such as TP2DP4. A degree without a number takes the devices that are left. Default: the case's.",
+            rich_help_panel=PLACE,
+        ),
+    ] = None
+    nodes: Annotated[
+        int, typer.Option(metavar="N", help="Hosts. Several need --launcher ssh or slurm.", rich_help_panel=PLACE)
+    ] = 1
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="local (this host), ssh, or slurm (uses the allocation, or asks for one). Default: the site's, else local.",
+            rich_help_panel=PLACE,
+            autocompletion=complete.launchers,
+        ),
+    ] = None
+    site: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file that describes the cluster: launcher, hosts, interface, machine, network. "
+            "Default: ~/.config/steelyard/site.toml, if it is there.",
+            rich_help_panel=PLACE,
+        ),
+    ] = None
+    repeat: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Run N times in fresh processes; print the mean and its interval.", rich_help_panel=SEVERAL
+        ),
+    ] = 1
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=A,B,...",
+            help="Run once for each value of a --set key (tune keys also by short name), devices or nodes. Several sweeps make "
+            "a grid. Points with a valid record in --out are not run again.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Save a checkpoint every N steps, under checkpoints/ in --out.", rich_help_panel=TRAINING
+        ),
+    ] = None
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RECORD",
+            help="Continue from the last complete checkpoint of a run: its record, or its checkpoint folder. "
+            "--parallel and --devices may differ.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Profile a few steps after the run: where the time goes.", rich_help_panel=DETAIL)
+    ] = False
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace", help="With --explain: keep the trace (Chrome format) beside the record.", rich_help_panel=DETAIL
+        ),
+    ] = False
+    out: Out = Path("records")
+    as_json: Json = False
+    quiet: Quiet = False
+    wide: Wide = False
+    sign: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY", help="Sign each record with this SSH key; see steelyard sign -h.", rich_help_panel=OUTPUT),
+    ] = None
+
+    @property
+    def output(self) -> Output:
+        return Output(self.as_json, self.quiet, self.wide)
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
+    """Return a decorator for a verb that takes one object: typer sees the fields of its dataclass
+    as parameters."""
+
+    def decorated(verb: Callable[[Options], int]) -> Callable[..., int]:
+        def command(**values: Any) -> int:
+            return verb(options(**values))
+
+        command.__doc__ = verb.__doc__
+        command.__annotations__ = get_type_hints(options, include_extras=True)
+        setattr(command, "__signature__", inspect.signature(options))  # noqa: B010  no attribute of a function's type
+        return command
+
+    return decorated
+
+
+class Command(TyperCommand):
+    """A verb. Where it has many options they are in groups (`rich_help_panel`), in the order in
+    which these first appear."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        arguments: list[tuple[str, str]] = []
+        options: list[tuple[str, tuple[str, str]]] = []
+        for param in self.get_params(ctx):
+            told = param.get_help_record(ctx)
+            if told is not None and param.param_type_name == "argument":
+                arguments.append(told)
+            elif told is not None:
+                options.append((getattr(param, "rich_help_panel", None) or REST, told))
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": arguments}
+        for panel, told in options:
+            groups.setdefault(panel if len(options) > FEW else REST, []).append(told)
+        for title, rows in groups.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,11 @@ from steelyard.cli import terminal
 from steelyard.errors import LostError
 
 if TYPE_CHECKING:
+    from steelyard.record.record import Record
+    from steelyard.record.spec import SpecRecord
     from steelyard.report import Page
+
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 # What steers a terminal or changes how the text around it looks: controls but tab and line feed, marks without a width,
 # overrides of the direction, line separators, and halves of characters, which no encoding has.
@@ -86,6 +90,13 @@ def say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
+def say_status(made: "Record | SpecRecord", path: object) -> None:
+    """Print on stderr how a run ended, where its record is, and the reasons."""
+    say(f"{made.status}: {path}")
+    for reason in made.reasons:
+        say(f"  {one_line(f'{reason.code}: {reason.text}')}")
+
+
 def begin(what: str, output: Output) -> None:
     """A sign of life on a terminal before anything that takes time is imported or started."""
     if not output.silent and terminal.is_terminal(sys.stderr):
@@ -117,3 +128,21 @@ def wrapped(text: object, columns: int) -> list[str]:
 def plain(value: Any) -> str:
     """A value as a reader meets it in a list: what is not known is a slash."""
     return "/" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with columns of one width each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def sized(files: Sequence[tuple[str, int]]) -> list[str]:
+    """Return a line for each file: its name, and its size as a reader takes it in."""
+    return aligned([(one_line(name), size(size_bytes)) for name, size_bytes in files])
+
+
+def size(size_bytes: int) -> str:
+    for unit, number in UNITS:
+        if size_bytes >= number:
+            return f"{size_bytes / number:.2f} {unit}"
+    return f"{size_bytes} bytes"

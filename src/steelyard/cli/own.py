@@ -5,16 +5,20 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from steelyard.case import new
+from steelyard.case.new import Model, New
+from steelyard.data import tokenizer
 from steelyard.errors import RequestError
-
-if TYPE_CHECKING:
-    from steelyard.case.new import Model, New
-    from steelyard.tasks.task import Task
-    from steelyard.weights.hf_folder import Folder
+from steelyard.models import families
+from steelyard.tasks.task import Task
+from steelyard.weights import hf_config, hf_folder
+from steelyard.weights.hf_folder import Folder
+from steelyard.weights.settings import shown
 
 PROBE = "steelyard.engines.transformers.probe"
 PROBE_S = 600.0
@@ -24,12 +28,9 @@ TINY = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab
 TINY_HEAD, TINY_WINDOW = 32, 48
 
 
-def new_case(folder: Path, task: str, name: str | None = None, check_tokenizer: bool = True) -> "New":
+def new_case(folder: Path, task: str, name: str | None = None, check_tokenizer: bool = True) -> New:
     """Make the case of a task with the model of a folder, which has to have weights and, with
     `check_tokenizer`, the tokenizer that a task on texts needs."""
-    from steelyard.case import new
-    from steelyard.weights import hf_folder
-
     row = new.task_row(task)
     found = hf_folder.read(folder)
     hf_folder.check_complete(found)
@@ -43,14 +44,11 @@ def case_to_run(
     data: Path | None,
     tokenizer: Path | None,
     weights: Path | None,
-) -> "New":
+) -> New:
     """Make the case of a task with the model of a folder for a run. If its weights are not loaded
     (`load_weights` is False, or the task trains from random ones), config.json is enough, with a
     tokenizer that is named or lies beside the data or other `weights` if the task's data are
     texts."""
-    from steelyard.case import new
-    from steelyard.weights import hf_folder
-
     row = new.task_row(task)
     found = hf_folder.read(folder)
     if load_weights and not new.starts_random(row):
@@ -63,9 +61,7 @@ def case_to_run(
     return _case(found, row, None, check_tokenizer=False)
 
 
-def _case(found: "Folder", row: "Task", name: str | None, check_tokenizer: bool) -> "New":
-    from steelyard.case import new
-
+def _case(found: Folder, row: Task, name: str | None, check_tokenizer: bool) -> New:
     model = _model(found, check_tokenizer)
     if row.work not in _works(model):
         able = sorted(name for name in new.templates() if new.task_row(name).work in _works(model))
@@ -76,22 +72,16 @@ def _case(found: "Folder", row: "Task", name: str | None, check_tokenizer: bool)
     return new.make(name or new.name_of(found.name, row.name), row.name, model)
 
 
-def shown_type(found: "Folder") -> str:
-    from steelyard.weights.settings import shown
-
+def shown_type(found: Folder) -> str:
     return shown(found.config.get("model_type"))
 
 
-def _works(model: "Model") -> tuple[str, ...]:
-    from steelyard.models import families
-
+def _works(model: Model) -> tuple[str, ...]:
     return families.row(str(model.table["family"])).works
 
 
-def _model(found: "Folder", check_tokenizer: bool) -> "Model":
+def _model(found: Folder, check_tokenizer: bool) -> Model:
     """Of a type that this program computes, its fields; of any other, what transformers tells."""
-    from steelyard.weights import hf_config
-
     path = found.path / hf_config.CONFIG_NAME
     try:
         hf_config.check_computed(path, found.config)
@@ -102,10 +92,7 @@ def _model(found: "Folder", check_tokenizer: bool) -> "Model":
     return _with_tokenizer(found, model) if check_tokenizer else model
 
 
-def _llama(found: "Folder") -> "Model":
-    from steelyard.case.new import Model
-    from steelyard.weights import hf_config
-
+def _llama(found: Folder) -> Model:
     path = found.path / hf_config.CONFIG_NAME
     shape = hf_config.model_of(path, found.config)
     table = {name: value for name, value in shape.model_dump(mode="json").items() if value is not None}
@@ -123,10 +110,7 @@ def _keys(config: dict[str, Any]) -> set[str]:
     return {key for table in (config, *config.values()) if isinstance(table, dict) for key in table}
 
 
-def _auto(found: "Folder", why: str) -> "Model":
-    from steelyard.case.new import Model
-    from steelyard.weights import hf_folder
-
+def _auto(found: Folder, why: str) -> Model:
     hf_folder.check_rope(found.path, found.config)
     if found.weights in hf_folder.PICKLES:
         raise RequestError(
@@ -158,7 +142,7 @@ def _auto(found: "Folder", why: str) -> "Model":
     )
 
 
-def _probe(found: "Folder") -> dict[str, Any]:
+def _probe(found: Folder) -> dict[str, Any]:
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
             raise RequestError(
@@ -181,11 +165,8 @@ def _probe(found: "Folder") -> dict[str, Any]:
     return told
 
 
-def _with_tokenizer(found: "Folder", model: "Model") -> "Model":
+def _with_tokenizer(found: Folder, model: Model) -> Model:
     """The tokenizer beside the weights, if it is the model's."""
-    from dataclasses import replace
-
-    from steelyard.data import tokenizer
 
     one = tokenizer.load([found.path])
     tokenizer.check_vocab(one, model.table["vocab"])

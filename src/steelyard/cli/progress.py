@@ -1,15 +1,18 @@
 """Progress while a run goes on: phase, done of total, rate, time left. On a terminal one line that changes, elsewhere a line
 every half a minute."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+from rich import console as rich_console
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from steelyard.cli.out import one_line, say
+from steelyard.run import clock as clocks
 from steelyard.run.clock import now
 from steelyard.run.session import STARTING, PhaseProgress
 
@@ -50,6 +53,14 @@ class Display:
     def _render(self) -> Text:
         last = self._last or PhaseProgress(STARTING, 0, 0, self._now() - self._begin_s)
         return Text(line(last, self._console.width), no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def showing_bytes(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a title, and below it, in MiB, what the function that is yielded is called with: bytes done, of how many."""
+    with Display(rich_console.Console(stderr=True, quiet=quiet), title) as display:
+        begin_s = clocks.now()
+        yield lambda done, total: display.show(PhaseProgress("MiB", done >> 20, -(-total >> 20), clocks.now() - begin_s))
 
 
 def line(progress: PhaseProgress, columns: int = 80, bar: bool = True) -> str:

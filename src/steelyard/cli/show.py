@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import complete, terminal
-from steelyard.cli.options import DivisionOption, Json, PrecisionOption, Settings, SizeOption
-from steelyard.cli.out import answer, dump, plain, wrapped
+from steelyard.cli.options import SMOKE, DivisionOption, Json, PrecisionOption, RunOptions, Settings, SizeOption
+from steelyard.cli.out import aligned, answer, dump, plain, wrapped
 
 if TYPE_CHECKING:
     from steelyard.accelerators.row import Found
@@ -86,7 +86,9 @@ def _named_precisions(row: dict[str, Any]) -> list[str]:
 
 
 def _is_training(work: str) -> bool:
-    return work.startswith("train")
+    from steelyard.tasks import kind as kinds
+
+    return any(kind.trains and work in kind.works for kind in kinds.table().values())
 
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
@@ -131,7 +133,6 @@ def show(
     from steelyard import accelerators
     from steelyard.case.case import AUTO
     from steelyard.case.resolve import resolve
-    from steelyard.cli.wanted import SMOKE
     from steelyard.plan import flops
 
     if case == SMOKE:
@@ -189,9 +190,10 @@ def _published(row: dict[str, Any]) -> str:
 
 def _smoke(size: str | None, precision: str | None, division: str | None, settings: list[str] | None, as_json: bool) -> None:
     """What `run smoke` runs with engine torch on this machine."""
-    from steelyard.cli.wanted import SMOKE, at
+    from steelyard.cli.requests import ENGINE, cases_at
 
-    found = at((), SMOKE, "torch", size, precision, division, settings, None, None)
+    options = RunOptions(size=size, precision=precision, division=division, settings=settings)
+    found = cases_at((), SMOKE, ENGINE, options)
     runs = [
         {
             "case": one.case.name,
@@ -208,9 +210,7 @@ def _smoke(size: str | None, precision: str | None, division: str | None, settin
     count = f"{len(runs)} runs: every case at size smoke, with engine torch"
     head = ("case", "division", "precision", "devices")
     cells = [head, *(tuple(str(run[name]) for name in head) for run in runs)]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    answer("\n".join([count, *lines, "run them: steelyard run smoke"]))
+    answer("\n".join([count, *aligned(cells), "run them: steelyard run smoke"]))
 
 
 def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.options import AcceleratorOption, Json, Out, Quiet, Wide
-from steelyard.cli.out import Output, begin, dump, one_line, say, tell
+from steelyard.cli.out import Output, begin, dump, one_line, say, say_status, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,9 +60,7 @@ def spec(
     else:
         tell(report.render_spec([made], "text", "en", terminal.columns(wide)))
         if not quiet or made.status != "valid":
-            say(f"{made.status}: {path}")
-        for reason in made.reasons:
-            say(f"  {one_line(f'{reason.code}: {reason.text}')}")
+            say_status(made, path)
     return 0 if made.status == "valid" else 1
 
 

@@ -1,4 +1,4 @@
-"""The verbs for checkpoints: weights inspect and weights convert; weights get and weights list are in cli/get.py."""
+"""The verbs for weights: weights get, weights list, weights inspect and weights convert."""
 
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli import complete, get
-from steelyard.cli.commands import Command
-from steelyard.cli.files import aligned, size, watching
-from steelyard.cli.options import Json
-from steelyard.cli.out import Output, answer, begin, dump, one_line, plain, say
+from steelyard.cli import complete
+from steelyard.cli.options import Again, Command, From, Json, Mirrors, Quiet, Repin, Timeout
+from steelyard.cli.out import Output, aligned, answer, begin, dump, one_line, plain, say, size, sized
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -26,8 +24,56 @@ app = typer.Typer(
     help="Get models; inspect and convert checkpoints.\n\nExample: steelyard weights get smollm2-135m",
     no_args_is_help=True,
 )
-app.command("get", cls=Command)(get.get_weights)
-app.command("list", cls=Command)(get.list_weights)
+
+
+@app.command("get", cls=Command)
+def get_weights(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A model (steelyard weights list), or any id of the Hugging Face hub.",
+            autocompletion=complete.weights,
+        ),
+    ],
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the hub. Default: as pinned, else main.")
+    ] = None,
+    offline: From = None,
+    mirrors: Mirrors = None,
+    again: Again = False,
+    repin: Repin = False,
+    timeout: Timeout = 30.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Download a model's weights and tokenizer, check them, and keep them.
+
+    Models of the hub come through huggingface_hub: log in with hf auth login for gated ones, name a mirror in
+    HF_ENDPOINT. Only safetensors (or .bin), config and tokenizer are taken, never code.
+
+    \b
+    Examples:
+      steelyard weights get smollm2-135m
+      steelyard weights get Qwen/Qwen2.5-0.5B
+      steelyard weights get llama2-7b --from /media/usb/Llama-2-7b-hf
+    """
+    output = Output(as_json, quiet)
+    begin("getting", output)
+    from steelyard.cli import get
+
+    return get.get("weights", name, revision, get.checked_wish(offline, mirrors, again, repin), timeout, output)
+
+
+@app.command("list", cls=Command)
+def list_weights(as_json: Json = False) -> None:
+    """List models that can be got: size, licence, what is here and where.
+
+    Example: steelyard weights list
+    """
+    from steelyard.cli import get
+
+    get.show_list("weights", as_json)
 
 
 @app.command(cls=Command)
@@ -80,8 +126,12 @@ def convert(
     model = _model(case)
     _ready(source)
     begin("reading the checkpoint", Output(as_json))
+    from steelyard.cli.progress import showing_bytes
+    from steelyard.weights.convert import convert as write
+
     try:
-        made = _convert(source, target, to, tp, model, as_json)
+        with showing_bytes(f"{one_line(target.resolve().name)} {to}", quiet=as_json) as watch:
+            made = write(source, target, to, tp, model, watch)
     except KeyboardInterrupt:
         say("interrupted; run the same command again to go on")
         return 1
@@ -120,16 +170,6 @@ def _ready(folder: Path) -> None:
         raise RequestError("torch is not installed, which weights need; run pip install 'steelyard[torch]'")
 
 
-def _convert(source: Path, target: Path, to: str, tp: int, model: "LlamaModel | None", quiet: bool) -> "Conversion":
-    from rich.console import Console
-
-    from steelyard.cli.progress import Display
-    from steelyard.weights.convert import convert as write
-
-    with Display(Console(stderr=True, quiet=quiet), f"{one_line(target.resolve().name)} {to}") as display:
-        return write(source, target, to, tp, model, watching(display.show))
-
-
 def _facts(found: "Inspection") -> str:
     rows: list[tuple[str, str]] = [
         ("layout", found.layout),
@@ -140,17 +180,16 @@ def _facts(found: "Inspection") -> str:
         ("size", size(found.size_bytes) + (f" ({found.size_bytes} bytes)" if found.size_bytes >= 1 << 10 else "")),
         *((name, plain(value)) for name, value in found.shape.items()),
     ]
-    files = [f"{name}  {size}" for name, size in aligned(found.files[:MOST_FILES])]
+    files = sized(found.files[:MOST_FILES])
     if len(found.files) > MOST_FILES:
         files.append(f"… and {len(found.files) - MOST_FILES} more")
     rows += [("files" if i == 0 else "", text) for i, text in enumerate(files)]
     rows += [("note", one_line(note)) for note in found.notes]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+    return "\n".join(aligned(rows))
 
 
 def _written(made: "Conversion", target: Path, form: str) -> str:
-    lines = [f"{name}  {size}" for name, size in aligned([(str(target / name), size) for name, size in made.files])]
+    lines = sized([(str(target / name), size_bytes) for name, size_bytes in made.files])
     done = "already complete, " if made.kept == len(made.files) else ""
     kept = f", {made.kept} of them kept from an earlier conversion" if made.kept and not done else ""
     lines.append(f"{form}: {done}{len(made.files)} file(s), {size(made.size_bytes)}{kept}, in {one_line(target)}")

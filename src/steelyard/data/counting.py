@@ -1,29 +1,31 @@
 """The counts of a step, from the data alone. An engine only says which rows it computed.
 
-`of` counts rows of a pass, `wanted` what a pass must come to: one table for all of it, or in training one for each step.
+`of` counts rows of a pass, `wanted` what a pass must come to: one table for all of it, or one for each step that takes a
+global batch. A kind of work (tasks/kind.py) names what makes its counter, from inputs, division and the model's window.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from steelyard.data.batches import counts, prefixes, seen
 from steelyard.data.cloze import ClozeRows
-from steelyard.data.division import Division
+from steelyard.data.division import COUNTED, Division
 from steelyard.data.rows import IGNORED, Key, Row, Rows
 from steelyard.data.texts import Texts
 
 Counts = dict[str, int]
-COUNTED = ("tokens", "samples", "logits", "pairs", "square")
 
 
 class Counter(Protocol):
-    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int]) -> Counts:
-        """Of rows of a pass; `prefixes` are groups whose common beginning was computed with them, once."""
+    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
+        """Of rows of a pass; `prefixes` are groups whose common beginning was computed with them, once. `held_out`: the
+        rows are none of a step's global batch."""
 
-    def wanted(self, name: str, steps: range) -> list[Counts]: ...
+    def wanted(self, steps: range | None) -> list[Counts]:
+        """Of every one of these steps; None: of a pass that has no steps of a global batch."""
 
 
 class TextCounts:
@@ -36,7 +38,7 @@ class TextCounts:
     def shared(self) -> list[int]:
         return prefixes(self.texts.rows, self.texts.groups)
 
-    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
+    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
         lens = [len(self.texts.rows[i]) for i in rows]
         common = [self.shared[group] for group in prefixes]
         before = [0 if self.division == "closed" else self.shared[self.texts.groups[i]] for i in rows]
@@ -44,10 +46,10 @@ class TextCounts:
         made = counts([*common, *own], [*common, *lens], len(rows), window=self.window)
         return made | {"logits": sum(map(self.logits, lens))}
 
-    def wanted(self, name: str, steps: range) -> list[Counts]:
+    def wanted(self, steps: range | None) -> list[Counts]:
         """As if nothing were shared, which in division open is the most that there can be."""
         whole = TextCounts(self.texts, "closed", self.logits, self.window)
-        return [whole.of(name, range(len(self.texts.rows)))]
+        return [whole.of(range(len(self.texts.rows)))]
 
 
 class RowCounts:
@@ -56,12 +58,11 @@ class RowCounts:
     def __init__(self, rows: Rows, division: Division, window: int | None = None) -> None:
         self.rows, self.window = rows, window
 
-    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
+    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
         return _sum(of_row(self.rows.row(key), self.window) for key in rows)
 
-    def wanted(self, name: str, steps: range) -> list[Counts]:
-        drawn = [self.rows.batch(step) for step in steps] if name == "train" else [self.rows.held_out()]
-        return [self.of(name, keys) for keys in drawn]
+    def wanted(self, steps: range | None) -> list[Counts]:
+        return [self.of(keys) for keys in _drawn(self.rows, steps)]
 
 
 class ClozeCounts:
@@ -70,12 +71,17 @@ class ClozeCounts:
     def __init__(self, rows: ClozeRows, division: Division, window: int | None = None) -> None:
         self.rows = rows
 
-    def of(self, name: str, rows: Sequence[Key], prefixes: Sequence[int] = ()) -> Counts:
-        return _sum([self.rows.pack(list(rows), held=name != "train").counts] if rows else [])
+    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
+        return _sum([self.rows.pack(list(rows), held=held_out).counts] if rows else [])
 
-    def wanted(self, name: str, steps: range) -> list[Counts]:
-        drawn = [self.rows.batch(step) for step in steps] if name == "train" else [self.rows.held_out()]
-        return [_sum(self.of(name, [key]) for key in keys) for keys in drawn]
+    def wanted(self, steps: range | None) -> list[Counts]:
+        held_out = steps is None
+        return [_sum(self.of([key], held_out=held_out) for key in keys) for keys in _drawn(self.rows, steps)]
+
+
+def _drawn(rows: Rows | ClozeRows, steps: range | None) -> list[Sequence[Key]]:
+    """Return the rows of each step, or those held out."""
+    return [rows.held_out()] if steps is None else [rows.batch(step) for step in steps]
 
 
 def of_row(row: Row, window: int | None = None) -> Counts:
@@ -99,10 +105,11 @@ def _sum(every: Iterable[Counts]) -> Counts:
     return out
 
 
-# Kind of work → what counts it, with the window of the model. Every loss of a text needs the logits of the token before.
-COUNTERS: dict[str, Callable[[Any, Division, int | None], Counter]] = {
-    "score_choices": lambda texts, division, window: TextCounts(texts, division, lambda length: 1, window),
-    "score_texts": lambda texts, division, window: TextCounts(texts, division, lambda length: length - 1, window),
-    "train_rows": RowCounts,
-    "train_cloze": ClozeCounts,
-}
+def count_choices(texts: Texts, division: Division, window: int | None) -> TextCounts:
+    """Return the counter of texts of which only the token after the last is looked at."""
+    return TextCounts(texts, division, lambda length: 1, window)
+
+
+def count_texts(texts: Texts, division: Division, window: int | None) -> TextCounts:
+    """Return the counter of texts whose losses are read: each needs the logits of the token before."""
+    return TextCounts(texts, division, lambda length: length - 1, window)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from steelyard.accelerators.events import Timeline
+from steelyard.accelerators.events import Event, Timeline
 from steelyard.engine.profile import Profiler
 from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import Matmul
@@ -25,6 +25,34 @@ class Meeting(Protocol):
 
     @property
     def listen_fd(self) -> int | None: ...
+
+
+class DeviceFramework:
+    """The part of a framework that the accelerator's device class does."""
+
+    device: Any
+
+    def set_precision(self, matmul: str) -> None:
+        self.device.set_precision(matmul)
+
+    def event(self) -> Event:
+        event: Event = self.device.event()
+        return event
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def reset_memory(self) -> None:
+        self.device.reset_memory()
+
+    def memory(self) -> dict[str, int | None]:
+        return dict(self.device.memory())
+
+    def identity(self) -> dict[str, Any]:
+        return dict(self.device.identity())
+
+    def versions(self) -> dict[str, str | None]:
+        return dict(self.device.versions())
 
 
 class Framework(Timeline, Protocol):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from steelyard.case.case import Case
+from steelyard.case.question import Train
 from steelyard.engine.work import Phase, Work
 from steelyard.plan.degrees import Place, Plan
 
@@ -41,6 +42,13 @@ class Job:
     resume: Path | None = None  # training: the checkpoint to go on from
     folder: Path | None = None  # private to the run, and gone with it
     checkout: Path | None = None  # of the program that the engine starts, where it is one
+
+    @property
+    def train(self) -> Train:
+        """Return the settings of a training; a case that trains nothing raises ValueError."""
+        if self.case.question.train is None:
+            raise ValueError("a question without training")
+        return self.case.question.train
 
 
 class Engine(Protocol):

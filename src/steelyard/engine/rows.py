@@ -81,7 +81,7 @@ class EngineRow:
 
     def _runs(self, question: Question) -> bool:
         row = question.row
-        counts = row.kind != "train" or row.batch_unit in self.batches_of
+        counts = not row.kind_row.trains or row.batch_unit in self.batches_of
         computed = question.model.family in self.families and _variants(question) <= set(self.variants)
         return row.work in self.works and computed and counts
 

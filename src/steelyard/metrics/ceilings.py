@@ -105,13 +105,8 @@ def _meanwhile(series: Series | None, kept: list[Stretch]) -> tuple[float | None
     for margin_s in (0.0, series.period_s):
         seen = readings.window(series, start_s - margin_s, end_s + margin_s).columns
         if seen.t_s:
-            return _mean(seen.sm_clock_mhz), _mean(seen.power_w)
+            return stats.mean_of_known(seen.sm_clock_mhz), stats.mean_of_known(seen.power_w)
     return None, None
-
-
-def _mean(column: list[float | None]) -> float | None:
-    known = [value for value in column if value is not None]
-    return fsum(known) / len(known) if known else None
 
 
 def verify(path: Path) -> list[str]:

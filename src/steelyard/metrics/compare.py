@@ -6,11 +6,11 @@ finished, each compared with the first of the base.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum, isclose
+from math import isclose
 from typing import Literal
 
 from steelyard.errors import RequestError
-from steelyard.metrics import engines, fields, phases, rates, ratio, runs, table
+from steelyard.metrics import engines, fields, phases, rates, ratio, runs, stats, table
 from steelyard.metrics.engines import Answers
 from steelyard.metrics.fields import Field
 from steelyard.metrics.ratio import Ratio
@@ -237,7 +237,7 @@ def _metric(record: Record, name: str) -> float | None:
 
 
 def _step_size(one: Side) -> float | None:
-    return _mean([phases.tokens_per_step(record) for record in one.valid])
+    return stats.mean_of_all([phases.tokens_per_step(record) for record in one.valid])
 
 
 def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
@@ -255,14 +255,9 @@ def _change(
     name: str, unit: str, better: str, form: str, ours: list[float | None], theirs: list[float | None]
 ) -> Change | None:
     """None where neither side knows the number."""
-    base, new = _mean(ours), _mean(theirs)
+    base, new = stats.mean_of_all(ours), stats.mean_of_all(theirs)
     if base is None and new is None:
         return None
     known = [[one for one in values if one is not None] for values in (ours, theirs)]
     found = None if base is None or new is None else ratio.of_values(*known)
     return Change(name, unit, better, form, base, new, found)
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fsum(known) / len(known) if known and len(known) == len(values) else None

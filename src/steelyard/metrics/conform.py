@@ -7,12 +7,14 @@ the precision of the matmuls explains.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from steelyard.data.division import COUNTED
 from steelyard.metrics import spans
-from steelyard.record.record import COUNTED, Record
+from steelyard.record.record import Record
 
 # How far two engines' numbers may be apart, as a share of ours, by what matmuls run in.
 LOSS = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 5e-3, "bf16": 1e-2, "fp8": 3e-2}
 NORM = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 2e-2, "bf16": 5e-2, "fp8": 1e-1}
+FIRST_STEP = {"loss": LOSS, "grad_norm": NORM}  # by name of a step's value; others as a loss
 # Answers that may differ: random weights leave near ties.
 AGREE = {"fp32": 0.02, "tf32": 0.05, "fp16": 0.05, "bf16": 0.05, "fp8": 0.2}
 NAMED = ("loss", "loss_before", "perplexity_last")  # metrics that are means over all rows
@@ -60,13 +62,12 @@ def _counts(ours: Record, theirs: Record) -> Iterator[Compared]:
 
 
 def _first_step(ours: Record, theirs: Record) -> Iterator[Compared]:
-    if ours.task.kind != "train":
-        return
-    precision = ours.question.precision.matmul
-    values = [next(iter(spans.working(one, "train").get(0, [])), None) for one in (ours, theirs)]
-    for key, allowed in (("loss", LOSS), ("grad_norm", NORM)):
-        a, b = (None if one is None else one.values.get(key) for one in values)
-        yield Compared(theirs.case.name, f"step 1 {key}", a, b, _apart(a, b), allowed.get(precision, 0.0))
+    kind, precision = ours.task.kind_row, ours.question.precision.matmul
+    for key in kind.step_values:
+        first = [next(iter(spans.working(one, kind.headline[0]).get(0, [])), None) for one in (ours, theirs)]
+        a, b = (None if one is None else one.values.get(key) for one in first)
+        allowed = FIRST_STEP.get(key, LOSS).get(precision, 0.0)
+        yield Compared(theirs.case.name, f"step 1 {key}", a, b, _apart(a, b), allowed)
 
 
 def _means(ours: Record, theirs: Record) -> Iterator[Compared]:

@@ -6,11 +6,10 @@ of valid runs, for a run that is not valid has no rate to compare.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import fsum
 from typing import TypeVar
 
 from steelyard.case.request import DEFAULT_ENGINE
-from steelyard.metrics import rates, runs, spans, training
+from steelyard.metrics import rates, runs, spans, stats, training
 from steelyard.metrics.runs import Estimate, Runs, Source
 from steelyard.record.record import Record
 from steelyard.tasks.task import Differences
@@ -65,7 +64,7 @@ class EngineRuns:
     def invalid_rate(self) -> float | None:
         """The mean rate of runs that are not valid: shown with their reasons, never compared."""
         found = [runs.rate(one) for one in self.records if one.status != "valid"]
-        return _mean([None if one is None else one.value for one in found])
+        return stats.mean_of_all([None if one is None else one.value for one in found])
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,11 @@ def _row(name: str, records: list[Record], base: list[Record], base_rate: Runs |
         records=tuple(records),
         base=own,
         answers=farthest([answers(base[0], record, metric) for record in others]) if others else None,
-        quality=_mean([runs.metric(record, metric) for record in records]),
+        quality=stats.mean_of_all([runs.metric(record, metric) for record in records]),
         rate=None if rate is None else rate.rate,
         source=None if rate is None else rate.source,
         ratio=ratio,
-        mfu=_mean([runs.metric(record, "mfu") for record in records if record.status == "valid"]),
+        mfu=stats.mean_of_all([runs.metric(record, "mfu") for record in records if record.status == "valid"]),
         mem=max((value for value in (runs.metric(record, "mem") for record in records) if value is not None), default=None),
     )
 
@@ -146,19 +145,14 @@ def _rate(records: list[Record]) -> Runs | None:
     return runs.rate_over_runs(known) if known else None
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fsum(known) / len(known) if known and len(known) == len(values) else None
-
-
 def answers(base: Record, record: Record, metric: str) -> Answers:
     """How far a record's answers are from another's, both of one question."""
-    trains = base.task.kind == "train"
+    values = base.task.kind_row.step_values
     one, other = runs.metric(base, metric), runs.metric(record, metric)
     return Answers(
         chosen=_chosen(base, record),
-        loss=_steps(base, record, "loss") if trains else None,
-        grad_norm=_steps(base, record, "grad_norm") if trains else None,
+        loss=_steps(base, record, "loss") if "loss" in values else None,
+        grad_norm=_steps(base, record, "grad_norm") if "grad_norm" in values else None,
         quality=None if one is None or other is None else abs(other - one),
     )
 

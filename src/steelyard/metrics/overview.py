@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import fsum
 
-from steelyard.metrics import repeats, runs
+from steelyard.metrics import repeats, runs, stats
 from steelyard.metrics.result import work_name
 from steelyard.metrics.runs import Estimate, Interval
 from steelyard.record.record import Record
@@ -75,7 +74,7 @@ def _row(group: Sequence[Record]) -> Row:
         mfu=_mean([_mfu(record) for record in counted]),
         energy=_mean([_own(record, "energy_per_token") for record in counted]),
         mem=max(sizes, default=None),
-        quality=_average([runs.metric(record, metric) for record in counted]),
+        quality=stats.mean_of_known([runs.metric(record, metric) for record in counted]),
         metric=metric,
     )
 
@@ -108,11 +107,6 @@ def _scaled(one: Estimate, factor: float) -> Estimate:
 def _mean(found: Sequence[Estimate | None]) -> Estimate | None:
     known = [one for one in found if one is not None]
     return runs.over_runs(known)[0] if known else None
-
-
-def _average(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fsum(known) / len(known) if known else None
 
 
 def best(found: Iterable[Row]) -> dict[str, Row]:

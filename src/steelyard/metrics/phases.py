@@ -18,7 +18,7 @@ def per_step(record: Record) -> dict[str, float]:
     if found is None or name is None or not steps:
         return {}
     mine = [sample for sample in spans.samples(record, name) if sample.rank == found.slowest]
-    if record.task.kind == "train":
+    if record.task.kind_row.steady:
         mine = [sample for sample in mine if steps[0].start_s <= sample.start_s and sample.end_s <= steps[-1].end_s]
     sums: dict[str, list[float]] = {}
     for sample in mine:

@@ -4,11 +4,12 @@ where no pass is timed."""
 from collections.abc import Iterator
 from math import fsum
 
+from steelyard.data.division import COUNTED
 from steelyard.metrics import busy, rates, spans
 from steelyard.metrics.result import Finding, judged
 from steelyard.plan import degrees, flops
 from steelyard.record.facts import RankFacts
-from steelyard.record.record import COUNTED, Record, Value
+from steelyard.record.record import Record, Value
 from steelyard.words import Message, Values
 
 MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperature and its neighbours move
@@ -27,7 +28,7 @@ def drawn(record: Record, values: dict[str, Value]) -> list[Finding]:
     """Samples count what the task counts in the rows drawn: all of scoring together, of training every step's global batch."""
     out: list[Finding] = []
     for name, wanted in record.drawn.items():
-        found = _by_step(record, name) if name == "train" else [spans.total(record, name)]
+        found = _by_step(record, name) if name in record.task.kind_row.stepped else [spans.total(record, name)]
         wrong = next(_differences(record, wanted, found), None)
         told: Values = {"pass": name} if wrong is None else {"pass": name, "difference": wrong}
         out.append(judged(f"drawn_{name}", wrong is None, "tokens", "check.drawn", told))
@@ -44,7 +45,7 @@ def _by_step(record: Record, name: str) -> list[dict[str, int]]:
 
 def _differences(record: Record, wanted: list[dict[str, int]], found: list[dict[str, int]]) -> Iterator[Message]:
     """In division open what is shared is computed once: of answers there are as many, of tokens no more than in closed."""
-    fewer = record.case.division == "open" and record.task.kind == "score"
+    fewer = record.case.division == "open" and record.task.kind_row.shares
     for step, (most, counts) in enumerate(zip(wanted, found, strict=False)):
         for key in COUNTED:
             there, held = counts.get(key, 0), most.get(key, 0)
@@ -69,7 +70,7 @@ def _claims(record: Record, name: str) -> Iterator[tuple[float, Values]]:
     if not counts.get("tokens"):
         return
     question = record.question
-    done = flops.work(question.model, counts, "causal", "train" if name == "train" else "score") or 0
+    done = flops.work(question.model, counts, "causal", record.task.kind_row.forwards_of(name)) or 0
     for what, limit, time_s in _limits(record, name):
         if limit:
             rate = done / time_s if time_s > 0 else float("inf")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+from statistics import fmean
 
 from steelyard.metrics import formulas_1, readings, stats
 from steelyard.metrics.result import GIB, Result, absent, work_name
@@ -9,7 +10,6 @@ from steelyard.metrics.spans import Span, devices, headline, samples, span, tota
 from steelyard.plan import flops
 from steelyard.record.facts import RankFacts, Series
 from steelyard.record.record import Record, Sample
-from steelyard.tasks.task import PASSES
 from steelyard.words import Message
 
 Formula = Callable[[Record], Result]
@@ -51,7 +51,7 @@ def _interval(record: Record, steps: list[Sample], rate: float) -> tuple[float, 
 
 def missing(record: Record) -> Result:
     """For what is taken from the headline pass, where there is none."""
-    return absent(headline(record) or PASSES[record.task.kind].headline[0])
+    return absent(headline(record) or record.task.kind_row.headline[0])
 
 
 def per_second(key: str, per_device: bool = False) -> Formula:
@@ -71,7 +71,7 @@ def model_flops(convention: str) -> Formula:
         if found is None or not found.counts.get("tokens"):
             return missing(record)
         question = record.question
-        value = flops.work(question.model, found.counts, convention, question.kind)
+        value = flops.work(question.model, found.counts, convention, record.task.kind_row.forwards)
         return Result(None, Message("metric.no_nominal")) if value is None else Result(float(value), found.note)
 
     return formula
@@ -91,7 +91,7 @@ def achievable(record: Record) -> Result:
     """Matmul rate of one device, measured in this run: the mean over ranks. Of the case's own shapes, where they were timed;
     older records have one square product."""
     rates = [rate for rank in record.ranks if (rate := _own_rate(record, rank))]
-    return Result(fsum(rates) / len(rates)) if rates else Result(None, Message("metric.no_matmul"))
+    return Result(fmean(rates)) if rates else Result(None, Message("metric.no_matmul"))
 
 
 def _own_rate(record: Record, rank: RankFacts) -> float | None:
@@ -202,7 +202,7 @@ def quality(value: str, of: str | None) -> Formula:
     def formula(record: Record) -> Result:
         name, answers = of or headline(record), record.answers
         found = record.task.score(answers, name).get(value) if answers is not None and name else None
-        if found is None and name and record.task.kind == "train" and windows(record, name):
+        if found is None and name and record.task.kind_row.trains and windows(record, name):
             return Result(None, Message("metric.not_evaluated", {"pass": name}))
         return absent(name or "infer") if found is None else Result(found)
 

@@ -1,17 +1,25 @@
 """The rows of the metric table: every number that no task brings itself, in the order in which a page lists them."""
 
+from collections.abc import Callable
+
 from steelyard.metrics import energy, rates, stragglers, training
 from steelyard.metrics.metric import Metric
 from steelyard.metrics.spans import compute_s, wall_s
 from steelyard.tasks.task import Task
 
 
-def _score(task: Task) -> bool:
-    return task.kind == "score"
+def _with_pass(name: str) -> Callable[[Task], bool]:
+    """Return whether a task's kind of work has a pass."""
+    return lambda task: name in task.kind_row.passes
 
 
-def _train(task: Task) -> bool:
-    return task.kind == "train"
+def _with_step_value(name: str) -> Callable[[Task], bool]:
+    """Return whether every step of a task's kind of work has a value of this name."""
+    return lambda task: name in task.kind_row.step_values
+
+
+def _trains(task: Task) -> bool:
+    return task.kind_row.trains
 
 
 def _padded_rates(task: Task) -> bool:
@@ -36,7 +44,7 @@ RATES = (
         ("Validation rate, whole", "reference pass: real work / wall time of the loop over the data"),
         ("验证总吞吐量", "参考遍：实际工作量除以数据循环的总时间"),
         published_unit="tokens/s",
-        tasks=_score,
+        tasks=_with_pass("val"),
     ),
     Metric(
         "p_val_core",
@@ -46,7 +54,7 @@ RATES = (
         ("Validation rate, core", "reference pass: real work / compute time, without data and copies"),
         ("验证计算吞吐量", "参考遍：不包含 IO 部分耗时"),
         published_unit="tokens/s",
-        tasks=_score,
+        tasks=_with_pass("val"),
     ),
     Metric(
         "p_infer_whole",
@@ -56,7 +64,7 @@ RATES = (
         ("Inference rate, whole", "engine's pass: real work / wall time of the loop, batching, copies, scoring in it"),
         ("推理总吞吐量", "推理遍：实际工作量除以总时间，含组批、拷贝与评分"),
         published_unit="tokens/s",
-        tasks=_score,
+        tasks=_with_pass("infer"),
     ),
     Metric(
         "p_infer_core",
@@ -66,7 +74,7 @@ RATES = (
         ("Inference rate, core", "engine's pass: real work / compute time, without data and copies"),
         ("推理计算吞吐量", "推理遍：不包含 IO 部分耗时"),
         published_unit="tokens/s",
-        tasks=_score,
+        tasks=_with_pass("infer"),
     ),
     Metric(
         "p_infer_whole_padded",
@@ -96,7 +104,7 @@ RATES = (
         training.p_whole,
         ("Rate, whole", "work / wall time of all steps, with evaluations, checkpoints and data waits"),
         ("总吞吐量", "实际训练工作量除以总时间，含评估、存盘与数据等待"),
-        tasks=_train,
+        tasks=_with_pass("train"),
     ),
     Metric(
         "p_train",
@@ -105,7 +113,7 @@ RATES = (
         training.p_train,
         ("Training rate", "the same less evaluation and checkpoint time; all steps"),
         ("训练吞吐量", "不包含评估与存盘部分耗时"),
-        tasks=_train,
+        tasks=_with_pass("train"),
     ),
     Metric(
         "p_core",
@@ -114,7 +122,7 @@ RATES = (
         training.p_core,
         ("Compute rate", "work / compute time over the steady window; waiting for data is not in it"),
         ("计算吞吐量", "稳态窗口内，不包含数据 IO 部分的耗时"),
-        tasks=_train,
+        tasks=_with_pass("train"),
     ),
     Metric(
         "tokens_per_device_s",
@@ -213,7 +221,7 @@ OTHERS = (
         ("Agreement", "share of answers equal in the reference pass and the engine's pass"),
         ("一致率", "参考遍与推理遍答案相同的比例"),
         form="percent",
-        tasks=_score,
+        tasks=_with_pass("val"),
     ),
     Metric(
         "loss",
@@ -222,7 +230,7 @@ OTHERS = (
         training.loss,
         ("Loss", "training loss, mean of the last tenth of the steps, in nats"),
         ("损失", "训练损失，最后十分之一步的均值（nat）"),
-        tasks=_train,
+        tasks=_with_step_value("loss"),
     ),
     Metric(
         "loss_first",
@@ -231,7 +239,7 @@ OTHERS = (
         training.loss_first,
         ("Loss, first tenth", "training loss, mean of the first tenth of the steps, in nats"),
         ("起始损失", "训练损失，最初十分之一步的均值（nat）"),
-        tasks=_train,
+        tasks=_with_step_value("loss"),
     ),
     Metric(
         "grad_norm",
@@ -240,7 +248,7 @@ OTHERS = (
         training.grad_norm,
         ("Gradient norm", "of all gradients in the last step, before clipping"),
         ("梯度范数", "末步全部梯度的范数，裁剪之前"),
-        tasks=_train,
+        tasks=_with_step_value("grad_norm"),
     ),
     Metric(
         "mem",
@@ -277,7 +285,7 @@ OTHERS = (
         ("Memory predicted", "from shapes: parameters, gradients, states, activations, logits of the fullest rank, GiB"),
         ("预测显存", "由形状算出：参数、梯度、优化器状态、激活与 logits，取最大的进程，单位为 GiB"),
         form="gib",
-        tasks=_train,
+        tasks=_trains,
     ),
     Metric(
         "mem_total",
@@ -386,6 +394,6 @@ OTHERS = (
         ("Harness overhead", "what measuring cost, against the same work run bare"),
         ("评测开销", "与无测量运行同样工作相比的代价"),
         form="percent",
-        tasks=_score,
+        tasks=_with_pass("bare"),
     ),
 )

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import fsum, hypot, sqrt
+from math import hypot, sqrt
+from statistics import fmean
 from typing import Any, Literal
 
 from steelyard.case.case import AUTO
@@ -110,14 +111,14 @@ def over_runs(found: Sequence[Estimate]) -> tuple[Estimate, Source | None]:
     if len(found) == 1:
         return found[0], None if found[0].interval is None else "steps"
     values = [one.value for one in found]
-    mean = fsum(values) / len(values)
+    mean = fmean(values)
     half = stats.t_95(len(values) - 1) * deviation(values) / sqrt(len(values))
     return Estimate(mean, (mean - half if min(values) < 0 else max(0.0, mean - half), mean + half)), "runs"
 
 
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation between two runs or more."""
-    mean = fsum(values) / len(values)
+    mean = fmean(values)
     return hypot(*(value - mean for value in values)) / sqrt(len(values) - 1)
 
 
@@ -140,8 +141,8 @@ def metric(record: Record, name: str) -> float | None:
 
 
 def quality(group: Sequence[Record]) -> str:
-    """The quality by which runs are compared: the case's, else the loss of the last steps, where no pass looked at held-out
-    data."""
+    """The quality by which runs are compared: the case's, else that of the steps, where no pass looked at held-out data."""
     own = group[0].quality.metric
-    known = any(metric(record, own) is not None for record in group)
-    return own if known or group[0].task.kind != "train" else "loss"
+    if any(metric(record, own) is not None for record in group):
+        return own
+    return next(iter(group[0].task.kind_row.step_metrics), own)

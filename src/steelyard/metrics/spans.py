@@ -6,7 +6,6 @@ from math import fsum  # sum() adds floats differently from Python 3.12 on, and 
 from steelyard.metrics import formulas_1, stats
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Sample, Window
-from steelyard.tasks.task import PASSES
 from steelyard.words import Message
 
 
@@ -26,7 +25,7 @@ class Span:
 def headline(record: Record) -> str | None:
     """The pass that a record's rates and quality are taken from: train, or infer, else val."""
     ran = {window.pass_name for window in record.passes}
-    return next((name for name in PASSES[record.task.kind].headline if name in ran), None)
+    return next((name for name in record.task.kind_row.headline if name in ran), None)
 
 
 def devices(record: Record) -> int:
@@ -90,11 +89,11 @@ def compute_s(record: Record, name: str) -> float | None:
 
 
 def span(record: Record) -> Span | None:
-    """The headline pass of scoring, the steady window of training; None where there is none."""
+    """The headline pass, or its steady window where a kind of work has one; None where there is none."""
     name = headline(record)
     if name is None:
         return None
-    return _steady(record, name) if record.task.kind == "train" else _whole(record, name)
+    return _steady(record, name) if record.task.kind_row.steady else _whole(record, name)
 
 
 def _whole(record: Record, name: str) -> Span:

@@ -1,9 +1,9 @@
 """Statistics of measured samples: the interval of a rate, and where a run becomes steady. What they find and what they cannot
 is in docs/metrics.md; older records follow `formulas_1`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import exp, fsum
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -136,3 +136,14 @@ def _scores(values: Sequence[float]) -> list[float]:
         squares += away * (value - mean)
         out.append(squares / count**2)
     return out[::-1]
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values; None if there are none, or one is not known."""
+    return None if None in values else mean_of_known(values)

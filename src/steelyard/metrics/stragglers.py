@@ -4,6 +4,7 @@ each rank's own time, before it meets the others."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum, isfinite  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+from statistics import fmean, median
 from typing import Literal
 
 from steelyard.metrics import spans, stats
@@ -101,7 +102,7 @@ class Unknown:
 def find(record: Record) -> Stragglers | Unknown:
     if spans.devices(record) < 2:
         return Unknown(ALONE)
-    found = _training(record) if record.task.kind == "train" else _scoring(record)
+    found = _by_step(record) if record.task.kind_row.ranks_meet else _by_pass(record)
     return found if isinstance(found, Unknown) or (found.step_s > 0 and isfinite(found.share)) else Unknown(NO_TIME)
 
 
@@ -141,7 +142,7 @@ def _time(time_s: float) -> str:
     return f"{time_s:.2f} s" if time_s >= 1 else f"{1000 * time_s:.4g} ms"
 
 
-def _training(record: Record) -> Stragglers | Unknown:
+def _by_step(record: Record) -> Stragglers | Unknown:
     """Over the steady window."""
     found = spans.span(record)
     if found is None or len(found.steps) < spans.devices(record):
@@ -149,7 +150,7 @@ def _training(record: Record) -> Stragglers | Unknown:
     every = [sample for steps in found.steps.values() for sample in steps]
     if all("exchange" in sample.phases and "compute" in sample.phases for sample in every):
         basis: Basis = "compute"
-    elif record.engine.details.get("exchange") == "inside" and all("data" in sample.phases for sample in every):
+    elif record.engine.details.exchange == "inside" and all("data" in sample.phases for sample in every):
         basis = "data"
     else:
         return Unknown(NOT_SEPARATE)
@@ -159,19 +160,19 @@ def _training(record: Record) -> Stragglers | Unknown:
     others = list(zip(*map(_medians_of_others, zip(*owns, strict=True)), strict=True))
     rows, told = [], _by_rank(record)
     for (rank, of_rank), own, other in zip(steps.items(), owns, others, strict=True):
-        wait_s = _mean([_waiting_s(sample) for sample in of_rank]) if basis == "compute" else None
+        wait_s = fmean([_waiting_s(sample) for sample in of_rank]) if basis == "compute" else None
         tokens = _tokens(of_rank) if basis == "compute" else None
         spread_s = _spread([mine - theirs for mine, theirs in zip(own, other, strict=True)])
-        rows.append(_row(told, (rank,), _mean(own), _mean(other), spread_s, wait_s, tokens))
+        rows.append(_row(told, (rank,), fmean(own), fmean(other), spread_s, wait_s, tokens))
     slowest = [max(sample.end_s - sample.start_s for sample in step) for step in zip(*steps.values(), strict=True)]
-    return _ordered(basis, _mean(slowest), rows)
+    return _ordered(basis, fmean(slowest), rows)
 
 
 def _waiting_s(sample: Sample) -> float:
     return fsum(sample.phases.get(name, 0.0) for name in ("meet", "exchange"))
 
 
-def _scoring(record: Record) -> Stragglers | Unknown:
+def _by_pass(record: Record) -> Stragglers | Unknown:
     """Over the headline pass, in which replicas do not meet."""
     name = spans.headline(record)
     if record.plan.dp < 2:
@@ -218,7 +219,8 @@ def _listed(names: list[str | None]) -> str | None:
 
 def _ordered(basis: Basis, step_s: float, rows: list[RankTime]) -> Stragglers:
     slowest, *others = sorted(rows, key=lambda row: (-row.cost_s, row.ranks))
-    usual = _median(sorted(row.tokens for row in others if row.tokens is not None))
+    known = [row.tokens for row in others if row.tokens is not None]
+    usual = median(known) if known else None
     more = slowest.tokens / usual if slowest.tokens is not None and usual else None
     return Stragglers(basis, step_s, (slowest, *others), more if more is not None and more > MORE_WORK else None)
 
@@ -227,24 +229,13 @@ def _tokens(steps: list[Sample]) -> int:
     return sum(sample.counts.get("tokens", 0) for sample in steps)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return fsum(values) / len(values)
-
-
 def _spread(values: Sequence[float]) -> float | None:
     """Half of the 95 % interval of their mean."""
     if len(values) < 2:
         return None
-    mean = _mean(values)
+    mean = fmean(values)
     variance = fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return float(stats.t_95(len(values) - 1) * (variance / len(values)) ** 0.5)
-
-
-def _median(ordered: Sequence[float]) -> float | None:
-    half = len(ordered) // 2
-    if not ordered:
-        return None
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from math import fsum
+from statistics import fmean
 
 from steelyard.metrics.result import GIB, Result, absent, work_name
 from steelyard.metrics.spans import samples, span, total, wall_s, working
@@ -54,11 +55,11 @@ def values(record: Record, name: str) -> list[float | None]:
     return [*earlier] + [step.values[name] for step in ranks[min(ranks)] if name in step.values] if ranks else []
 
 
-def _mean(chosen: list[float | None]) -> Result:
+def _mean_loss(chosen: list[float | None]) -> Result:
     finite = [value for value in chosen if value is not None]
     if not chosen:
         return Result(None, Message("metric.no_loss"))
-    return Result(fsum(finite) / len(finite)) if len(finite) == len(chosen) else Result(None, Message("metric.loss_not_finite"))
+    return Result(fmean(finite)) if len(finite) == len(chosen) else Result(None, Message("metric.loss_not_finite"))
 
 
 def _tenth(losses: list[float | None]) -> int:
@@ -68,12 +69,12 @@ def _tenth(losses: list[float | None]) -> int:
 def loss(record: Record) -> Result:
     """Mean loss of the last tenth of the steps, at least one."""
     losses = values(record, "loss")
-    return _mean(losses[-_tenth(losses) :])
+    return _mean_loss(losses[-_tenth(losses) :])
 
 
 def loss_first(record: Record) -> Result:
     losses = values(record, "loss")
-    return _mean(losses[: _tenth(losses)])
+    return _mean_loss(losses[: _tenth(losses)])
 
 
 def grad_norm(record: Record) -> Result:
@@ -89,8 +90,8 @@ def mem_predicted(record: Record) -> Result:
     question = record.question
     if not isinstance(question.model, LlamaModel) or question.train is None:
         return Result(None, Message("metric.not_predicted", {"family": question.model.family}))
-    lean = record.engine.details.get("block") == "fused"  # older records do not say, and had the other one in mind
-    units = record.engine.details.get("exchanged") == "units"
+    lean = record.engine.details.block == "fused"  # older records do not say, and had the other one in mind
+    units = record.engine.details.exchanged == "units"
     try:
         stages = memory.predict(question.model, question.precision, record.tune, record.plan, question.train, lean, units)
     except ValueError:

@@ -1,10 +1,9 @@
 """What makes a finished run valid: checks on a record's evidence, and the reasons that follow from them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import fsum
 
-from steelyard import accelerators, words
+from steelyard import accelerators, plugins, words
 from steelyard.case.resolve import changed_question
 from steelyard.metrics import busy, clocks, fit, own, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
@@ -71,7 +70,7 @@ def _unevaluated(record: Record, values: dict[str, Value]) -> Message | None:
         (gate is not None, Message("quality.no_gate")),
         (not changed_question(record.case.origins), Message("quality.changed")),
         (record.scope.kind == "full", Message("quality.window")),
-        *_NEEDS[record.task.kind](record),
+        *plugins.load(record.task.kind_row.gate_needs)(record),
     ]
     if gate is not None and gate.below is not None:
         below = values.get(gate.below)
@@ -82,12 +81,12 @@ def _unevaluated(record: Record, values: dict[str, Value]) -> Message | None:
     return UNKNOWN if _quality(record, values)[1] is None else None
 
 
-def _needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
+def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
     size = (record.case.size == "full", Message("quality.smoke"))
     return [size, (_trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
 
 
-def _needs_of_training(record: Record) -> list[tuple[bool, Message]]:
+def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
     """That a loss falls can be asked of any size. What the full size asks is about its own data, and its own start."""
     if record.case.size != "full":
         return []
@@ -106,16 +105,14 @@ def _published(record: Record) -> bool:
 
 UNKNOWN = Message("quality.unknown")
 _RANDOM, _OTHER_DATA = Message("quality.random"), Message("quality.other_data")
-_NEEDS: dict[str, Callable[[Record], list[tuple[bool, Message]]]] = {"score": _needs_of_scoring, "train": _needs_of_training}
 
 
-def _finite(record: Record, values: dict[str, Value]) -> list[Finding]:
-    if record.task.kind != "train":
-        return [*_finite_answers(record), *_finite_values(record)]
-    return [*_finite_losses(record), *_finite_answers(record)]
+def _of_kind(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """Apply the rules that the record's kind of work names."""
+    return [one for rule in record.task.kind_row.rules for one in plugins.load(rule)(record, values)]
 
 
-def _finite_answers(record: Record) -> list[Finding]:
+def finite_answers(record: Record, values: dict[str, Value]) -> list[Finding]:
     out: list[Finding] = []
     for name, noun, tally in _tallies(record):
         told: Values = {"pass": name, "bad": tally.not_finite, "items": tally.items, "nouns": words.items(noun)}
@@ -123,7 +120,7 @@ def _finite_answers(record: Record) -> list[Finding]:
     return out
 
 
-def _finite_values(record: Record) -> list[Finding]:
+def finite_values(record: Record, values: dict[str, Value]) -> list[Finding]:
     out: list[Finding] = []
     for sample in record.samples:
         if any(value is None for value in sample.values.values()):
@@ -138,7 +135,7 @@ def _stopped(record: Record) -> Stopped | None:
     return None if answers is None else record.task.stopped(answers)
 
 
-def _finite_losses(record: Record) -> list[Finding]:
+def finite_losses(record: Record, values: dict[str, Value]) -> list[Finding]:
     """A norm may overflow: scaled losses in fp16 look for the limit. A loss may not."""
     losses, stopped = training.values(record, "loss"), _stopped(record)
     why = stopped.why if stopped else None
@@ -168,26 +165,22 @@ def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
     return [(name, noun, tally) for name, noun, tally in found if tally is not None]
 
 
-def _covered(record: Record, values: dict[str, Value]) -> list[Finding]:
-    if record.task.kind != "train":
-        return _covered_items(record, record.scope.steps is not None)
-    return [*_covered_steps(record), *_covered_items(record, partly=False)]
-
-
-def _covered_items(record: Record, partly: bool) -> list[Finding]:
-    """Every item in scope is answered once. With --steps only some are, and none twice."""
+def covered_items(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """Every item in scope is answered once. Where --steps ends a pass early only some are, and none twice."""
+    kind = record.task.kind_row
+    partly = kind.cut_by_steps and record.scope.steps is not None
     out: list[Finding] = []
     for name, noun, tally in _tallies(record):
         ok = not tally.repeated and (not tally.missing or partly)
         told: Values = {"pass": name, "items": tally.items, "nouns": words.items(noun), "missing": tally.missing}
         told |= {"repeated": tally.repeated, "answered": tally.items - tally.missing}
-        check = f"covered_{name}_{noun}s" if name == "train" else f"covered_{name}"
+        check = f"covered_{name}_{noun}s" if name in kind.stepped else f"covered_{name}"
         said = "check.covered_part" if partly and tally.missing else "check.covered"
         out.append(judged(check, ok, "coverage", said, told))
     return out
 
 
-def _covered_steps(record: Record) -> list[Finding]:
+def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
     """Every rank took every step in scope, or those until the target. A run that failed before has its own reason."""
     ranks = {window.rank for window in passes.windows(record, "train")}
     if not ranks and record.failure is not None:
@@ -203,11 +196,7 @@ def _covered_steps(record: Record) -> list[Finding]:
     return [judged("covered_train", counts[worst] == wanted, "coverage", "check.steps", told)]
 
 
-def _counted(record: Record, values: dict[str, Value]) -> list[Finding]:
-    return _counted_any(record) if record.task.kind == "train" else _counted_all(record)
-
-
-def _counted_all(record: Record) -> list[Finding]:
+def counted_all(record: Record, values: dict[str, Value]) -> list[Finding]:
     """In division closed, the tokens that samples count are those of the data, no more and no fewer."""
     wanted = getattr(record.data, "tokens", None)
     if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
@@ -220,7 +209,7 @@ def _counted_all(record: Record) -> list[Finding]:
     return out
 
 
-def _counted_any(record: Record) -> list[Finding]:
+def counted_any(record: Record, values: dict[str, Value]) -> list[Finding]:
     """A corpus is larger than what is trained on of it: that there is work at all is what can be asked."""
     if not passes.windows(record, "train"):
         return []
@@ -229,14 +218,14 @@ def _counted_any(record: Record) -> list[Finding]:
 
 
 def _judged(record: Record) -> list[Window]:
-    """The passes in which time and device are judged: all of scoring, of training the training alone."""
-    return passes.windows(record, "train") if record.task.kind == "train" else record.passes
+    """The passes in which time and device are judged."""
+    return [window for window in record.passes if window.pass_name in record.task.kind_row.judged]
 
 
 def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
     out: list[Finding] = []
     for window in _judged(record):
-        if window.pass_name == "bare":
+        if window.pass_name in record.task.kind_row.bare:
             continue
         steps = [s for s in passes.samples(record, window.pass_name) if s.rank == window.rank]
         # What a program reports of its steps is compared with these times by a rule of its own.
@@ -360,11 +349,11 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     out += map(_resumed, record.restarts)
     if record.stepped_down is not None:
         out.append(_stepped_down(record, record.stepped_down))
-    if case.division == "open" and record.scope.sample is not None and record.task.kind == "score":
+    if case.division == "open" and record.scope.sample is not None and record.task.kind_row.shares:
         out.append(Message("note.sample"))
     if record.scope.subjects or record.scope.rows:
         out.append(Message("note.selected"))
-    if str(record.engine.details.get("fp8", "")).startswith("emulated"):
+    if (record.engine.details.fp8 or "").startswith("emulated"):
         out.append(Message("note.emulated"))
     return [note(one) for one in (*out, *own.notes(record))]
 
@@ -390,6 +379,6 @@ def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    *(_finite, _covered, _counted, plausible.drawn, plausible.plausible, _accounted, plausible.beside, clocks.agree),
+    *(_of_kind, plausible.drawn, plausible.plausible, _accounted, plausible.beside, clocks.agree),
     *(clocks.reported, _interval, _device, fit.noted, busy.quiet, _even, _gate, _asked),
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from steelyard.case import resolve
 from steelyard.case.key import key_of
-from steelyard.case.precision import PRESETS, name_of
+from steelyard.case.precision import name_of, presets
 from steelyard.errors import RequestError
 from steelyard.metrics import evidence, shipped, table, validity
 from steelyard.record import record
@@ -105,6 +105,6 @@ def _question(found: Record) -> list[str]:
         wrong.append("the division or the precision is not that of the question")
     precision = found.question.precision
     named = name_of(found.question.kind, precision.model_dump())
-    if precision.name in PRESETS[found.question.kind] and precision.name != named:
+    if precision.name in presets()[found.question.kind] and precision.name != named:
         wrong.append(f"the precision is called {precision.name}, and is {named}")
     return wrong

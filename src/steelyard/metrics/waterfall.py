@@ -153,11 +153,11 @@ def _merged(times: list[tuple[str, float]]) -> list[tuple[str, float]]:
 
 def _from_samples(record: Record) -> Waterfall | None:
     """Of the slowest rank. What the engine did not separate is one row."""
-    span, kind = spans.span(record), record.question.kind
+    span, forwards = spans.span(record), record.task.kind_row.forwards
     if span is None or not span.wall_s or not span.counts.get("tokens") or record.clock == "reported":
         return None
     steps = span.steps.get(span.slowest, [])
-    work = (flops.work(record.question.model, span.counts, "causal", kind) or 0) / spans.devices(record)
+    work = (flops.work(record.question.model, span.counts, "causal", forwards) or 0) / spans.devices(record)
     peak, achieved = rates.datasheet_peak(record).value, rates.achievable(record).value
     ideal_s = work / peak if peak else 0.0
     products_s = work / achieved if achieved else ideal_s
@@ -197,11 +197,11 @@ def _stretch_s(profile: Profile) -> float:
 
 def _measured_s(record: Record, profile: Profile) -> float | None:
     """The time of the profiled work at the rate of the measured pass."""
-    span, kind = spans.span(record), record.question.kind
+    span, forwards = spans.span(record), record.task.kind_row.forwards
     if span is None or not profile.counts.get("tokens") or not span.counts.get("tokens"):
         return None
     model = record.question.model
-    whole, part = (flops.work(model, counts, "causal", kind) for counts in (span.counts, profile.counts))
+    whole, part = (flops.work(model, counts, "causal", forwards) for counts in (span.counts, profile.counts))
     if not whole or not part:
         return None
     return span.wall_s * part * record.plan.dp / whole  # a replica computes one of as many parts at the same time
@@ -212,8 +212,9 @@ def _stretch(record: Record, profile: Profile) -> _Stretch:
     kinds: dict[str, float] = {}
     for one in profile.kernels:
         kinds[one.kind] = kinds.get(one.kind, 0.0) + one.time_s
-    whole = flops.work(question.model, profile.counts, "causal", question.kind) or 0
-    attention = flops.FORWARDS[question.kind] * flops.attention(question.model, profile.counts)
+    forwards = record.task.kind_row.forwards
+    whole = flops.work(question.model, profile.counts, "causal", forwards) or 0
+    attention = forwards * flops.attention(question.model, profile.counts)
     peak = rates.datasheet_peak(record).value
     ranks = plan.tp * plan.pp  # that hold one model, each a part
     ideal = [None if not peak else part / ranks / peak for part in (whole - attention, attention)]
@@ -223,7 +224,7 @@ def _stretch(record: Record, profile: Profile) -> _Stretch:
 def _again(record: Record, profile: Profile, whole: int) -> float:
     """The share of a step's products that are a second forward of the layers. What `selective` computes again is the engine's
     own choice, and stays where it is."""
-    if record.question.kind != "train" or record.tune.recompute != "full":
+    if not record.task.kind_row.trains or record.tune.recompute != "full":
         return 0.0
     second = flops.causal(record.question.model, {**profile.counts, "logits": 0})
     return second / (whole + second)

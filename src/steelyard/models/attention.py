@@ -7,6 +7,7 @@ last so many of them.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from steelyard.errors import RequestError
 from steelyard.kernels import packed_attention
 from steelyard.kernels.packed_attention import Borders
 from steelyard.models.shapes import real_window
-from steelyard.models.tensors import cumulative
+from steelyard.models.tensors import DTYPES, cumulative
 
 SEGMENTS = 64  # a steady layout has a multiple of so many rows
 
@@ -147,6 +148,14 @@ def known(kernel: str, trains: bool, *others: str) -> str:
         return kernel
     why = "has wrong gradients of rows of several lengths" if kernel in KERNELS else "is not known"
     raise RequestError(f"tune.attention={kernel!r} {why}; allowed: {', '.join(allowed)}")
+
+
+def fastest(device: Any, dtype: str, dim: int, shared: bool = False) -> str:
+    """Return the name of the fastest kernel on an accelerator's device for heads of `dim` numbers; `shared`: of those that
+    compute shared prefixes."""
+    kernel: str = device.attention(dtype, shared)
+    ours = packed_attention.serves(device.torch_device, DTYPES[dtype], dim)
+    return "packed" if kernel == "flash" and ours else kernel
 
 
 def with_window(kernel: str, window: int | None, longest: int, asked: str) -> str:

@@ -30,7 +30,7 @@ class Family:
 
     name: str
     shape: type[Frozen]  # its dimensions, as a case tells them
-    works: tuple[str, ...]  # kinds of work it can do
+    works: tuple[str, ...]  # what it can do of what this package has; engines say what they do of others
     layer_matrices: Callable[[Any], tuple[Matrix, ...]]  # of a shape: those of one layer, as they are multiplied
     other_parameters: Callable[[Any], int]  # of a shape: all else that is trained, of the whole model
     build: str | None  # (shape, device, dtype): a model whose memory is not initialised
@@ -135,6 +135,11 @@ GROUP = "steelyard.families"
 def table() -> dict[str, Family]:
     """All rows by name."""
     return plugins.table([LLAMA, GLM, AUTO], GROUP, Family, "family")
+
+
+def does(name: str, work: str) -> bool:
+    """Return whether a family does a work. One that no family lists comes from another package, and is its engines' matter."""
+    return work in row(name).works or not any(work in one.works for one in table().values())
 
 
 def row(name: str) -> Family:

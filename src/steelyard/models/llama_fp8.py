@@ -20,6 +20,7 @@ from steelyard.kernels.fp8 import ALIGNED, E4M3, Fp8, product
 from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Llama, LlamaShape, Streams
 from steelyard.models.llama_fused import BlockKernels, Gradient, add_product, heads
+from steelyard.models.tensors import apply
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # of a block: what runs in fp8
 GRADIENT = E4M3  # the type of gradients
@@ -141,11 +142,11 @@ class Fp8Linears:
         self.code = code
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        out: Tensor = _apply(Linear, x, layer.weight, self.code)
+        out: Tensor = apply(Linear, x, layer.weight, self.code)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
-        out: Tensor = _apply(GatedLinear, gate_up, layer.weight, block, self.code)
+        out: Tensor = apply(GatedLinear, gate_up, layer.weight, block, self.code)
         return out
 
 
@@ -210,13 +211,13 @@ class Fp8Block:
     ) -> Streams:
         block, code, shape = self.block, self.code, self.block.shape
         norm, weight, bias = block.attention_norm.weight, block.qkv.weight, block.qkv.bias
-        x, qkv = _apply(NormLinear, x, delta, norm, weight, shape.norm_eps, code)
+        x, qkv = apply(NormLinear, x, delta, norm, weight, shape.norm_eps, code)
         qkv = qkv if bias is None else qkv + bias
         q, k, v = heads(qkv, cos, sin, block, code.kernels)
         seen = attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1)
-        delta = _apply(Linear, seen, block.out.weight, code)
+        delta = apply(Linear, seen, block.out.weight, code)
         weights = block.gate_up.weight, block.down.weight
-        x, delta = _apply(FeedForward, x, delta, block.ffn_norm.weight, *weights, shape, code)
+        x, delta = apply(FeedForward, x, delta, block.ffn_norm.weight, *weights, shape, code)
         return x, delta, k, v
 
 
@@ -284,7 +285,3 @@ def check_sizes(shape: LlamaShape) -> None:
     for what, size in {"hidden": shape.hidden, "qkv": qkv, "heads": shape.heads * shape.head_dim, "ffn": shape.ffn}.items():
         if size % ALIGNED:
             raise RequestError(f"fp8 takes sizes that {ALIGNED} divides, and {what} is {size} on a device; use bf16 or less TP")
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]

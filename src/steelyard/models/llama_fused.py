@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from steelyard.kernels import add_norm, head_norm, jit, rotary, swiglu
 from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Streams
+from steelyard.models.tensors import apply
 
 Gradient = Callable[[Tensor], Tensor]  # a parameter's gradient, to be added to; asked in the backward pass
 
@@ -97,9 +98,9 @@ def heads(qkv: Tensor, cos: Tensor, sin: Tensor, block: Block, kernels: "BlockKe
     """Queries and keys, rotated, and values. Where nothing is learned they stay inside `qkv`, which nobody else reads."""
     queries = block.shape.heads // block.shape.kv_heads
     if block.q_norm is not None and block.k_norm is not None:
-        qkv = _apply(NormHeads, qkv, block.q_norm.weight, block.k_norm.weight, block.shape.norm_eps, queries, kernels)
+        qkv = apply(NormHeads, qkv, block.q_norm.weight, block.k_norm.weight, block.shape.norm_eps, queries, kernels)
     if torch.is_grad_enabled():
-        made = _apply(Heads, qkv, cos, sin, queries, kernels)
+        made = apply(Heads, qkv, cos, sin, queries, kernels)
     else:
         made = kernels.rotate_heads(qkv, cos, sin, queries)
     q, k, v = made
@@ -180,11 +181,11 @@ class Accumulating:
         self.gradient = gradient
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        out: Tensor = _apply(AccumulatedLinear, x, layer.weight, self.gradient)
+        out: Tensor = apply(AccumulatedLinear, x, layer.weight, self.gradient)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
-        out: Tensor = _apply(SwigluLinear, gate_up, layer.weight, self.gradient, block, kernels)
+        out: Tensor = apply(SwigluLinear, gate_up, layer.weight, self.gradient, block, kernels)
         return out
 
 
@@ -210,13 +211,9 @@ class FusedBlock:
         self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
     ) -> Streams:
         block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
-        x, normed = _apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
+        x, normed = apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
         q, k, v = heads(linears.linear(normed, block.qkv), cos, sin, block, kernels)
         seen = attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1)
-        x, normed = _apply(AddNorm, x, linears.linear(seen, block.out), block.ffn_norm.weight, shape.norm_eps, kernels)
+        x, normed = apply(AddNorm, x, linears.linear(seen, block.out), block.ffn_norm.weight, shape.norm_eps, kernels)
         gate_up = linears.linear(normed, block.gate_up)
         return x, linears.swiglu_linear(gate_up, block.down, shape.ffn_block, kernels), k, v
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]

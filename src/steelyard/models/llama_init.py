@@ -45,14 +45,19 @@ def fill_random(model: nn.Module, seed: int, shape: LlamaShape | None = None, sh
     shape = model.shape if shape is None and isinstance(model, Llama) else shape
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif shape is None or (shard.count == 1 and not placements.placement(name).swapped):
-                _normal(parameter, name, seed)
-            else:
-                if shard.count > 1:
-                    parameter.zero_()  # rows that pad a vocabulary stay so
-                fill_place(name, placements.logical_view(name, parameter, shape, shard), seed, shape, shard)
+            fill_parameter(name, parameter, seed, shape, shard)
+
+
+def fill_parameter(name: str, parameter: Tensor, seed: int, shape: LlamaShape | None, shard: Shard = WHOLE) -> None:
+    """Fill one parameter, or a shard of it, with its random numbers."""
+    if parameter.dim() == 1:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    elif shape is None or (shard.count == 1 and not placements.placement(name).swapped):
+        _normal(parameter, name, seed)
+    else:
+        if shard.count > 1:
+            parameter.zero_()  # rows that pad a vocabulary stay so
+        fill_place(name, placements.logical_view(name, parameter, shape, shard), seed, shape, shard)
 
 
 def fill_place(

@@ -70,6 +70,11 @@ def send_tensor(host: Tensor, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Call a function with its own backward pass; torch has no types for that."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
 def cumulative(lens: Sequence[int], device: torch.device) -> Tensor:
     """Borders of rows with these lengths: int32 [rows + 1]."""
     ends = torch.zeros(len(lens) + 1, dtype=torch.int32)

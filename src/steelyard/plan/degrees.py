@@ -15,7 +15,6 @@ from steelyard.schema import Frozen
 # What each degree of a kind of work may be, by what it must divide; a kind that has no pipeline has PP1 alone.
 DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
 FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
-PIPELINE = {"score": False, "train": True}
 # What users of other programs write beside them, and no engine here has.
 OTHERS = {
     "VP": "virtual pipeline stages: megatron-core's losses under them were off by 0.04",
@@ -109,8 +108,10 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
         if size % tp:
             allowed = [str(n) for n in range(1, model.kv_heads + 1) if not any(size % n for size in sizes.values())]
             raise RequestError(f"TP{tp} does not divide the model's {size} {what}; allowed: {', '.join(allowed)}")
-    if pp > 1 and not PIPELINE[case.question.kind]:
-        raise RequestError(f"PP{pp}: {case.name} is an inference case, which has no pipeline; allowed: PP1")
+    if pp > 1 and not case.question.kind_row.pipeline:
+        noun = case.question.kind_row.noun
+        article = "an" if noun.startswith(("a", "e", "i", "o", "u")) else "a"
+        raise RequestError(f"PP{pp}: {case.name} is {article} {noun} case, which has no pipeline; allowed: PP1")
 
 
 def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int) -> None:

@@ -71,12 +71,8 @@ def weight_flops(model: Model, counts: Counts) -> int:
 
 CONVENTIONS = {"causal": causal, "palm": palm, "nominal": nominal}
 
-# Forwards that a step is worth. Every matmul of a forward has two in its backward, one for each side; what is computed again
-# to save memory is no work of the model.
-FORWARDS = {"score": 1, "train": 3}
 
-
-def work(model: Model, counts: Counts, convention: str, kind: str) -> int | None:
-    """FLOPs of scored or trained tokens in a convention."""
-    forward = CONVENTIONS[convention](model, counts)
-    return None if forward is None else FORWARDS[kind] * forward
+def work(model: Model, counts: Counts, convention: str, forwards: int) -> int | None:
+    """Return the FLOPs of so many forwards in a convention; None where it does not say how many a forward has."""
+    one = CONVENTIONS[convention](model, counts)
+    return None if one is None else forwards * one

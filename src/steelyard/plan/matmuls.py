@@ -4,7 +4,6 @@ Products with weights alone; attention is none of them. Their FLOPs are those of
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -12,12 +11,8 @@ from steelyard.case.case import Case
 from steelyard.models import families
 from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
-from steelyard.schema import Frozen
+from steelyard.schema import Frozen, Layout
 
-# Which operands are stored transposed, in the words of BLAS: a forward is x·Wᵀ, the gradient of its input g·W, that of its
-# weight gᵀ·x.
-Layout = Literal["nt", "nn", "tn"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 VOCABULARY = "vocabulary"  # the product that gives logits
 # Numbers of a product's rows, operand and result together: more are taken in blocks of rows, so that knowing a rate does not
 # take the memory of the run that it is for. 256 MiB in 16 bit; each block is still far larger than a device's caches.
@@ -47,24 +42,25 @@ def total(every: tuple[Matmul, ...]) -> int:
     return sum(one.count * one.flops for one in every)
 
 
-def of_model(model: LlamaModel | GlmModel | AutoModel, tokens: int, logits: int, kind: str, tp: int = 1) -> tuple[Matmul, ...]:
+def of_model(
+    model: LlamaModel | GlmModel | AutoModel, tokens: int, logits: int, layouts: tuple[Layout, ...], tp: int = 1
+) -> tuple[Matmul, ...]:
     """Of one device of a tensor-parallel group, over all layers. A vocabulary that the group divides is padded, and what is
     computed of the padding is in it."""
     out: list[Matmul] = []
     for one in families.row(model.family).layer_matrices(model):
         outputs = one.outputs // tp if one.divided == "outputs" else one.outputs
         inputs = one.inputs // tp if one.divided == "inputs" else one.inputs
-        out += _products(one.name, tokens, outputs, inputs, model.layers, kind)
-    return (*out, *_products(VOCABULARY, logits, vocab_rows(model.vocab, tp), model.hidden, 1, kind))
+        out += _products(one.name, tokens, outputs, inputs, model.layers, layouts)
+    return (*out, *_products(VOCABULARY, logits, vocab_rows(model.vocab, tp), model.hidden, 1, layouts))
 
 
-def _products(name: str, rows: int, outputs: int, inputs: int, count: int, kind: str) -> list[Matmul]:
-    """A forward, and in training both products of its backward."""
+def _products(name: str, rows: int, outputs: int, inputs: int, count: int, layouts: tuple[Layout, ...]) -> list[Matmul]:
+    """The products of a matrix: its forward, and of a kind that trains both of its backward."""
     if rows == 0:
         return []
     shapes = {"nt": (rows, outputs, inputs), "nn": (rows, inputs, outputs), "tn": (outputs, inputs, rows)}
-    asked = LAYOUTS if kind == "train" else LAYOUTS[:1]
-    return [block for layout in asked for block in _blocks(name, layout, *shapes[layout], count)]
+    return [block for layout in layouts for block in _blocks(name, layout, *shapes[layout], count)]
 
 
 def _blocks(name: str, layout: Layout, m: int, n: int, k: int, count: int) -> list[Matmul]:
@@ -89,7 +85,7 @@ def of_case(case: Case, tp: int, counts: Mapping[str, int] | None = None, smalle
     tokens, logits = batch(case, counts)
     if smaller > 1:
         tokens, logits = max(1, tokens // smaller), logits and max(1, logits // smaller)
-    return of_model(case.question.model, tokens, logits, case.question.kind, tp)
+    return of_model(case.question.model, tokens, logits, case.question.kind_row.products, tp)
 
 
 def batch(case: Case, counts: Mapping[str, int] | None = None) -> tuple[int, int]:

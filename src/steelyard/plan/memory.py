@@ -322,7 +322,7 @@ def _advice(case: Case) -> str:
     """List what makes a run need less memory, without what is set already."""
     wide = BYTES[case.question.precision.weights] > BYTES["bf16"]
     steps: tuple[tuple[str, bool], ...]
-    if case.question.kind == "train":
+    if case.question.kind_row.trains:
         steps = (
             ("--precision bf16-pure", wide),
             ("more devices with --parallel TP or PP", True),

@@ -5,11 +5,17 @@ They are open: an accelerator, a framework or a later version may add columns. W
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from steelyard import accelerators
-from steelyard.plan.matmuls import Layout
-from steelyard.schema import Frozen, OpenTable
+from steelyard.schema import Frozen, Layout, OpenTable
 
 # Bounds that no machine comes near, so that no formula overflows on a stranger's record.
 Bytes = Annotated[int, Field(ge=0, le=10**18)]
@@ -80,6 +86,33 @@ class Environment(OpenTable):
     hardware: Hardware
     software: Software
     source: SourceFacts
+
+
+class EngineDetails(OpenTable):
+    """What an engine chose by itself: kernels, batches. An engine may state more than a formula reads."""
+
+    attention: str | None = Field(None, description="the attention kernel")
+    block: str | None = Field(None, description="`fused`: a layer keeps less for its backward pass than plain operations do")
+    exchanged: str | None = Field(
+        None, description="`units`: replicas and tensor-parallel ranks hold one layer whole at a time"
+    )
+    exchange: str | None = Field(None, description="`inside`: ranks exchange within the compute phase of a step")
+    fp8: str | None = Field(None, description="how fp8 matmuls are made; begins with `emulated` where sums are of fp32")
+    micro_batches: int | None = Field(None, description="accumulated in a step")
+    _order: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, told: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        made = validate(told)
+        if isinstance(told, dict):
+            made._order = tuple(told)
+        return made
+
+    @model_serializer(mode="wrap")
+    def _as_told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        table = dump(self)
+        return {name: table[name] for name in self._order or self.model_fields_set}
 
 
 class Weights(OpenTable):

@@ -11,13 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from steelyard import files, tasks
+from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Reference, Tune
 from steelyard.case.question import Question
 from steelyard.case.resolve import auto_tunes
+from steelyard.data.division import COUNTED
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record import sealed
-from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, StepDown, Weights
+from steelyard.record.facts import EngineDetails, Environment, HostFacts, RankFacts, Restart, Series, StepDown, Weights
 from steelyard.record.profile import Profile
 from steelyard.record.sealed import SCHEMA, canonical_bytes
 from steelyard.schema import Frozen, GrownTable, OpenTable, first_problem
@@ -33,7 +35,6 @@ LATER_HASHES = ("bytes",)  # which older records do not have
 LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")  # where nothing is known of them
 FORMULAS = 4  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
 WORDING = 2  # the version of the English of its notes: a record is verified by that of its time, 1 where it says nothing
-COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
 
 
 class Reason(Frozen):
@@ -111,7 +112,7 @@ class CaseFacts(Frozen):
 
 class EngineFacts(Frozen):
     name: str
-    details: dict[str, Any]
+    details: EngineDetails
     conforms: bool | None = Field(None, description="what `steelyard conform` found of its version; null: nobody tried")
 
 
@@ -199,7 +200,7 @@ class Record(Frozen):
     hosts: list[HostFacts] = Field(default_factory=list)
     ranks: list[RankFacts]
     samples: list[Sample]
-    clock: Literal["device", "host", "reported"] | None = Field(
+    clock: ClockName | None = Field(
         None,
         description="whose times samples have: device events, the host's clock, or what a program reported of itself; left "
         "out where nothing was timed, and by older records",

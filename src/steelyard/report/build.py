@@ -82,7 +82,7 @@ def _run(run: Run, level: int, say: Words) -> Fold:
     name, hardware, software = environment(record, say)
     blocks: list[Block] = [
         _figures(run, say),
-        Heading(level + 1, say(f"data.{record.task.kind}")),
+        Heading(level + 1, say.known(record.task.kind_row.data_heading, record.task.kind_row.data_heading)),
         *data([run], say),
         Heading(level + 1, say("model")),
         *model([run], say),
@@ -102,14 +102,14 @@ def _run(run: Run, level: int, say: Words) -> Fold:
 
 def _told_apart(record: Record, say: Words) -> str:
     """Its rate, settings, scope and time."""
-    rate = with_unit(layout(record.task.kind).whole, record.metrics.get(layout(record.task.kind).whole))
+    rate = with_unit(layout(record.task.kind_row).whole, record.metrics.get(layout(record.task.kind_row).whole))
     known = (rate if rate != UNKNOWN else "", tuned(record), scope(record, say), record.created[:16].replace("T", " "))
     return " · ".join(part for part in known if part)
 
 
 def _figures(run: Run, say: Words) -> Figures:
     record = run.record
-    plan = layout(record.task.kind)
+    plan = layout(record.task.kind_row)
     items = []
     for name in (plan.core, plan.whole, "mfu", record.quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)

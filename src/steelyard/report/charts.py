@@ -36,7 +36,7 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
 
 def _losses(record: Record, say: Words) -> list[Block]:
     """The loss of every step of training; it is the same on every rank."""
-    if record.task.kind != "train":
+    if "loss" not in record.task.kind_row.step_values:
         return []
     points = _points(enumerate(training.values(record, "loss")))
     if not any(y is not None for _, y in points):
@@ -45,9 +45,10 @@ def _losses(record: Record, say: Words) -> list[Block]:
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
-    plan = layout(record.task.kind)
+    kind = record.task.kind_row
+    plan = layout(kind)
     ran = {sample.pass_name for sample in record.samples}
-    name = next((name for name in plan.charted if name in ran), None)
+    name = next((name for name in kind.headline if name in ran), None)
     samples = [sample for sample in record.samples if sample.pass_name == name]
     work = next((work for work in _WORK if any(sample.counts.get(work) for sample in samples)), None)
     if name is None or work is None:
@@ -63,10 +64,10 @@ def _rate(record: Record, say: Words) -> list[Block]:
     )
     if not any(y is not None for line in series for _, y in line.points):
         return []
-    title = say("chart.rate.train") if name == "train" else say("chart.rate", name)
+    title = say("chart.rate.train") if name in kind.stepped else say("chart.rate", name)
     titles = (title, say("chart.rate_x"), say("chart.rate_y", work))
     core = record.metrics.get(plan.core)
-    comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1 and name == plan.charted[0]
+    comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1 and name == kind.headline[0]
     return [Lines(*titles, series, _drawable(core.value) if core is not None and comparable else None, plan.core)]
 
 

@@ -1,7 +1,10 @@
-"""Which columns the tables of each kind of case have, in the order of FlagPerf's published pages. A new kind is a new row."""
+"""Which columns the tables of a kind of work have, in the order of FlagPerf's published pages. Rows of kinds name them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from steelyard import plugins
+from steelyard.tasks.kind import Kind
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ def _metric(name: str, strong: bool = False, optional: bool = False) -> Field:
 
 _ENERGY = (_metric("energy", optional=True), _metric("tokens_per_joule", optional=True))
 
-_SCORE = (
+_SCORE_FIELDS = (
     Field("tool", title="column.tool.score"),
     Field("precision"),
     Field("division"),
@@ -48,7 +51,7 @@ _SCORE = (
     *_ENERGY,
 )
 
-_TRAIN = (
+_TRAIN_FIELDS = (
     Field("tool", title="column.tool.train"),
     Field("precision"),
     Field("division", optional=True),
@@ -73,22 +76,19 @@ _TRAIN = (
 
 @dataclass(frozen=True)
 class TableLayout:
-    """`whole` and `core` are the headline rates; `charted` are the passes one of whose samples are drawn, best first. `other`
-    are the rates of a run whose headline pass is another than usual."""
+    """`whole` and `core` are the headline rates, `other` those of a run whose headline pass is another than usual."""
 
     fields: tuple[Field, ...]
     whole: str
     core: str
-    charted: tuple[str, ...]
     other: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-_LAYOUTS = {
-    "score": TableLayout(_SCORE, "p_infer_whole", "p_infer_core", ("infer", "val"), {"val": ("p_val_whole", "p_val_core")}),
-    "train": TableLayout(_TRAIN, "p_whole", "p_core", ("train",)),
-}
+SCORE = TableLayout(_SCORE_FIELDS, "p_infer_whole", "p_infer_core", {"val": ("p_val_whole", "p_val_core")})
+TRAIN = TableLayout(_TRAIN_FIELDS, "p_whole", "p_core")
 
 
-def layout(kind: str) -> TableLayout:
-    """A kind that this version does not know is shown like scoring."""
-    return _LAYOUTS.get(kind, _LAYOUTS["score"])
+def layout(kind: Kind) -> TableLayout:
+    """Return the layout that a kind of work names."""
+    found: TableLayout = plugins.load(kind.columns)
+    return found

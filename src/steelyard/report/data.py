@@ -172,7 +172,7 @@ def schema() -> dict[str, Any]:
 
 
 def _summary(record: Record) -> SummaryRow:
-    case, plan, framework = record.case, layout(record.task.kind), identity.framework(record)
+    case, plan, framework = record.case, layout(record.task.kind_row), identity.framework(record)
     engine = identity.engine(record)
     names = (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "mem_total", "e2e_time")
     return SummaryRow(

@@ -1,6 +1,6 @@
 """The hosts of a run and its ranks: who has what, whose clock is off by how much, and what each used."""
 
-from math import fsum
+from statistics import fmean
 
 from steelyard import words
 from steelyard.metrics import energy, rates
@@ -90,9 +90,9 @@ def _speeds(told: RankFacts | None) -> tuple[str, str]:
 
 def _step_times(record: Record) -> dict[int, tuple[float, float]]:
     """Mean and slowest step of every rank in the steady window of training; batches of scoring differ by design."""
-    found = passes.span(record) if record.task.kind == "train" else None
+    found = passes.span(record) if record.task.kind_row.steady else None
     times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
-    return {rank: (fsum(each) / len(each), max(each)) for rank, each in times.items()}
+    return {rank: (fmean(each), max(each)) for rank, each in times.items()}
 
 
 def _standing(record: Record, at: plan.Place) -> str:

@@ -58,7 +58,8 @@ def fields(runs: list[Run], references: list[PublishedRow]) -> list[Field]:
         present.add("division")
     if any(devices(run.record) > 1 for run in runs):
         present |= {"config", "parallel", "mem_stages"}
-    return [f for f in layout(runs[0].record.task.kind).fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]
+    fields = layout(runs[0].record.task.kind_row).fields
+    return [f for f in fields if not f.optional or present & {f.name, *f.metrics, *f.instead}]
 
 
 def values(runs: list[Run], accelerators: dict[int, str], say: Words) -> Table:

@@ -13,10 +13,6 @@ from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
 from steelyard.report.runs import Run, distinct, labels
 from steelyard.report.words import Words
 
-_DATA = {
-    "score": ("source", "rows", "subjects", "tokens", "shortened", "tokenizer", "fingerprint"),
-    "train": ("source", "rows", "tokens", "tokenizer", "fingerprint"),
-}
 _WEIGHTS = ("source", "header_sha256")
 
 
@@ -29,7 +25,7 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
 def data(runs: list[Run], say: Words) -> list[Block]:
     def facts(run: Run) -> Facts:
         asked = Fact(say("data.asked"), spelled(run.record.case.question["data"]))
-        return Facts((asked, *_rows(run.record.data.model_dump(), _DATA[run.record.task.kind], "data", say)))
+        return Facts((asked, *_rows(run.record.data.model_dump(), run.record.task.kind_row.data_facts, "data", say)))
 
     return _grouped(runs, facts, say)
 
@@ -119,10 +115,12 @@ def setup(runs: list[Run], say: Words) -> list[Block]:
 
     def facts(run: Run) -> Facts:
         record = run.record
-        details = f" ({spelled(record.engine.details)})" if record.engine.details else ""
+        heading = record.task.kind_row.tool_heading
+        told = record.engine.details.model_dump()
+        details = f" ({spelled(told)})" if told else ""
         return Facts(
             (
-                Fact(say(f"tool.{record.task.kind}"), record.engine.name + details),
+                Fact(say.known(heading, heading), record.engine.name + details),
                 Fact(say("tune.set"), changed(record, say)),
                 Fact(say("tune.all"), spelled(_told(record))),
                 Fact(say("plan"), say("plan.text", parallel(record), record.plan.config, record.plan.launcher)),
@@ -168,5 +166,5 @@ def _origin(key: str, origins: dict[str, str]) -> str | None:
 def parallel(record: Record) -> str:
     """Degrees, and the stage of sharding where replicas divide anything."""
     sharding = record.tune.sharding
-    divided = f" SH{sharding}" if record.task.kind == "train" and sharding else ""
+    divided = f" SH{sharding}" if record.task.kind_row.trains and sharding else ""
     return f"{record.plan}{divided}"

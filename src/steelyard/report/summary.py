@@ -115,7 +115,7 @@ def _times(records: list[Record]) -> list[_Field]:
 
 def _rates(record: Record) -> tuple[str, str]:
     """The headline rates; of a run of the reference pass alone, that pass's."""
-    plan = layout(record.task.kind)
+    plan = layout(record.task.kind_row)
     return plan.other.get(headline(record) or "", (plan.whole, plan.core))
 
 
@@ -173,7 +173,7 @@ def _column(field: _Field, say: Words) -> Column:
 def _plan(record: Record) -> str:
     """Nodes x devices, and how the work is divided over them; degrees of 1 are left out."""
     plan = record.plan
-    sharding = record.tune.sharding if record.task.kind == "train" and plan.world > 1 else 0
+    sharding = record.tune.sharding if record.task.kind_row.trains and plan.world > 1 else 0
     degrees = {"TP": plan.tp, "PP": plan.pp, "DP": plan.dp}
     told = "".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
     return " ".join(filter(None, (plan.config, told, f"SH{sharding}" if sharding else "")))

@@ -11,13 +11,12 @@ from steelyard.case.resolve import Resolved
 from steelyard.metrics import table, validity
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import Environment, HostFacts, RankFacts, Series, Software, StepDown, Weights
+from steelyard.record.facts import EngineDetails, Environment, HostFacts, RankFacts, Series, Software, StepDown, Weights
 from steelyard.record.record import (
     FORMULAS,
     WORDING,
     CaseFacts,
     EngineFacts,
-    Failure,
     GateFacts,
     Nothing,
     Published,
@@ -27,10 +26,11 @@ from steelyard.record.record import (
     Scope,
     Window,
 )
+from steelyard.record.record import Failure as FailureFacts
+from steelyard.run.boundary import RankFile
 from steelyard.run.clock import now
-from steelyard.run.outcome import Outcome
+from steelyard.run.failure import Failure, RankResults
 from steelyard.run.resume import Resume
-from steelyard.run.spec import RankFile
 from steelyard.tasks.task import Task
 
 
@@ -61,9 +61,11 @@ class RunFacts:
         return next((one for one in self.hosts if rank in one.ranks), None)
 
 
-def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome, clock: Clock = now) -> Record:
-    """The finished, sealed record."""
-    ranks, first, case = outcome.ranks, outcome.first, resolved.case
+def assemble(
+    resolved: Resolved, engine: str, facts: RunFacts, results: RankResults, failure: Failure | None, clock: Clock = now
+) -> Record:
+    """Return the finished, sealed record of a run that left `results` and ended with `failure`, or well."""
+    ranks, first, case = results.ranks, results.rank_files.get(0), resolved.case
     draft = Record(
         formulas=FORMULAS,
         wording=WORDING,
@@ -76,8 +78,8 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
         scope=facts.scope,
         tune=case.tune,
         plan=facts.plan,
-        engine=EngineFacts(name=engine, details=first.details if first else {}, conforms=facts.conforms),
-        environment=_with_versions(facts.environment, first),
+        engine=EngineFacts(name=engine, details=first.details if first else EngineDetails(), conforms=facts.conforms),
+        environment=with_versions(facts.environment, first),
         site=facts.site,
         weights=first.weights if first else Weights(source=None),
         data=first.data if first and first.data else Nothing(),
@@ -95,20 +97,20 @@ def assemble(resolved: Resolved, engine: str, facts: RunFacts, outcome: Outcome,
         quality=Quality(metric=case.question.row.quality, value=None, gate=None, evaluated=False, note=None),
         metrics={},
         restarts=[facts.resume.restart(facts.out)] if facts.resume else [],
-        failure=_failure(outcome),
+        failure=None if failure is None else failure_facts(failure, results, _host_name(failure.rank, facts)),
         checkpoints=facts.checkpoints,
         stepped_down=facts.stepped_down,
     )
-    return finish(draft.model_copy(update={"budget": _budget(facts, first, clock())}), outcome.code, outcome.text)
+    return finish(draft.model_copy(update={"budget": _budget(facts, first, clock())}), failure)
 
 
-def finish(draft: Record, code: str | None, text: str) -> Record:
+def finish(draft: Record, failure: Failure | None) -> Record:
     """Metrics, checks and status of a draft, and its seal."""
     values = table.derive(draft)
     checks, reasons, notes, quality = validity.judge(draft, values)
-    if code is not None:
-        reasons = [Reason(code=code, text=text), *reasons]
-    status = "failed" if code is not None else "invalid" if reasons else "valid"
+    if failure is not None:
+        reasons = [Reason(code=failure.code, text=failure.text), *reasons]
+    status = "failed" if failure is not None else "invalid" if reasons else "valid"
     changed = {"metrics": values, "checks": checks, "reasons": reasons, "notes": notes, "quality": quality, "status": status}
     return record.seal(draft.model_copy(update=changed))
 
@@ -135,12 +137,17 @@ def _rank(rank: RankFile, host: HostFacts | None) -> RankFacts:
     return told if host is None else RankFacts(host=host.name, **told.model_dump())
 
 
+def _host_name(rank: int | None, facts: RunFacts) -> str | None:
+    host = None if rank is None else facts.host_of(rank)
+    return None if host is None else host.name
+
+
 def _on_our_clock(window: Window, facts: RunFacts) -> Window:
     host = facts.host_of(window.rank)
     return window if host is None else window.model_copy(update={"start_s": host.on_the_parents_clock(window.start_s)})
 
 
-def _with_versions(told: Environment, first: RankFile | None) -> Environment:
+def with_versions(told: Environment, first: RankFile | None) -> Environment:
     """With the versions that only the framework knows."""
     software = Software(**{**told.software.model_dump(), **(first.versions if first else {})})
     return told.model_copy(update={"software": software})
@@ -174,14 +181,13 @@ def _budget(facts: RunFacts, first: RankFile | None, sealed_s: float) -> dict[st
     }
 
 
-def _failure(outcome: Outcome) -> Failure | None:
-    if outcome.code is None:
-        return None
-    return Failure(
-        rank=outcome.rank,
-        host=outcome.host,
-        exit_code=outcome.exit_code,
-        error=outcome.text,
-        stderr_tail=outcome.stderr_tail,
-        stacks=outcome.stacks,
+def failure_facts(failure: Failure, results: RankResults, host: str | None = None) -> FailureFacts:
+    """Return what a record states of a failure: its text, and the last words of the rank that caused it."""
+    return FailureFacts(
+        rank=failure.rank,
+        host=host,
+        exit_code=results.exit_code(failure.rank),
+        error=failure.text,
+        stderr_tail=results.tail(failure.rank),
+        stacks=results.stacks,
     )

@@ -1,12 +1,28 @@
-"""How a row of `steelyard spec` is held and timed: short stretches, until the last ones agree or the time is over."""
+"""The worker of `steelyard spec`: one device, every row that its framework has for it,
+held and timed. A spec in, one rank file out.
+
+A row is timed in short stretches, until the last ones agree or the time is over. Started by its host's agent as
+`python -m steelyard.run.ceilings SPEC`.
+"""
 
 import math
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
+from steelyard import accelerators
 from steelyard.accelerators.events import Clock, Timeline
-from steelyard.engine.bench import Budgeted, LacksError, Made, Row
+from steelyard.engine import rows as engine_rows
+from steelyard.engine.bench import Budgeted, Ceilings, LacksError, Made, Row
+from steelyard.errors import RequestError
 from steelyard.metrics.ceilings import settled
+from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Bench, Checked, Limits, Stretch
+from steelyard.run.clock import now
+from steelyard.run.messages import HostSpec
+from steelyard.run.worker import RankProcess, serve
+from steelyard.schema import Frozen
 
 # A stretch is short against the seconds in which a device warms up and lowers its clock. Agreement within 2 % of five in a row
 # is what tells that it has: at its power limit a device never holds its clock closer.
@@ -18,6 +34,8 @@ MOST_ERROR = 1e30  # more is no number, as NaN is none
 WHY_CHARS = 300
 
 Agree = Callable[[float], float]  # the largest of what all ranks say
+
+FRAMEWORK = "torch"
 
 
 def alone(value: float) -> float:
@@ -123,3 +141,66 @@ def _why(error: Exception) -> str:
     """Its first line: some name every kernel that there is."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0].strip() if said else ''}".rstrip(": ")[:WHY_CHARS]
+
+
+class CeilingsSpec(Frozen):
+    """What the parent tells the workers of `steelyard spec`."""
+
+    accelerator: str
+    plan: Plan
+    quick: bool
+    limits: Limits
+
+
+class CeilingsWorkerSpec(Frozen):
+    """What such a worker is told."""
+
+    run: CeilingsSpec
+    host: HostSpec
+
+
+def main() -> None:
+    spec = CeilingsWorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
+    serve(partial(CeilingsWorker, spec), spec.host.folder)
+
+
+class CeilingsWorker(RankProcess):
+    def __init__(self, spec: CeilingsWorkerSpec, rank: int) -> None:
+        super().__init__(rank, spec.run.accelerator, spec.host)
+        self.spec = spec.run
+
+    def run(self) -> None:
+        with self._phase("imports"):
+            shown = self._load()
+        rows = list(shown.rows(self.spec.quick))
+        with self.budget.part("rows"):
+            self._rows(shown, rows)
+        if self.framework is not None:
+            self.framework.barrier()
+
+    def _load(self) -> Ceilings:
+        spec = self.spec
+        device = accelerators.named(spec.accelerator).devices.get(FRAMEWORK)
+        if device is None:
+            raise RequestError(f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see steelyard list")
+        framework = engine_rows.load_framework(FRAMEWORK)(device, self.local_rank, now)
+        self._add(identity=framework.identity(), versions=framework.versions(), threads=framework.threads())
+        framework.join(spec.plan, self.rank, self.world, self.host.rendezvous)
+        self.framework = framework
+        return engine_rows.load_ceilings(FRAMEWORK)(framework)
+
+    def _rows(self, shown: Ceilings, rows: list[Row]) -> None:
+        """What is done is told after each, so that whoever is killed later leaves this much."""
+        if self.framework is None:
+            raise RuntimeError("no framework was loaded")
+        holder = Holder(self.framework, self.rank, self.spec.limits, now, self.host.origin_s, shown.agree)
+        for done, row in enumerate(rows):
+            named = " ".join(filter(None, (row.group, row.name, row.precision)))
+            self.tell(named, done, len(rows))
+            self._add(benches=[*self.file.benches, holder.take(row)])
+            shown.release()
+            self.write("running", None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
 """The parent's side of `steelyard spec`: lead this host's workers through it, and make a record of whatever came of it."""
 
-import hashlib
 import secrets
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from steelyard import accelerators
@@ -11,20 +11,19 @@ from steelyard.errors import RequestError
 from steelyard.metrics import ceilings
 from steelyard.plan.degrees import MOST_DEVICES, Plan
 from steelyard.record import sealed, spec
-from steelyard.record.facts import Environment, RankFacts, Software
-from steelyard.record.record import Failure, Reason
+from steelyard.record.facts import RankFacts
+from steelyard.record.record import Reason
 from steelyard.record.spec import SpecRecord
-from steelyard.run import interrupts, launch, messages, outcome, preflight, processes
-from steelyard.run.ceilings import FULL, QUICK
-from steelyard.run.ceilings_worker import FRAMEWORK, CeilingsSpec
+from steelyard.run import launch, preflight, processes
+from steelyard.run.assemble import failure_facts, with_versions
+from steelyard.run.boundary import RankFile
+from steelyard.run.ceilings import FRAMEWORK, FULL, QUICK, CeilingsSpec
 from steelyard.run.clock import now, today
-from steelyard.run.connection import Connection
-from steelyard.run.messages import Hello, Open, Start
-from steelyard.run.outcome import Left, Verdict
+from steelyard.run.failure import Failure
+from steelyard.run.messages import Open, Start
 from steelyard.run.parent import WORKER_ENV, Warn
-from steelyard.run.session import Session, Watch, last_words
+from steelyard.run.session import Session, Watch
 from steelyard.run.site import Site
-from steelyard.run.spec import RankFile
 
 HANG_S = 300.0  # without a sign of life; one row takes seconds
 MOST_S = 24 * 3600.0  # for all rows
@@ -41,6 +40,8 @@ class SpecRequest:
 
 
 class SpecRun:
+    """One run of `steelyard spec`, from the agent of this host to its record."""
+
     def __init__(self, request: SpecRequest) -> None:
         processes.check()
         self.request = request
@@ -54,39 +55,24 @@ class SpecRun:
         self.accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
         self.plan = Plan(nodes=1, devices=request.devices, tp=1, pp=1, dp=request.devices, launcher="local")
         self.origin_s, self.created, self.id = now(), today(), secrets.token_hex(16)
-        self.token = messages.token()
-        launcher, site = launch.named("local"), Site()
-        mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
-        self.session = Session(launcher, site, launch.hosts(launcher, site, 1, None), None, self.token, mark)
-        self.started_s = self.origin_s
-        self.hello: Hello | None = None
+        self.session = Session(launch.named("local"), Site(), 1)
 
     def to_record(self, watch: Watch | None, warn: Warn) -> tuple[SpecRecord, Path]:
         """Whatever came of it, once workers were started; what is wrong with the request raises RequestError."""
         sealed.writable(self.request.out)
         with ExitStack() as undisturbed:
-            try:
-                self.hello = self._open(warn)
-                verdict = self._lead(self.hello, watch)
-            except KeyboardInterrupt as error:
-                if self.hello is None:
-                    raise  # nothing was started
-                verdict = Verdict("interrupted", f"interrupted by {str(error) or 'the user'}")
-            finally:
-                undisturbed.enter_context(interrupts.ignored())  # until the record is there
-                self.session.stop(stacks=False)
-            made = self._assemble(self.hello, verdict)
+            limit_s = self.limits.total_s + SPARE_S
+            prepare = partial(self._prepare, warn)
+            made = self._assemble(self.session.lead(prepare, self.origin_s, HANG_S, limit_s, watch, undisturbed))
             return made, spec.write(made, self.request.out)
 
-    def _open(self, warn: Warn) -> Hello:
+    def _prepare(self, warn: Warn) -> Start:
+        """Open the session, check the host, and return what to start."""
         asked = Open(
-            token=self.token,
-            mark="",
             accelerator=self.accelerator.name,
             devices=self.plan.devices,
             matmul="bf16",
             interface=None,
-            peer=None,
             environment={},
             variables=WORKER_ENV,
             needs=[FRAMEWORK],
@@ -97,81 +83,41 @@ class SpecRun:
         for device in hello.devices[: self.plan.devices]:
             if device.busy is not None:
                 warn(f"{device.name} is also used by {device.busy}: neither will show what it can do")
-        return hello
+        told = CeilingsSpec(accelerator=hello.accelerator, plan=self.plan, quick=self.request.quick, limits=self.limits)
+        return Start(
+            run=told.model_dump(mode="json"),
+            world=self.plan.world,
+            workers=self.plan.devices,
+            worker="steelyard.run.ceilings",
+        )
 
-    def _lead(self, hello: Hello, watch: Watch | None) -> Verdict:
-        told = CeilingsSpec(
-            accelerator=hello.accelerator,
-            plan=self.plan,
-            quick=self.request.quick,
-            limits=self.limits,
-            folder=Path(),  # the agent's own, and its own clock
-            origin_s=0.0,
-        ).model_dump(mode="json")
-
-        def start(one: Connection, index: int) -> Start:
-            return Start(
-                token=self.token,
-                spec=told,
-                first_rank=0,
-                world=self.plan.world,
-                workers=self.plan.devices,
-                worker="steelyard.run.ceilings_worker",
-                origin_s=self.origin_s + one.clock.offset_s,
-            )
-
-        self.started_s = now()
-        self.session.start(start)
-        verdict = self.session.wait(HANG_S, self.limits.total_s + SPARE_S, watch)
-        if verdict.code == "hang":
-            self.session.stop(stacks=True)
-        return verdict
-
-    def _assemble(self, hello: Hello, verdict: Verdict) -> SpecRecord:
-        heard, tails = self.session.heard, last_words(self.session.connections)
-        ranks = [heard.ranks[rank] for rank in sorted(heard.ranks)]
-        if verdict.code is None:
-            verdict = outcome.judge(Left(ranks, heard.exits, heard.unreadable, tails), self.plan, self.session.hosts)
-        if verdict.code == "request":
-            raise RequestError(verdict.text.partition(": ")[2])
+    def _assemble(self, failure: Failure | None) -> SpecRecord:
+        if failure is not None and failure.code == "request":
+            raise RequestError(failure.text.partition(": ")[2])
+        session, ranks = self.session, self.session.results.ranks
+        hello = session.connections[0].hello
+        if hello is None:
+            raise ValueError("a host that was not heard of has no part in a run")
         draft = SpecRecord(
             id=self.id,
             created=self.created,
-            status="valid" if verdict.code is None else "failed",
-            reasons=[] if verdict.code is None else [Reason(code=verdict.code, text=verdict.text)],
+            status="valid" if failure is None else "failed",
+            reasons=[] if failure is None else [Reason(code=failure.code, text=failure.text)],
             quick=self.request.quick,
             limits=self.limits,
             devices=self.plan.devices,
-            environment=_environment(hello, ranks),
+            environment=with_versions(hello.environment, ranks[0] if ranks else None),
             budget=self._budget(ranks),
-            ranks=[RankFacts(host=self.session.hosts[0], **rank.facts().model_dump()) for rank in ranks],
+            ranks=[RankFacts(host=session.hosts[0], **rank.facts().model_dump()) for rank in ranks],
             benches=[bench for rank in ranks for bench in rank.benches],
-            telemetry=[kept.series(lambda t_s: t_s) for kept in heard.telemetry.values()],
+            telemetry=[kept.series() for kept in session.telemetry.values()],
             ceilings=[],
-            failure=None if verdict.code is None else self._failure(verdict, tails),
+            failure=None if failure is None else failure_facts(failure, session.results),
         )
         return spec.seal(draft.model_copy(update={"ceilings": ceilings.derive(draft)}))
-
-    def _failure(self, verdict: Verdict, tails: dict[int, str]) -> Failure:
-        tail = tails.get(verdict.rank, "") if verdict.rank is not None else "\n".join(filter(None, tails.values()))
-        exited = self.session.heard.exits.get(verdict.rank) if verdict.rank is not None else None
-        return Failure(
-            rank=verdict.rank,
-            exit_code=exited.code if exited else None,
-            error=verdict.text,
-            stderr_tail=tail[-outcome.TAIL_CHARS :],
-            stacks={rank: text for one in self.session.connections if one.bye for rank, text in one.bye.stacks.items()},
-        )
 
     def _budget(self, ranks: list[RankFile]) -> dict[str, float]:
         """Wall time by name, adding up to all of it; what a rank's own parts leave is `launch`."""
         parts = ranks[0].budget if ranks else {}
-        agents_s, worked_s = self.started_s - self.origin_s, now() - self.started_s
+        agents_s, worked_s = self.session.started_s - self.origin_s, now() - self.session.started_s
         return {"agents": agents_s, "launch": worked_s - sum(parts.values()), **parts}
-
-
-def _environment(hello: Hello, ranks: list[RankFile]) -> Environment:
-    """With the versions that only the framework knows."""
-    told = hello.environment
-    software = Software(**{**told.software.model_dump(), **(ranks[0].versions if ranks else {})})
-    return told.model_copy(update={"software": software})

@@ -13,7 +13,7 @@ from typing import Any
 from steelyard import files
 from steelyard.engine.rows import EngineRow
 from steelyard.errors import RequestError
-from steelyard.run import caches, environment
+from steelyard.run import environment
 from steelyard.run.clock import today
 from steelyard.schema import canonical
 
@@ -50,7 +50,7 @@ def _installed(name: str) -> str | None:
 def keep(row: EngineRow, cases: list[str], conforms: bool, packages: Packages = None) -> Path:
     """Write down what was found; the last word on an engine counts."""
     try:
-        path = caches.private(os.environ) / NAME
+        path = environment.private_cache(os.environ) / NAME
     except OSError as error:
         raise RequestError(f"what was found cannot be kept: {error}; name a folder of yours in XDG_CACHE_HOME") from error
     found = {"version": engine_version(row, packages), "conforms": conforms, "cases": cases, "created": today()}
@@ -61,7 +61,7 @@ def keep(row: EngineRow, cases: list[str], conforms: bool, packages: Packages = 
 def conforms(row: EngineRow, packages: Packages = None) -> bool | None:
     """Whether this version of an engine conforms; None where nobody has tried."""
     with suppress(RequestError, OSError):  # a cache that is not ours is refused where something is loaded from it
-        found = _read(caches.private(os.environ) / NAME).get(row.name)
+        found = _read(environment.private_cache(os.environ) / NAME).get(row.name)
         if isinstance(found, dict) and found.get("version") == engine_version(row, packages):
             return found.get("conforms") is True
     return None

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.run import messages
-from steelyard.run.clock import now
-from steelyard.run.clocks import HostClock, Reading
+from steelyard.run.clock import HostClock, Reading, now
 from steelyard.run.messages import HEARTBEAT_S, TO_PARENT, Bye, Hello, MessageError, Ping, Pong, Reached, UnknownError
 from steelyard.schema import Frozen
 

@@ -1,22 +1,37 @@
-"""The environment of a run: hardware, software, this package's revision and whether it was changed. Without torch."""
+"""The environment of a run: hardware, software, the package's revision, compiler caches, and the Python of the workers.
+
+Nothing of a framework is imported: modules are looked for, not loaded. An engine may live in another Python
+(`engine.python`). The host's agent starts that one as `python -P -m steelyard.run.environment MODULE...`, which
+answers with one line of JSON: what it has.
+
+Torch and Triton would share a cache folder under the temporary one, and load machine code from it, no matter
+who wrote it. Workers get folders that only their user can write, and that last across runs.
+"""
 
 import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping
+import shlex
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
-from steelyard import __version__, accelerators, files
+from steelyard import __version__, accelerators, files, plugins
 from steelyard.accelerators import variables as names
 from steelyard.accelerators.cpu import model_name
 from steelyard.accelerators.row import Accelerator, Found
+from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
 from steelyard.record.facts import DeviceFacts, Environment, Hardware, PeakFacts, Software, SourceFacts
+from steelyard.schema import Frozen
 
 PACKAGES = (
     "accelerate",
@@ -50,6 +65,13 @@ PRELOADS = ("LD_AUDIT", "LD_PRELOAD")
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = (".", ":(exclude,glob)**/__pycache__/**")  # what runs: results and notes elsewhere in the tree change nothing
+
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+CACHE_HINT = "name a folder of yours in XDG_CACHE_HOME"
+
+LOOK_S = 60.0  # a first import over a network file system takes its time
+REFUSED = 65  # EX_DATAERR of sysexits.h: what is wrong is the last line of stderr, whole
+INTERPRETER = ["-P", "-m", "steelyard.run.environment"]
 
 
 def of_host(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]) -> Environment:
@@ -163,3 +185,123 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What workers are told of caches, each a folder that is made and checked here. One that is named already stays. Nothing,
+    where a user has no place for any."""
+    try:
+        return {name: str(private_cache(environment, folder)) for name, folder in CACHES.items() if not environment.get(name)}
+    except OSError:
+        return {}
+
+
+def cache_variables_within(folder: Path) -> dict[str, str]:
+    """The same in the private folder of a run, which ends with it."""
+    return {name: str(folder / "cache" / place) for name, place in CACHES.items()}
+
+
+def private_cache(environment: Mapping[str, str], name: str = "") -> Path:
+    """A folder of this user's cache that nobody else can write."""
+    home = Path(environment.get("XDG_CACHE_HOME") or "")
+    home = home if home.is_absolute() else Path(environment.get("HOME") or Path.home()) / ".cache"
+    top = home / "steelyard"
+    for folder in (top, top / name):
+        _make_private(folder)
+    return top / name
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    wrong = {
+        "is a link": stat.S_ISLNK(found.st_mode),
+        f"belongs to user {found.st_uid}": found.st_uid != os.geteuid(),
+        "is one that others can write": bool(found.st_mode & 0o022),
+    }
+    for what, holds in wrong.items():
+        if holds:
+            raise RequestError(
+                f"the cache {str(folder)!r} {what}: other users could change what is in it; remove it, or {CACHE_HINT}"
+            )
+
+
+class Interpreter(Frozen):
+    """A Python that workers run in: its version, its packages, its steelyard, and which of the asked modules it lacks."""
+
+    python: str
+    packages: dict[str, str]
+    version: str
+    package: str
+    lacking: list[str]
+
+
+def this_interpreter(needs: Sequence[str]) -> Interpreter:
+    """Return the Python that runs this."""
+    return Interpreter(
+        python=platform.python_version(),
+        packages=packages(),
+        version=__version__,
+        package=package_hash(),
+        lacking=lacking_modules(needs),
+    )
+
+
+def lacking_modules(needs: Sequence[str]) -> list[str]:
+    """Return the modules that this Python does not have; raise RequestError if one is there but cannot be imported."""
+    return [name for name in needs if not plugins.installed(name)]
+
+
+def look_at_interpreter(path: str, needs: Sequence[str], variables: Mapping[str, str]) -> Interpreter:
+    """The Python at a path, if workers of an engine that needs these modules can run in it; else RequestError, one line."""
+    named = f"engine.python {path!r}"
+    install = shlex.join([path, "-m", "pip", "install", f"steelyard=={__version__}"])
+    try:
+        done = subprocess.run(
+            [path, *INTERPRETER, *needs], capture_output=True, text=True, timeout=LOOK_S, env=dict(variables), check=False
+        )
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise RequestError(f"{named} cannot be started: {why}; name a Python that has steelyard and the engine") from error
+    except subprocess.TimeoutExpired as error:
+        raise RequestError(f"{named} does not answer within {LOOK_S:g} s; name another Python") from error
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        if done.returncode == REFUSED:
+            raise RequestError(f"{named}: {why}")
+        if OUT_OF_MEMORY_LINE.match(why):
+            raise RequestError(f"{named} ran out of memory: {why}; {MORE_MEMORY}, then run again")
+        raise RequestError(f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there by: {install}")
+    try:
+        found = Interpreter.model_validate_json(done.stdout)
+    except ValidationError as error:
+        raise RequestError(f"{named} has another steelyard; install this one there: {install}") from error
+    _check_interpreter(found, named, install)
+    return found
+
+
+def _check_interpreter(found: Interpreter, named: str, install: str) -> None:
+    if found.version != __version__:
+        raise RequestError(
+            f"{named} has steelyard {found.version}, here is {__version__}; install this version there: {install}"
+        )
+    if found.package != package_hash():
+        here = package_hash()
+        raise RequestError(
+            f"{named} has another steelyard {found.version} (files {found.package}, here {here}); install this one there"
+        )
+    if found.lacking:
+        raise RequestError(f"{named} has no {found.lacking[0]}, and the engine needs it; install it there")
+
+
+def main() -> None:
+    try:
+        found = this_interpreter(sys.argv[1:])
+    except RequestError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(REFUSED)
+    os.write(1, found.model_dump_json().encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -35,7 +35,7 @@ def steps_of(case: Case, plan: Plan, sample: int | None) -> int:
         return STEPS
     tokens = min(train.batch, sample or train.batch) * train.length
     counts = {"tokens": tokens, "logits": tokens, "pairs": tokens * train.length // 2}
-    one = flops.work(case.question.model, counts, "causal", "train") or 0
+    one = flops.work(case.question.model, counts, "causal", case.question.kind_row.forwards) or 0
     return max(1, min(STEPS, int(FLOPS * plan.world / one))) if one else STEPS
 
 

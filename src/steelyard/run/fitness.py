@@ -13,7 +13,7 @@ from steelyard.errors import RequestError
 from steelyard.metrics import busy
 from steelyard.metrics.busy import Share
 from steelyard.metrics.fit import Machine
-from steelyard.run import environment, load, state
+from steelyard.run import environment, host, load
 from steelyard.run.clock import now, sleep
 from steelyard.words import Message
 
@@ -32,7 +32,7 @@ def machine(accelerator: str | None, records: Path) -> Machine:
         driver=found[0].driver if found else None,
         needs_driver=bool(row.steps),
         problem=problem,
-        host=state.of_host(row, found),
+        host=host.state_of(row, found),
         others=others(),
         bounds=busy.bounds_of(row.name),
         free_bytes={"records": free_bytes(records), "temporary": free_bytes(Path(tempfile.gettempdir()))},

@@ -1,8 +1,14 @@
-"""A host as its agent sees it: devices, files, network, and the environment that workers get."""
+"""A host as its agent sees it: devices, files, network, the environment that workers get, and settings that can change results.
+
+Settings are read from /proc, /sys and the driver; nothing is set.
+"""
 
 import os
 import socket
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 
 import psutil
@@ -10,11 +16,11 @@ import psutil
 from steelyard import __version__, accelerators
 from steelyard.accelerators.row import Accelerator, Found, Source
 from steelyard.errors import RequestError
-from steelyard.record.facts import Environment, Software
-from steelyard.run import caches, environment, interpreter, locks, processes, state
-from steelyard.run.interpreter import Interpreter
-from steelyard.run.locks import Claims
+from steelyard.record.facts import DeviceState, Environment, HostState, Software
+from steelyard.run import environment, load, processes
+from steelyard.run.environment import Interpreter
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
+from steelyard.run.processes import AGENT_CLAIM, Claims
 
 LOOPBACK = "lo"
 # What workers do not inherit: what launchers tell the ranks that they start. Ours are told by their agent; a stranger's words
@@ -29,6 +35,12 @@ SCRUBBED = frozenset(
 SCRUBBED_BEGIN = ("TORCHELASTIC_", "SLURM_", "SLURMD_", "PMI_", "PMIX_", "OMPI_", "PADDLE_", "ACCELERATE_")
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
+ROOT = Path("/")
+CPUS, NODES = "sys/devices/system/cpu", "sys/devices/system/node"
+CLOCK_SOURCE = "sys/devices/system/clocksource/clocksource0/current_clocksource"
+MOST_BYTES = 64 << 10  # of a file that is read
+KIB = 1024
+
 
 class Host:
     """What `open` asked of this host."""
@@ -37,7 +49,7 @@ class Host:
         self.asked = asked
         os.environ.update(asked.environment)
         self.claims = Claims()
-        self.claims.claim(locks.run(asked.mark))  # how this agent is found, should it stop
+        self.claims.claim(AGENT_CLAIM.format(asked.mark))  # how this agent is found, should it stop
         self.accelerator: Accelerator | None = None
         self.found: list[Found] = []
         self.interface: str | None = None
@@ -49,15 +61,15 @@ class Host:
         self.lacking: list[str] = []
         try:
             processes.check_working_directory()
-            self.caches = caches.variables(os.environ)
+            self.caches = environment.cache_variables(os.environ)
             self.accelerator = accelerators.named(asked.accelerator) if asked.accelerator else accelerators.detect()
             self.found = self.accelerator.find()
             self.interface = _interface(asked)
             self.listening = None if asked.peer is None else _listen(self.interface)
             if asked.python is None:
-                self.lacking = interpreter.lacking(asked.needs)
+                self.lacking = environment.lacking_modules(asked.needs)
             else:
-                self.interpreter = interpreter.look(asked.python, asked.needs, self.variables())
+                self.interpreter = environment.look_at_interpreter(asked.python, asked.needs, self.variables())
         except RequestError as error:
             self.problem = str(error)
 
@@ -99,7 +111,7 @@ class Host:
             most=row.most(self.found),
             devices=self._devices(row),
             environment=self._environment(row),
-            state=state.of_host(row, self.used),
+            state=state_of(row, self.used),
             lacking=self.lacking,
             missing=[i for i, names in enumerate(self.asked.paths) if not any(Path(name).exists() for name in names)],
             address=None if listening is None else listening.getsockname()[0],
@@ -131,7 +143,7 @@ class Host:
         ]
 
     def _claim(self, row: Accelerator, device: Found) -> str | None:
-        return self.claims.claim(locks.device(device.uuid or f"{row.name}:{device.index}"))
+        return self.claims.claim(f"device/{device.uuid or f'{row.name}:{device.index}'}")
 
 
 def scrubbed(name: str) -> bool:
@@ -186,3 +198,75 @@ def _listen(interface: str) -> socket.socket:
                 listening.listen(4096)
                 return listening
     raise RequestError(f"interface {interface!r} has no address; name another in the site file")
+
+
+def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) -> HostState:
+    """The host, and its devices that are used."""
+    memory, group = _memory(root), load.tightest_group(root)
+    told = {
+        "load_1m": _load_1m(root),
+        "cores": _count(_text(root / CPUS / "online")) or os.cpu_count(),
+        "allowed": len(load.affinity()),
+        "quota": None if group is None else group.quota,
+        "memory_bytes": memory.get("MemTotal"),
+        "available_bytes": memory.get("MemAvailable"),
+        "swap_bytes": memory.get("SwapTotal"),
+        "swap_used_bytes": _difference(memory.get("SwapTotal"), memory.get("SwapFree")),
+        "governors": _governors(root),
+        "clock_source": _text(root / CLOCK_SOURCE) or None,
+        "numa_nodes": _count(_text(root / NODES / "online")) or None,
+        "devices": [DeviceState.model_validate(_known(one)) for one in accelerator.states(found)],
+    }
+    return HostState.model_validate(_known(told))
+
+
+def _known(table: Mapping[str, object]) -> dict[str, object]:
+    """What is not known is left out."""
+    return {name: value for name, value in table.items() if value is not None}
+
+
+def _memory(root: Path) -> dict[str, int]:
+    """The lines of /proc/meminfo, in bytes."""
+    out = {}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        with suppress(ValueError, IndexError):
+            out[name] = int(value.split()[0]) * KIB
+    return out
+
+
+def _load_1m(root: Path) -> float | None:
+    with suppress(ValueError, IndexError):
+        found = float(_text(root / "proc/loadavg").split()[0])
+        return found if isfinite(found) else None
+    return None
+
+
+def _difference(whole: int | None, part: int | None) -> int | None:
+    return None if whole is None or part is None else max(0, whole - part)
+
+
+def _governors(root: Path) -> list[str] | None:
+    """The frequency governors of all cores, each once; None where the kernel has none, as in most virtual machines."""
+    policies = sorted((root / CPUS / "cpufreq").glob("policy*/scaling_governor"))
+    names = {_text(path) for path in policies or (root / CPUS).glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    return sorted(name for name in names if name) or None
+
+
+def _count(ranges: str) -> int:
+    """How many numbers a list such as 0-3,8 has; 0 where it is none."""
+    count = 0
+    with suppress(ValueError):
+        for part in filter(None, ranges.split(",")):
+            first, _, last = part.partition("-")
+            count += int(last or first) - int(first) + 1
+    return count
+
+
+def _text(path: Path) -> str:
+    """A small file of the system, empty where it is absent or not ours to read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(MOST_BYTES).strip()
+    except OSError:
+        return ""

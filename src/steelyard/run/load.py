@@ -1,6 +1,7 @@
-"""CPU time of a host while a run goes on: of the cores that it may use, of its own processes, of its control group.
+"""CPU time and memory of a host while a run goes on, from the kernel's counters: of the cores it may use, of its own
+processes, of its control group, and how many processes the kernel ended for lack of memory.
 
-What is read are the kernel's counters, once a second. What others used of a stretch of time is worked out from the record.
+Counters are read once a second. What others used of a stretch of time is worked out from the record.
 """
 
 import os
@@ -12,7 +13,6 @@ from pathlib import Path
 
 from steelyard.accelerators import cpu
 from steelyard.record.facts import Load
-from steelyard.run import groups
 from steelyard.run.messages import LoadSaid
 
 ROOT = Path("/")
@@ -24,6 +24,7 @@ ALONE, OWN = (11, 12), (11, 12, 13, 14)  # utime and stime of /proc/PID/stat aft
 # Descendants are found through the threads of a process. Where ranks have many, they are looked for less often.
 FEW_THREADS, SELDOM = 256, 10
 MAX_ROWS = 2048
+GROUPS = "sys/fs/cgroup"
 
 
 def affinity() -> frozenset[int]:
@@ -43,7 +44,7 @@ class Reader:
         self._cores = affinity() if cores is None else frozenset(cores)
         # The agent, and who started it: the command itself, or what stands for it on this host.
         self._agent = (os.getpid(), *(pid for pid in (os.getppid(),) if pid > 1)) if agent is None else agent
-        self._group = groups.tightest(root)
+        self._group = tightest_group(root)
         self._pids: tuple[int, ...] = ()
         self._below: list[int] = []
         self._readings = 0
@@ -129,3 +130,92 @@ class Kept:
 def _rounded(seconds: float) -> float:
     """The kernel counts hundredths."""
     return round(seconds, 3)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group with a quota: so many cores, for all processes in it together."""
+
+    quota: float
+    usage: Path | None  # the file that counts its CPU time
+
+    def usage_s(self) -> float | None:
+        """CPU seconds of all that was ever in it."""
+        if self.usage is None:
+            return None
+        with suppress(OSError, ValueError):
+            text = self.usage.read_text()
+            if self.usage.name == "cpuacct.usage":
+                return int(text) / 1e9
+            return next(int(line.split()[1]) / 1e6 for line in text.splitlines() if line.startswith("usage_usec "))
+        return None
+
+
+def tightest_group(root: Path = ROOT) -> Group | None:
+    """The group whose quota holds; None where no group on the way up has one."""
+    found = [group for folder, counted in _folders(root) if (group := _group(folder, counted)) is not None]
+    return min(found, key=lambda group: group.quota, default=None)
+
+
+def _folders(root: Path) -> list[tuple[Path, Path]]:
+    """This process's group and those above it: where the quota stands, and where CPU time is counted. Version 1 of control
+    groups may count elsewhere. In a container a group's own root is what is mounted."""
+    top = root / GROUPS
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    out: list[tuple[Path, Path]] = []
+    for line in lines:
+        _, controllers, group = [*line.split(":", 2), "", "", ""][:3]
+        names = controllers.split(",")
+        if controllers and "cpu" not in names:
+            continue
+        usage = top if not controllers else top / (controllers if "cpuacct" in names else "cpuacct")
+        parts = [part for part in group.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            own = parts[:depth]
+            out.append((top.joinpath(controllers, *own), usage.joinpath(*own)))
+    return out
+
+
+def _group(folder: Path, counted: Path) -> Group | None:
+    quota = _quota(folder)
+    if quota is None:
+        return None
+    files = (counted / "cpuacct.usage", folder / "cpu.stat")
+    return Group(quota, next((path for path in files if path.exists()), None))
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores; None where there is no limit."""
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        most, period = (folder / "cpu.max").read_text().split()
+        return None if most == "max" else int(most) / int(period)
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        most_us = int((folder / "cpu.cfs_quota_us").read_text())
+        return None if most_us <= 0 else most_us / int((folder / "cpu.cfs_period_us").read_text())
+    return None
+
+
+def oom_kills(root: Path = ROOT) -> int | None:
+    """Return how many processes of this control group the kernel has ended for lack of memory, or None if it does not count."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers in ("", "memory"):
+                top = root / GROUPS / controllers
+                for path in (top / group.lstrip("/"), top):  # within a container a group's own root
+                    for name in ("memory.events", "memory.oom_control"):
+                        found = _oom_kills(path / name)
+                        if found is not None:
+                            return found
+    return None
+
+
+def _oom_kills(path: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return None

@@ -1,44 +1,78 @@
-"""The protocol between the parent and a node agent: JSON lines, one message each, every one with the run's token.
+"""What a node agent says and is told.
+
+The protocol between it and the parent: JSON lines, one message each, every one with the run's token.
 
     parent → agent   open · reach · start · ping · stop · sweep
     agent → parent   hello · reached · started · pong · progress · telemetry · load · rank · exit · bye
 
 `open` comes first and brings the token; a line without it is no message. A heartbeat goes both ways: the parent pings every
 second and the agent answers, which is also how far apart their clocks are. Whoever hears nothing for `silence_s` takes the
-other side for gone.
+other side for gone. Beside these stand the files that an agent shares with its workers, and what it adds to their spec.
 """
 
 import hashlib
 import hmac
 import json
 import secrets
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from steelyard import __version__
 from steelyard.record.facts import Environment, HostState
+from steelyard.run.failure import Failure
 from steelyard.schema import Frozen, first_problem
 
 PROTOCOL = 1
 HEARTBEAT_S = 1.0
 SILENCE_S = 20.0
 MAX_LINE_BYTES = 256 << 20
+# In the private folder that an agent shares with its workers, and the most that is read of a file of theirs: 100,000 steps of
+# a rank take 40 MB.
+SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
+RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10
 MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
 
 
+class Progress(Frozen):
+    """How far rank 0 is."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Rendezvous(Frozen):
+    """Where ranks meet: a `file` on one host, an `address` on several, where rank 0 serves the socket `listen_fd`, which is
+    already bound to the interface of the site."""
+
+    file: Path | None = None
+    address: str | None = None
+    port: int | None = None
+    listen_fd: int | None = None
+
+
+class HostSpec(Frozen):
+    """What the agent of a host adds to the spec of its workers."""
+
+    folder: Path = Field(description="where workers leave their rank files; absolute")
+    origin_s: float = Field(description="the start of the run on this host's monotonic clock")
+    rendezvous: Rendezvous | None = Field(None, description="None: the only rank")
+
+
 class Open(Frozen):
-    """What will be asked of this host, so that it can say whether it can."""
+    """What will be asked of this host, so that it can say whether it can. The session sets `token`, `mark` and `peer`."""
 
     kind: Literal["open"] = "open"
-    token: str
+    token: str = ""
     protocol: int = PROTOCOL
-    mark: str = Field(description="of all that is started on this host")
+    mark: str = Field("", description="of all that is started on this host")
     accelerator: str | None
     devices: int
     matmul: str
     interface: str | None = Field(description="for what ranks send each other; None: that of the route to `peer`")
-    peer: str | None = Field(description="another host of the run; None where this is the only one")
+    peer: str | None = Field(None, description="another host of the run; None where this is the only one")
     environment: dict[str, str] = Field(description="of the site, for the agent and its workers")
     variables: dict[str, str] = Field(description="of the run, for its workers")
     needs: list[str] = Field(description="modules that must be installed")
@@ -57,18 +91,18 @@ class Reach(Frozen):
 
 
 class Start(Frozen):
-    """Start the ranks of this host. `spec` is a WorkerSpec without what only the host knows."""
+    """Start the ranks of this host. The session sets all but `run`, `worker`, `world` and `workers`."""
 
     kind: Literal["start"] = "start"
-    token: str
-    spec: dict[str, Any]
-    first_rank: int
+    token: str = ""
+    run: dict[str, Any] = Field(description="of a worker's spec; the agent passes it on as it is, and the workers read it")
+    first_rank: int = 0
     world: int
-    workers: int = Field(1, description="of this host: one a device, or one for a program that drives them all")
-    worker: Literal["steelyard.run.worker", "steelyard.run.ceilings_worker"] = Field(
-        "steelyard.run.worker", description="the module of the workers; it reads `spec`"
+    workers: int = Field(1, description="of each host: one a device, or one for a program that drives them all")
+    worker: Literal["steelyard.run.worker", "steelyard.run.ceilings"] = Field(
+        "steelyard.run.worker", description="the module of the workers; it reads `run`"
     )
-    origin_s: float = Field(description="the start of the run on this host's clock")
+    origin_s: float = Field(0.0, description="the start of the run on this host's clock")
     address: str | None = None
     port: int | None = None
 
@@ -193,16 +227,16 @@ class RankSaid(Frozen):
     problem: str | None = None
 
 
-class Exit(Frozen):
-    """A worker ended, or does not go on: `stopped` by a signal."""
+class WorkerEnded(Frozen):
+    """A worker exited, or a signal such as SIGSTOP has suspended it for several seconds."""
 
     kind: Literal["exit"] = "exit"
     token: str
     rank: int
     code: int | None
-    at_s: float = Field(description="since the start of the run")
-    stopped: bool = False
-    starved: int | None = Field(None, description="processes of its control group that the kernel ended for lack of memory")
+    time_s: float = Field(description="since the start of the run")
+    suspended: bool = False
+    oom_kills: int | None = Field(None, description="processes of its control group that the kernel ended for lack of memory")
 
 
 class Bye(Frozen):
@@ -214,19 +248,20 @@ class Bye(Frozen):
     stderr_tails: dict[int, str]
     stacks: dict[int, str] = Field(default_factory=dict)
     ended: int = Field(0, description="processes that had to be ended")
-    code: str | None = Field(None, description="why the agent ended by itself; None: all workers ended, or the parent said so")
-    problem: str | None = None
+    failure: Failure | None = Field(
+        None, description="why the agent ended by itself; None: all workers ended, or the parent said so"
+    )
 
 
 ToAgent = Annotated[Union[Open, Reach, Start, Ping, Stop, Sweep], Field(discriminator="kind")]  # noqa: UP007
 ToParent = Annotated[
-    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, LoadSaid, RankSaid, Exit, Bye],  # noqa: UP007
+    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, LoadSaid, RankSaid, WorkerEnded, Bye],  # noqa: UP007
     Field(discriminator="kind"),
 ]
 TO_AGENT: TypeAdapter[Open | Reach | Start | Ping | Stop | Sweep] = TypeAdapter(ToAgent)
-TO_PARENT: TypeAdapter[Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | LoadSaid | RankSaid | Exit | Bye] = (
-    TypeAdapter(ToParent)
-)
+TO_PARENT: TypeAdapter[
+    Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | LoadSaid | RankSaid | WorkerEnded | Bye
+] = TypeAdapter(ToParent)
 
 
 class MessageError(Exception):
@@ -235,6 +270,14 @@ class MessageError(Exception):
 
 class UnknownError(MessageError):
     """A message of this run that another version wrote."""
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def stack_name(rank: int) -> str:
+    return f"stack-{rank}.txt"
 
 
 def token() -> str:

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 
 from steelyard import files
 from steelyard.errors import MORE_MEMORY, lacks_memory
-from steelyard.run import leftovers, load, messages, processes
+from steelyard.run import load, messages, processes
 from steelyard.run.clock import now, sleep
+from steelyard.run.failure import Failure, signal_name
 from steelyard.run.host import Host
 from steelyard.run.messages import (
     TO_AGENT,
@@ -44,14 +45,15 @@ OPEN_S = 60.0  # to hear the first message
 REACH_S = 5.0
 ALONE_S = 30.0  # to end without a parent: twice what ending needs
 LAST_S = 5.0  # for the parent to take the last words
+PARENT_GONE = Failure("parent_gone", "the parent is gone")
 
 
-class Ended(Exception):  # noqa: N818  no error: the way out of the loop
-    """The agent is to end, and why, where that is not the parent's wish."""
+class AgentEnds(Exception):  # noqa: N818  no error: the way out of the loop
+    """The agent is to end. `failure` says why, or is None where all workers ended or the parent wishes it."""
 
-    def __init__(self, code: str | None = None, problem: str | None = None, stacks: bool = False) -> None:
-        super().__init__(problem)
-        self.code, self.problem, self.stacks = code, problem, stacks
+    def __init__(self, failure: Failure | None = None, stacks: bool = False) -> None:
+        super().__init__(failure)
+        self.failure, self.stacks = failure, stacks
 
 
 class Voice:
@@ -102,10 +104,10 @@ class Agent:
             while True:
                 self._hear()
                 self._look()
-        except Ended as ended:
-            self._finish(ended)
+        except AgentEnds as end:
+            self._finish(end.failure, end.stacks)
         except MemoryError:
-            self._finish(Ended("out_of_memory", f"the agent ran out of memory; {MORE_MEMORY}"))
+            self._finish(Failure("out_of_memory", f"the agent ran out of memory; {MORE_MEMORY}"))
         self._voice.finish(LAST_S)
 
     def _told(self, number: int, frame: Any) -> None:
@@ -116,15 +118,15 @@ class Agent:
         with suppress(queue.Empty):
             line = self._lines.get(timeout=POLL_S)
             if line is None:
-                raise Ended("parent_gone", "the parent is gone")
+                raise AgentEnds(PARENT_GONE)
             self._handle(messages.decode(line, TO_AGENT, self._token))
             self._heard_s = now()  # after what was asked, which may take longer than a parent may be silent
         if not self._voice.heard:
-            raise Ended("parent_gone", "the parent is gone")
+            raise AgentEnds(PARENT_GONE)
         if self._signal is not None:
-            raise Ended("agent_ended", f"the agent was ended by {processes.signal_name(self._signal)}")
+            raise AgentEnds(Failure("agent_ended", f"the agent was ended by {signal_name(self._signal)}"))
         if now() - self._heard_s > self._silence_s:
-            raise Ended("parent_silent", f"nothing was heard of the parent for {self._silence_s:g} s")
+            raise AgentEnds(Failure("parent_silent", f"nothing was heard of the parent for {self._silence_s:g} s"))
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -135,8 +137,8 @@ class Agent:
             case Sweep() if self._host is None:
                 self._token = message.token
                 os.environ.update(message.environment)
-                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=leftovers.sweep(message.mark)))
-                raise Ended
+                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=processes.sweep(message.mark)))
+                raise AgentEnds
             case Ping():
                 self._voice.say(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
             case Reach():
@@ -144,7 +146,7 @@ class Agent:
             case Start() if self._host is not None and self._ranks is None:
                 self._start(self._host, message)
             case Stop():
-                raise Ended(stacks=message.stacks)
+                raise AgentEnds(stacks=message.stacks)
             case _:
                 raise MessageError(f"{message.kind} was not expected now")
 
@@ -154,11 +156,11 @@ class Agent:
             self._sampler.start()
             self._load, self._origin_s = load.Reader(start.token), start.origin_s
             self._say_load(self._load)
-            leftovers.sweep_dead()
+            processes.sweep_dead()
             self._ranks = Ranks(host, start)
             pids = self._ranks.start()
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a thread that cannot be started
-            raise _not_started(error) from error
+            raise AgentEnds(_not_started(error)) from error
         self._sampler.watch(tuple(pids))
         self._load.watch(tuple(pids))
         self._voice.say(Started(token=start.token, pids=pids))
@@ -174,7 +176,7 @@ class Agent:
             self._telemetry(self._sampler)
             self._say_load(self._load)
         if self._ranks.over:
-            raise Ended
+            raise AgentEnds
 
     def _telemetry(self, sampler: Sampler) -> None:
         period_s, rows = sampler.take()
@@ -200,31 +202,30 @@ class Agent:
             raise MessageError("nothing can be said before open")
         return self._token
 
-    def _finish(self, ended: Ended) -> None:
-        """End what was started, tell what it left, and go."""
+    def _finish(self, failure: Failure | None, with_stacks: bool = False) -> None:
+        """End what was started, send what it left, and say bye."""
         if self._ranks is None or self._sampler is None:
-            if self._token is not None and (self._host is not None or ended.code is not None):
-                said = Bye(token=self._token, exits={}, stderr_tails={}, code=ended.code, problem=ended.problem)
-                self._voice.say(said)
+            if self._token is not None and (self._host is not None or failure is not None):
+                self._voice.say(Bye(token=self._token, exits={}, stderr_tails={}, failure=failure))
             return
-        stacks = self._ranks.stacks() if ended.stacks else {}
+        stacks = self._ranks.stacks() if with_stacks else {}
         count = self._ranks.end()
         self._sampler.stop()
         for message in self._ranks.news():
             self._voice.say(message)
         self._telemetry(self._sampler)
         self._say_load(self._load)
-        self._voice.say(self._ranks.bye(stacks, count, ended.code, ended.problem))
+        self._voice.say(self._ranks.bye(stacks, count, failure))
         self._ranks.clean()
 
 
-def _not_started(error: OSError | RuntimeError | MemoryError) -> Ended:
+def _not_started(error: OSError | RuntimeError | MemoryError) -> Failure:
     if lacks_memory(error):
-        return Ended("out_of_memory", f"the ranks could not be started: {os.strerror(errno.ENOMEM)}; {MORE_MEMORY}")
+        return Failure("out_of_memory", f"the ranks could not be started: {os.strerror(errno.ENOMEM)}; {MORE_MEMORY}")
     why = f"the ranks could not be started: {getattr(error, 'strerror', None) or error}"
     if isinstance(error, OSError) and error.errno in files.FULL:
-        return Ended("disk_full", f"{why}; TMPDIR names another folder")
-    return Ended("not_started", why)
+        return Failure("disk_full", f"{why}; TMPDIR names another folder")
+    return Failure("not_started", why)
 
 
 def _reach(asked: Reach) -> str | None:

@@ -1,6 +1,5 @@
 """The parent's side of a run: lead its hosts through it, and make a record of whatever came of it. Imports no framework."""
 
-import hashlib
 import re
 import secrets
 import shutil
@@ -18,17 +17,16 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record, sealed
 from steelyard.record.facts import Environment, HostFacts, StepDown
 from steelyard.record.record import Record
-from steelyard.run import assemble, conformity, environment, interrupts, launch, messages, outcome, preflight, scheduler
+from steelyard.run import assemble, conformity, environment, failure, launch, preflight
 from steelyard.run.assemble import RunFacts
+from steelyard.run.boundary import RunSpec, of_program
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
+from steelyard.run.failure import UNFINISHED, Failure, RankResults
 from steelyard.run.launch import Allocation
 from steelyard.run.messages import Hello, Open, Start
-from steelyard.run.outcome import UNFINISHED, Left, Outcome, Verdict
 from steelyard.run.ready import Ready
-from steelyard.run.session import Session, Watch, last_words
-from steelyard.run.spec import WorkerSpec
-from steelyard.tasks.task import PASSES
+from steelyard.run.session import Session, Watch
 
 LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
@@ -58,81 +56,78 @@ class Run:
         self.ready, self.allocation, self.warn = ready, allocation, warn
         self.origin_s, self.created, self.id = now(), today(), secrets.token_hex(16)
         self.kept = _checkpoints(ready, self.created)
-        self.spawned_s = self.started_s = self.origin_s
         self.hellos: dict[str, Hello] = {}
         self.again_s: float | None = None
         self.stepped_down: StepDown | None = None
         self.draft: Path | None = None
-        self.token, self.session = self._session()
-
-    def _session(self) -> tuple[str, Session]:
-        token, ready = messages.token(), self.ready
-        hosts = launch.hosts(ready.launcher, ready.site, ready.plan.nodes, self.allocation)
-        mark = hashlib.sha256(token.encode()).hexdigest()[:16]
-        return token, Session(ready.launcher, ready.site, hosts, self.allocation, token, mark)
+        self.session = Session(ready.launcher, ready.site, ready.plan.nodes, allocation)
 
     def to_record(self, watch: Watch | None) -> tuple[Record, Path]:
         """The record lies there from the start, as one that has not ended: a parent that is killed leaves it."""
         sealed.writable(self.ready.request.out)
         while True:
             with ExitStack() as undisturbed:
-                made = self._outcome(self._attempt(watch, undisturbed))
-                less = self._smaller(made)
-                if less is None:
-                    return self._finished(made)
-                self._begin_again(less, made)
+                ended = self._attempt(watch, undisturbed)
+                less = self._smaller(ended)
+                if ended is None or less is None:
+                    return self._finished(ended)
+                self._begin_again(less, ended)
 
-    def _attempt(self, watch: Watch | None, undisturbed: ExitStack) -> Verdict:
+    def _attempt(self, watch: Watch | None, undisturbed: ExitStack) -> Failure | None:
+        request = self.ready.request
         try:
-            self._open(watch)
-            self.draft = self._draft()
-            return self._lead(watch)
-        except KeyboardInterrupt as error:
-            if self.draft is None:
-                raise  # nothing was started
-            return Verdict("interrupted", f"interrupted by {str(error) or 'the user'}{self._where()}")
+            ended = self.session.lead(
+                self._prepare,
+                self.origin_s,
+                request.hang_s,
+                request.limit_s,
+                watch,
+                undisturbed,
+                begun=self.draft is not None,
+            )
         except RequestError as error:
             if self.draft is None or self.stepped_down is None:
                 raise
-            return Verdict("out_of_memory", f"{self.stepped_down.error}; a second attempt did not start: {error}")
-        finally:
-            undisturbed.enter_context(interrupts.ignored())  # until the record is there
-            self.session.stop(stacks=False)
+            return Failure("out_of_memory", f"{self.stepped_down.error}; a second attempt did not start: {error}")
+        if ended is not None and ended.code in LOST and self.allocation is not None:
+            return _cancelled(ended, self.allocation)
+        return ended
 
-    def _finished(self, made: Outcome) -> tuple[Record, Path]:
-        if made.code == "request":
+    def _finished(self, ended: Failure | None) -> tuple[Record, Path]:
+        if ended is not None and ended.code == "request":
             self._forget_draft()
-            raise RequestError(made.text.partition(": ")[2])
-        finished = self._assembled(made)
+            raise RequestError(ended.text.partition(": ")[2])
+        finished = self._assembled(ended)
         path = record.keep(finished, self.ready.request.out)
         self._forget_draft()
         return finished, path
 
-    def _smaller(self, made: Outcome) -> Ready | None:
+    def _smaller(self, ended: Failure | None) -> Ready | None:
         """What to start once more after a run that ran out of memory with sizes that were chosen for it, and early."""
-        headline = PASSES[self.ready.case.question.kind].headline
-        done = {window.pass_name for rank in made.ranks for window in rank.windows}
-        said = self.session.heard.progress
+        headline = self.ready.case.question.kind_row.headline
+        done = {window.pass_name for rank in self.session.results.ranks for window in rank.windows}
+        said = self.session.progress
         late = said is not None and said.phase in self.ready.passes and said.done > FIRST_STEPS
-        cause_is_rank = made.code == "out_of_memory" and made.rank is not None  # an agent needs as much with any sizes
+        # An agent needs as much memory with any sizes.
+        cause_is_rank = ended is not None and ended.code == "out_of_memory" and ended.rank is not None
         if not cause_is_rank or self.stepped_down is not None or late or not done.isdisjoint(headline):
             return None
         less = auto.smaller(self.ready.request.resolved, self._devices())
         return None if less is None else self.ready.with_resolved(less)
 
-    def _begin_again(self, less: Ready, made: Outcome) -> None:
+    def _begin_again(self, less: Ready, ended: Failure) -> None:
         """A second attempt, with agents of its own. It is the same run: what the first took is a part of its time."""
         resolved = self.ready.request.resolved
         tried = {name: getattr(resolved.case.tune, name) for name in resolved.auto}
-        self.stepped_down = StepDown(tune=tried, error=made.text)
+        self.stepped_down = StepDown(tune=tried, error=ended.text)
         if self.warn is not None:
             instead = ", ".join(f"tune.{name}={getattr(less.case.tune, name)}" for name in resolved.auto)
             self.warn(f"out of memory with {', '.join(f'tune.{k}={v}' for k, v in tried.items())}; once more with {instead}")
         if self.kept is not None:
             shutil.rmtree(self.ready.request.out / self.kept, ignore_errors=True)
         self.ready, self.kept = less, _checkpoints(less, self.created)
-        self.token, self.session = self._session()
         self.again_s = now()
+        self.session = Session(less.launcher, less.site, less.plan.nodes, self.allocation)
 
     def _devices(self) -> Devices:
         """What sizes that are auto are chosen by."""
@@ -155,12 +150,24 @@ class Run:
         self._forget_draft()
         out = self.ready.request.out
         try:
-            return record.write(self._assemble(Outcome(UNFINISHED.code, UNFINISHED.text, None, "", [])), out, "-unfinished")
+            return record.write(self._assemble(UNFINISHED, RankResults()), out, "-unfinished")
         except LostError as error:
             why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
             raise RequestError(f"output folder {str(out)!r} cannot be written: {why}; choose another with --out") from error
 
-    def _open(self, watch: Watch | None) -> None:
+    def _prepare(self) -> Start:
+        """Open the session, write the draft of the record, and return what to start."""
+        self._open()
+        self.draft = self._draft()
+        ready = self.ready
+        one_worker = ready.engine.processes == "one"
+        return Start(
+            run=self._spec().model_dump(mode="json", by_alias=True),
+            world=1 if one_worker else ready.plan.world,
+            workers=1 if one_worker else ready.plan.devices,
+        )
+
+    def _open(self) -> None:
         """All that can be known without starting a worker. Nothing stays behind where a host cannot take part."""
         ready, case, plan = self.ready, self.ready.case, self.ready.plan
         asked = preflight.files(ready)
@@ -169,25 +176,20 @@ class Run:
             **(accelerators.settings(lambda row: row.deterministic_variables) if case.tune.deterministic else {}),
             **case.tune.env,
         }
-        self.spawned_s = now()
         with preflight.shared_probe(ready, self.kept) as probe:
             self.hellos = self.session.open(
                 Open(
-                    token=self.token,
-                    mark="",  # each host has its own
                     accelerator=ready.accelerator.name if ready.accelerator is not None else None,
                     devices=plan.devices,
                     matmul=case.question.precision.matmul,
                     interface=ready.site.interface,
-                    peer=None,
                     environment=ready.site.environment,
                     variables=variables,
                     needs=list(ready.engine.needs),
                     python=ready.request.engine_settings.python,
                     paths=[list(one.names) for one in (*asked, *probe)],
                     silence_s=ready.site.silence_s,
-                ),
-                watch,
+                )
             )
         if self.again_s is None:
             self.ready = ready.with_resolved(auto.choose(ready.request.resolved, self._devices()))
@@ -198,41 +200,14 @@ class Run:
         first = next(iter(self.hellos.values()))
         if plan.nodes > 1 and first.address is not None and first.port is not None:
             self.session.reach(first.address, first.port)
-        self.started_s = now()  # as far as a record knows that says no more
 
-    def _lead(self, watch: Watch | None) -> Verdict:
-        """Start the ranks and stay with them until none is left."""
-        request = self.ready.request
-        spec = self._spec().model_dump(mode="json", by_alias=True)
-        first = next(iter(self.hellos.values()))
-        one_worker = self.ready.engine.processes == "one"
-
-        def start(one: Connection, index: int) -> Start:
-            return Start(
-                token=self.token,
-                spec=spec,
-                first_rank=index * self.ready.plan.devices,
-                world=1 if one_worker else self.ready.plan.world,
-                workers=1 if one_worker else self.ready.plan.devices,
-                origin_s=self.origin_s + one.clock.offset_s,
-                address=first.address,
-                port=first.port,
-            )
-
-        self.started_s = now()
-        self.session.start(start)
-        verdict = self.session.wait(request.hang_s, request.limit_s, watch)
-        if verdict.code == "hang":
-            self.session.stop(stacks=True)
-        return verdict
-
-    def _spec(self) -> WorkerSpec:
+    def _spec(self) -> RunSpec:
         ready, request = self.ready, self.ready.request
 
         def absolute(path: Path | None) -> Path | None:
             return None if path is None else path.resolve()
 
-        return WorkerSpec(
+        return RunSpec(
             case=ready.case,
             scope=ready.scope,
             passes=ready.passes,
@@ -242,8 +217,6 @@ class Run:
             weights=absolute(request.weights),
             data=absolute(request.data),
             tokenizer=absolute(request.tokenizer),
-            folder=Path(),  # each agent has its own, and its own clock
-            origin_s=0.0,
             resume=ready.resume.path if ready.resume else None,
             checkpoints=request.out.resolve() / self.kept if self.kept else None,
             explain=request.explain,
@@ -262,71 +235,41 @@ class Run:
             return None
         return next(iter(self.hellos.values())).environment.software.packages
 
-    def _where(self) -> str:
-        said = self.session.heard.progress
-        return f", in phase {said.phase!r}" if said else ""
-
-    def _outcome(self, verdict: Verdict) -> Outcome:
-        """The verdict of the session, or of what the ranks left; with the last words of whoever is the cause."""
-        heard, plan, hosts = self.session.heard, self.ready.plan, self.session.hosts
-        ranks = [heard.ranks[rank] for rank in sorted(heard.ranks)]
-        if self.ready.engine.processes == "one":
-            ranks = outcome.of_program(ranks, plan.world)
-        tails = last_words(self.session.connections)
-        if verdict.code is None:
-            verdict = outcome.judge(Left(ranks, heard.exits, heard.unreadable, tails), plan, hosts)
-        if verdict.code is None:
-            verdict = outcome.differing(ranks) or verdict
-        if verdict.code in LOST and self.allocation is not None:
-            verdict = _cancelled(verdict, self.allocation)
-        tail = tails.get(verdict.rank, "") if verdict.rank is not None else "\n".join(filter(None, tails.values()))
-        if not tail:
-            tail = "\n".join(filter(None, (one.said() for one in self.session.connections)))
-        exited = heard.exits.get(verdict.rank) if verdict.rank is not None else None
-        stacks = {rank: text for one in self.session.connections if one.bye for rank, text in one.bye.stacks.items()}
-        return Outcome(
-            code=verdict.code,
-            text=verdict.text,
-            exit_code=exited.code if exited else None,
-            stderr_tail=tail[-outcome.TAIL_CHARS :],
-            ranks=ranks,
-            rank=verdict.rank,
-            host=hosts[verdict.rank // plan.devices] if verdict.rank is not None else None,
-            stacks=stacks,
-        )
-
-    def _assembled(self, made: Outcome) -> Record:
+    def _assembled(self, ended: Failure | None) -> Record:
         """Rank files are another program's words, and an engine's in them: what cannot be made sense of is a reason too."""
+        results = self.session.results
+        if self.ready.engine.processes == "one":
+            results = replace(results, rank_files=of_program(results.rank_files, self.ready.plan.world))
         try:
-            finished = self._assemble(made)
+            finished = self._assemble(ended, results)
             Record.model_validate(record.to_table(finished))  # what is written must be read again
             wrong = evidence.contradictions(finished)
             if not wrong:
                 return finished
-            verdict = Verdict("contradiction", "; ".join(wrong[:MOST]))
-            return self._assemble(replace(made, code=verdict.code, text=verdict.text))
+            rank = None if ended is None else ended.rank
+            return self._assemble(Failure("contradiction", "; ".join(wrong[:MOST]), rank), results)
         except Exception as error:  # noqa: BLE001  whatever it was goes into the record
-            return self._assemble(outcome.without_ranks(made, error))
+            return self._assemble(failure.no_record(ended, error), results.without_rank_files(error))
 
     def _with_load(self, host: HostFacts) -> HostFacts:
         """With the CPU time that was counted on it."""
-        kept = self.session.heard.load.get(host.name)
+        kept = self.session.load.get(host.name)
         found = None if kept is None else kept.load()
         if found is None:
             return host
         ours = found.model_copy(update={"t_s": [host.on_the_parents_clock(t_s) for t_s in found.t_s]})
         return host.model_copy(update={"load": ours})
 
-    def _assemble(self, made: Outcome) -> Record:
+    def _assemble(self, ended: Failure | None, results: RankResults) -> Record:
         ready, request = self.ready, self.ready.request
         hosts = [self._with_load(_host(one, i, ready.plan)) for i, one in enumerate(self.session.connections)]
         clocks = {one.name: one.on_the_parents_clock for one in hosts}
-        read = sorted(self.session.heard.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host))
+        read = sorted(self.session.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host))
         facts = RunFacts(
             id=self.id,
             origin_s=self.origin_s,
-            spawned_s=self.spawned_s,
-            started_s=self.started_s,
+            spawned_s=self.session.spawned_s,
+            started_s=self.session.started_s,
             ended_s=now(),
             created=self.created,
             environment=_environment(list(self.hellos.values())),
@@ -340,16 +283,16 @@ class Run:
             again_s=self.again_s,
             stepped_down=self.stepped_down,
             conforms=conformity.conforms(ready.engine, self._packages()),
-            checkpoints=self._named_checkpoints(made),
+            checkpoints=self._named_checkpoints(ended),
         )
-        return assemble.assemble(request.resolved, request.engine, facts, made)
+        return assemble.assemble(request.resolved, request.engine, facts, results, ended)
 
-    def _named_checkpoints(self, made: Outcome) -> str | None:
+    def _named_checkpoints(self, ended: Failure | None) -> str | None:
         """Return the folder of checkpoints that the record names, or None for a run that ended without making one.
 
         The record of a run that has not ended names the folder before it exists: if the parent is killed, nothing adds
         the name later."""
-        planned = self.kept is not None and made.code == UNFINISHED.code
+        planned = self.kept is not None and ended == UNFINISHED
         exists = self.kept is not None and (self.ready.request.out / self.kept).is_dir()
         return self.kept if planned or exists else None
 
@@ -382,16 +325,16 @@ def _host(one: Connection, index: int, plan: Plan) -> HostFacts:
 def _checkpoints(ready: Ready, created: str) -> str | None:
     """Where this run's checkpoints go, beside its record."""
     case = ready.case
-    if case.question.kind != "train" or case.tune.checkpoint_every is None:
+    if not case.question.kind_row.trains or case.tune.checkpoint_every is None:
         return None
     stamp = re.sub(r"[^0-9T]", "", created.partition(".")[0])
     return f"checkpoints/{stamp}-{case.name}-{secrets.token_hex(4)}"
 
 
-def _cancelled(verdict: Verdict, allocation: Allocation) -> Verdict:
+def _cancelled(ended: Failure, allocation: Allocation) -> Failure:
     """A host is also lost when its job is: Slurm knows."""
-    state = scheduler.state(allocation.job)
+    state = launch.job_state(allocation.job)
     if state is None or state in GOES_ON:
-        return verdict
+        return ended
     how = "was cancelled" if state.startswith(("CANCEL", "COMPLETING")) else f"ended as {state}"
-    return Verdict("cancelled", f"Slurm job {allocation.job} {how}; {verdict.text}")
+    return Failure("cancelled", f"Slurm job {allocation.job} {how}; {ended.text}")

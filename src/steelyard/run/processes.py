@@ -1,11 +1,26 @@
-"""Processes of a run on one host: found by the run's mark, and ended, with SIGTERM first."""
+"""The processes of a run on one host: which devices they claim, how they are identified and ended,
+and what dead runs left behind.
+
+A claim is a listening socket with an abstract name (Linux). It exists as long as its process and leaves
+no file behind, and the kernel tells who holds it. Where there are no such sockets nothing is claimed.
+An agent holds a lock on the private folder of its run for as long as it lives, however it ends: a folder
+that can be locked belongs to a dead run.
+"""
 
 import ctypes
+import fcntl
 import os
+import pwd
+import re
+import shutil
 import signal
+import socket
+import struct
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +33,13 @@ PROC = Path("/proc/self/stat")
 POLL_S = 0.02
 GRACE_S = 5.0
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl.h
+
+PREFIX = "\0steelyard/"
+AGENT_CLAIM = "run/{}"  # with the mark of a run; the agent holds it, so that it is found if it is suspended
+BACKLOG = 4096  # nobody accepts: each that ever asked has its place in the queue
+CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+NAME = re.compile(r"steelyard-(?P<mark>[0-9a-f]{16}-\d+)-\w+")
 
 
 def check() -> None:
@@ -110,6 +132,141 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
     return len(seen)
 
 
-def signal_name(number: int) -> str:
-    names = {one.value: one.name for one in signal.Signals}
-    return names.get(number, f"signal {number}")
+class Claims:
+    """What this process has claimed."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def claim(self, name: str) -> str | None:
+        """None where it is ours now; otherwise whose it is."""
+        if sys.platform != "linux":
+            return None
+        taken = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            taken.bind(PREFIX + name)
+            taken.listen(BACKLOG)
+        except OSError:
+            taken.close()
+            return _owner(name)
+        self._held.append(taken)
+        return None
+
+    def release(self) -> None:
+        for held in self._held:
+            held.close()
+        self._held = []
+
+
+def holder(name: str) -> tuple[int, int] | None:
+    """The process that listens there, and its user. One that is stopped is found too: the kernel answers for it."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, suppress(OSError):
+        asking.settimeout(1.0)
+        asking.connect(PREFIX + name)
+        raw = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        pid, uid, _ = CREDENTIALS.unpack(raw)
+        return (pid, uid) if pid else None
+    return None
+
+
+def _owner(name: str) -> str:
+    found = holder(name)
+    if found is None:
+        return "another run, of a process that does not show"
+    pid, uid = found
+    if uid == os.getuid():
+        return f"another run, of process {pid}"
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = f"user {uid}"
+    return f"another run, of process {pid} of {user}"
+
+
+class RunFolder:
+    """Made and locked; nobody else may look into it."""
+
+    def __init__(self, mark: str) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_prefix(mark)))
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():  # whoever sweeps may have come before the lock
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _prefix(mark: str) -> str:
+    return f"steelyard-{mark}-"
+
+
+def sweep(mark: str) -> int:
+    """End what an agent that is lost left: itself, where it is stopped, its processes, then its folder. Returns how many
+    processes there were."""
+    ended = end(lambda: [*family(mark), *_agent(mark)])
+    for path in Path(tempfile.gettempdir()).glob(f"{_prefix(mark)}*"):
+        if _ours(path):
+            shutil.rmtree(path, ignore_errors=True)
+    return ended
+
+
+def sweep_dead() -> list[str]:
+    """Sweep up after every run of this user whose agent is dead: killed together with its parent, or a host that lost power.
+    Returns their marks."""
+    found = []
+    for path in Path(tempfile.gettempdir()).glob("steelyard-*"):
+        named = NAME.fullmatch(path.name)
+        if named is not None and _ours(path) and _nobodys(path):
+            sweep(named["mark"])
+            found.append(named["mark"])
+    return found
+
+
+def _ours(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return path.is_dir() and path.lstat().st_uid == os.getuid() and not path.is_symlink()
+    return False
+
+
+def _nobodys(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _agent(mark: str) -> list[psutil.Process]:
+    found = holder(AGENT_CLAIM.format(mark))
+    if found is None or found[1] != os.getuid():
+        return []
+    with suppress(psutil.NoSuchProcess):
+        return [psutil.Process(found[0])]
+    return []
+
+
+@contextmanager
+def ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C, SIGTERM and SIGHUP: what is under way ends by itself, and a second Ctrl-C would only lose it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

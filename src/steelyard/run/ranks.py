@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from steelyard import files
-from steelyard.run import caches, folder, memory, messages, processes
+from steelyard.run import environment, load, messages, processes
 from steelyard.run.clock import now, sleep
-from steelyard.run.folder import Progress, Rendezvous
+from steelyard.run.failure import Failure
 from steelyard.run.host import Host
-from steelyard.run.leftovers import RunFolder
-from steelyard.run.messages import MARK, Bye, Exit, ProgressSaid, RankSaid, Start
+from steelyard.run.messages import MARK, Bye, HostSpec, Progress, ProgressSaid, RankSaid, Rendezvous, Start, WorkerEnded
+from steelyard.run.processes import RunFolder
 from steelyard.schema import Frozen
 
 TAIL_BYTES = 4000
@@ -68,16 +68,15 @@ class Ranks:
         self._workers: list[Worker] = []
         self._seen: dict[str, int] = {}  # file → when it was last changed
         self._looked_s = now()
-        self._starved = memory.ended()
+        self._killed = load.oom_kills()  # before this run
 
     def start(self) -> list[int]:
-        start, host, path = self._start, self._host, self._folder / folder.SPEC
+        start, host, path = self._start, self._host, self._folder / messages.SPEC
         meet = self._rendezvous()
-        told = None if meet is None else meet.model_dump(mode="json")
-        path.write_text(json.dumps({**start.spec, "folder": str(self._folder), "origin_s": start.origin_s, "rendezvous": told}))
-        caches_here = caches.within(self._folder)
+        here = HostSpec(folder=self._folder, origin_s=start.origin_s, rendezvous=meet)
+        path.write_text(json.dumps({"run": start.run, "host": here.model_dump(mode="json")}))
         variables = {
-            **caches_here,
+            **environment.cache_variables_within(self._folder),
             **self._threads(),
             **host.variables(),
             MARK: host.asked.mark,
@@ -109,7 +108,7 @@ class Ranks:
         if start.world == 1:
             return None
         if start.address is None or listening is None:
-            return Rendezvous(file=self._folder / folder.STORE)
+            return Rendezvous(file=self._folder / messages.STORE)
         if start.first_rank:
             return Rendezvous(address=start.address, port=start.port)
         listening.setblocking(False)
@@ -124,11 +123,11 @@ class Ranks:
 
     def news(self) -> Iterator[Frozen]:
         """What is new since the last call: progress, rank files, and who ended."""
-        if self._changed(folder.PROGRESS):
+        if self._changed(messages.PROGRESS):
             yield self._progress()
         ended = [one for one in self._workers if not one.told and one.process.poll() is not None]
         for one in self._workers:
-            if self._changed(folder.rank_name(one.rank)):
+            if self._changed(messages.rank_name(one.rank)):
                 yield self._rank_file(one.rank)
         for one in ended:
             one.told = True
@@ -138,19 +137,19 @@ class Ranks:
             for one in self._workers:
                 if not one.told and one.stopped():
                     one.told = True
-                    yield self._exit(one, stopped=True)
+                    yield self._exit(one, suspended=True)
 
     def _progress(self) -> ProgressSaid:
         """What cannot be read is a sign of life all the same."""
         try:
-            said = Progress.model_validate_json(self._read(folder.PROGRESS, folder.PROGRESS_BYTES))
+            said = Progress.model_validate_json(self._read(messages.PROGRESS, messages.PROGRESS_BYTES))
         except (OSError, ValueError):  # a ValidationError is a ValueError
             said = Progress(phase="unreadable progress", done=0, total=0)
         return ProgressSaid(token=self._token, phase=said.phase, done=said.done, total=said.total)
 
     def _rank_file(self, rank: int) -> RankSaid:
         try:
-            text = self._read(folder.rank_name(rank), folder.RANK_BYTES).decode("utf-8")
+            text = self._read(messages.rank_name(rank), messages.RANK_BYTES).decode("utf-8")
         except (OSError, ValueError) as error:
             return messages.rank(self._token, rank, "", str(error))
         return messages.rank(self._token, rank, text)
@@ -162,15 +161,15 @@ class Ranks:
         except files.TooLargeError as error:
             raise ValueError(f"it is {error}") from error
 
-    def _exit(self, one: Worker, stopped: bool = False) -> Exit:
-        at_s, starved = now() - self._start.origin_s, memory.ended()
-        return Exit(
+    def _exit(self, one: Worker, suspended: bool = False) -> WorkerEnded:
+        time_s, killed = now() - self._start.origin_s, load.oom_kills()
+        return WorkerEnded(
             token=self._token,
             rank=one.rank,
             code=one.process.returncode,
-            at_s=at_s,
-            stopped=stopped,
-            starved=None if starved is None or self._starved is None else starved - self._starved,
+            time_s=time_s,
+            suspended=suspended,
+            oom_kills=None if killed is None or self._killed is None else killed - self._killed,
         )
 
     def _changed(self, name: str) -> bool:
@@ -194,7 +193,7 @@ class Ranks:
 
     def _stack(self, one: Worker) -> str:
         with suppress(FileNotFoundError):
-            return (self._folder / folder.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
+            return (self._folder / messages.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
         return ""
 
     def end(self) -> int:
@@ -202,15 +201,14 @@ class Ranks:
         mark = self._host.asked.mark
         return processes.end(lambda: processes.family(mark, os.getpid()))
 
-    def bye(self, stacks: dict[int, str], ended: int, code: str | None, problem: str | None) -> Bye:
+    def bye(self, stacks: dict[int, str], ended: int, failure: Failure | None) -> Bye:
         return Bye(
             token=self._token,
             exits={one.rank: one.process.poll() for one in self._workers},
             stderr_tails={one.rank: one.tail() for one in self._workers},
             stacks=stacks,
             ended=ended,
-            code=code,
-            problem=problem,
+            failure=failure,
         )
 
     def clean(self) -> None:

@@ -20,7 +20,7 @@ from steelyard.run.launch import Launcher
 from steelyard.run.resume import Resume
 from steelyard.run.site import Site
 from steelyard.sources import table
-from steelyard.tasks.task import PASSES, Task
+from steelyard.tasks.task import Task
 
 PROGRAM = "run.py"  # what a checkout of a program is known by
 
@@ -102,7 +102,7 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
             f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed: {', '.join(engine.precisions)}"
         )
     named = name_of(question.kind, question.precision.model_dump())
-    if question.kind == "train" and named not in engine.trains_in:
+    if question.kind_row.trains and named not in engine.trains_in:
         raise EngineError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
     missing = engine.missing()  # last: nobody should install what cannot do the case
     if missing is not None and not elsewhere:
@@ -156,23 +156,29 @@ def _check_explain(request: Request, engine: EngineRow, launcher: Launcher) -> N
 def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
     """The passes of a run: those that were named, or the task's, as far as the engine has them."""
     row = request.resolved.case.question.row
-    every = tuple(name for name in PASSES[row.kind].every if engine.passes is None or name in engine.passes)
+    kind = row.kind_row
+    every = tuple(name for name in kind.passes if engine.passes is None or name in engine.passes)
     if request.passes is None:
         usual = tuple(name for name in row.passes if name in every)
-        return tuple(name for name in usual if name != "before") if request.resume else usual
+        return tuple(name for name in usual if name not in kind.initial) if request.resume else usual
     passes = request.passes
     for name in passes:
         if name not in every:
-            error = EngineError if name in PASSES[row.kind].every else RequestError  # another engine may have it
+            error = EngineError if name in kind.passes else RequestError  # another engine may have it
             raise error(f"--passes: no pass {name!r}; allowed: {', '.join(every)}")
     if not passes or len(set(passes)) != len(passes):
         raise RequestError(f"--passes: name each pass once, such as {','.join(row.passes)}")
-    if "bare" in passes and "infer" not in passes:
-        raise RequestError("--passes: bare is compared with infer; name both, such as infer,bare")
-    if row.kind == "train" and ("train" not in passes or passes != tuple(one for one in every if one in passes)):
-        raise RequestError("--passes: training has before, train, after, in this order; train is required")
-    if request.resume is not None and "before" in passes:
-        raise RequestError("--passes: a resumed run has no pass before; leave it out")
+    for bare, measured in kind.bare.items():
+        if bare in passes and measured not in passes:
+            raise RequestError(f"--passes: {bare} is compared with {measured}; name both, such as {measured},{bare}")
+    lacks = not set(kind.required) <= set(passes)
+    if lacks or (kind.ordered and passes != tuple(one for one in every if one in passes)):
+        order = ", in this order" if kind.ordered else ""
+        required = f"; {', '.join(kind.required)} is required" if kind.required else ""
+        raise RequestError(f"--passes: {kind.noun} has {', '.join(kind.passes)}{order}{required}")
+    early = [name for name in passes if name in kind.initial]
+    if request.resume is not None and early:
+        raise RequestError(f"--passes: a resumed run has no pass {early[0]}; leave it out")
     return passes
 
 
@@ -237,7 +243,7 @@ def _check_selection(request: Request) -> None:
 
 
 def _not_selected(option: str, row: Task) -> str:
-    if row.kind == "train":
+    if row.kind_row.trains:
         return f"task {row.name} trains on rows in its own order; use --sample N for a part of each batch, or --steps N"
     allowed = [f"--{name}" for name in row.selects] + ["--sample N"]
     return f"task {row.name} has no such choice; allowed: {', '.join(allowed)}"

@@ -9,7 +9,7 @@ from steelyard.case.resolve import Resolved
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
 from steelyard.record.facts import Restart
-from steelyard.run.outcome import UNFINISHED
+from steelyard.run.failure import UNFINISHED
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 

@@ -1,21 +1,22 @@
 """One run over its hosts, as the parent leads it: open, check, start, listen until the end, and leave nothing behind."""
 
+import hashlib
 import queue
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from steelyard.errors import MORE_MEMORY, RequestError
-from steelyard.run import connection, messages, preflight
-from steelyard.run.clock import now
-from steelyard.run.clocks import PINGS
+from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
+from steelyard.run import connection, launch, messages, preflight, processes
+from steelyard.run.boundary import read_rank
+from steelyard.run.clock import PINGS, now
 from steelyard.run.connection import Connection
+from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.launch import Allocation, Launcher
 from steelyard.run.load import Kept as KeptLoad
 from steelyard.run.messages import (
     Bye,
-    Exit,
     Hello,
     LoadSaid,
     Open,
@@ -27,10 +28,9 @@ from steelyard.run.messages import (
     Start,
     Stop,
     Sweep,
+    WorkerEnded,
 )
-from steelyard.run.outcome import NO_MEMORY, Verdict
 from steelyard.run.site import Site
-from steelyard.run.spec import RankFile, read_rank
 from steelyard.run.telemetry import Kept
 
 POLL_S = 0.05
@@ -56,38 +56,87 @@ class PhaseProgress:
 Watch = Callable[[PhaseProgress], None]
 
 
-@dataclass
-class Heard:
-    """What the hosts have said so far."""
-
-    ranks: dict[int, RankFile] = field(default_factory=dict)
-    unreadable: dict[int, str] = field(default_factory=dict)  # why the last file of a rank is none
-    exits: dict[int, Exit] = field(default_factory=dict)  # that nobody asked for
-    telemetry: dict[tuple[str, str], Kept] = field(default_factory=dict)
-    load: dict[str, KeptLoad] = field(default_factory=dict)  # by host
-    progress: PhaseProgress | None = None
-    progress_s: float = 0.0  # when it last changed
-    phase_s: float = 0.0
-
-
 class Session:
-    def __init__(
-        self, launcher: Launcher, site: Site, hosts: list[str], allocation: Allocation | None, token: str, mark: str
-    ) -> None:
-        self.launcher, self.site, self.hosts, self.token = launcher, site, hosts, token
-        # One each: two names may lead to one machine, or to hosts that see each other's processes and temporary files.
-        self._marks = [f"{mark}-{index}" for index in range(len(hosts))]
-        self.commands = {host: launcher.command(site, host, allocation) for host in hosts}
-        self.heard = Heard()
-        self._watch: Watch | None = None
-        self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
-        self.connections: list[Connection] = []
-        self._stopping = False
-        self._begun_s = self._awake_s = now()
+    """The agents of one run, and what they have reported so far."""
 
-    def open(self, asked: Open, watch: Watch | None = None) -> dict[str, Hello]:
-        """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
+    def __init__(self, launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None) -> None:
+        self.launcher, self.site = launcher, site
+        self._watch: Watch | None = None
+        self.hosts = launch.hosts(launcher, site, nodes, allocation)
+        self.token = messages.token()
+        mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
+        # One each: two names may lead to one machine, or to hosts that see each other's processes and temporary files.
+        self._marks = [f"{mark}-{index}" for index in range(nodes)]
+        self.commands = {host: launcher.command(site, host, allocation) for host in self.hosts}
+        self.results = RankResults()
+        self.telemetry: dict[tuple[str, str], Kept] = {}  # by host and device
+        self.load: dict[str, KeptLoad] = {}  # by host
+        self.progress: PhaseProgress | None = None
+        self.connections: list[Connection] = []
+        self.spawned_s = self.started_s = now()  # agents, and workers
+        self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
+        self._stopping = False
+        self._begun_s = self._awake_s = self._phase_s = self._progress_s = now()
+
+    def lead(
+        self,
+        prepare: Callable[[], Start],
+        origin_s: float,
+        hang_s: float,
+        limit_s: float | None,
+        watch: Watch | None,
+        undisturbed: ExitStack,
+        begun: bool = False,
+    ) -> Failure | None:
+        """Lead a run from its first agent to the end of the last, and return why it failed, or None.
+
+        `prepare` opens the session, checks the hosts, and returns what to start. Ctrl-C raises KeyboardInterrupt while
+        nothing was started and the run has not `begun` before, and is a failure afterwards. From the end on, interrupts are
+        ignored until `undisturbed` is closed, so that the record is written.
+        """
         self._watch = watch
+        try:
+            start = prepare()
+            begun = True
+            failure = self._follow(start, origin_s, hang_s, limit_s)
+        except KeyboardInterrupt as error:
+            if not begun:
+                raise
+            where = "" if self.progress is None else f", in phase {self.progress.phase!r}"
+            failure = Failure("interrupted", f"interrupted by {str(error) or 'the user'}{where}")
+        finally:
+            undisturbed.enter_context(processes.ignore_interrupts())
+            self.stop()
+        if failure is None:
+            failure = find_failure(self.results, start.world, lambda rank: self._name(rank, start.workers))
+        if not self.results.tail(None if failure is None else failure.rank):
+            self.results.agent_output = "\n".join(filter(None, (one.said() for one in self.connections)))
+        return failure
+
+    def _follow(self, start: Start, origin_s: float, hang_s: float, limit_s: float | None) -> Failure | None:
+        """Start the ranks and stay with them until none is left or something is wrong."""
+        first = self.connections[0].hello
+        self.started_s = self._progress_s = self._phase_s = now()
+        for index, one in enumerate(self.connections):
+            own = {
+                "token": self.token,
+                "first_rank": index * start.workers,
+                "origin_s": origin_s + one.clock.offset_s,
+                "address": first.address if first is not None else None,
+                "port": first.port if first is not None else None,
+            }
+            one.send(start.model_copy(update=own))
+        failure = self._wait(hang_s, limit_s)
+        if failure is not None and failure.code == "hang":
+            self.stop(stacks=True)
+        return failure
+
+    def _name(self, rank: int, workers: int) -> str:
+        return f"rank {rank}" if len(self.hosts) == 1 else f"rank {rank} on {self.hosts[rank // workers]}"
+
+    def open(self, asked: Open) -> dict[str, Hello]:
+        """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
+        self.spawned_s = now()
         for host, mark in zip(self.hosts, self._marks, strict=True):
             try:
                 self.connections.append(Connection(host, self.commands[host], self.token, mark, self._inbox))
@@ -97,12 +146,13 @@ class Session:
         several = len(self.hosts) > 1
         for index, one in enumerate(self.connections):
             peer = self.hosts[1 if index == 0 else 0].rpartition("@")[2] if several else None
-            one.send(asked.model_copy(update={"peer": peer, "mark": one.mark}))
+            one.send(asked.model_copy(update={"token": self.token, "peer": peer, "mark": one.mark}))
         self._until(lambda: all(one.hello is not None for one in self.connections), OPEN_S, "no hello")
         for _ in range(PINGS):
             for one in self.connections:
                 one.ping(at_once=True)
             self._until(lambda: all(one.pongs >= one.pings for one in self.connections), OPEN_S, "no answer to a ping")
+        self.started_s = now()  # as far as a record knows that says no more
         return {one.name: one.hello for one in self.connections if one.hello is not None}
 
     def reach(self, address: str, port: int) -> None:
@@ -126,21 +176,16 @@ class Session:
             self._show()
             for one in self.connections:
                 if one.closed or one.bye is not None:
-                    said = one.bye.problem if one.bye is not None and one.bye.problem else one.said()
+                    said = one.bye.failure.text if one.bye is not None and one.bye.failure is not None else one.said()
                     python = self.site.python_on(one.name)
                     raise RequestError(preflight.not_started(one.name, python, self.commands[one.name], one.exit_code(), said))
                 if now() > end_s:
                     late = [c for c in self.connections if c.hello is None] or self.connections
                     raise RequestError(f"host {late[0].name}: {what} for {limit_s:.0f} s")
 
-    def start(self, start: Callable[[Connection, int], Start]) -> None:
-        self.heard.progress_s = self.heard.phase_s = now()
-        for index, one in enumerate(self.connections):
-            one.send(start(one, index))
-
-    def wait(self, hang_s: float, limit_s: float | None, watch: Watch | None) -> Verdict:
-        """Until every agent has said its last word, or something is wrong. Says what; a rank that failed says it itself."""
-        begun, failed, self._watch = now(), None, watch
+    def _wait(self, hang_s: float, limit_s: float | None) -> Failure | None:
+        """Wait until every agent has said bye, or something is wrong, and return what; a rank that failed says it itself."""
+        begun, failed = now(), None
         asked: list[tuple[Connection, int]] = []
         while not all(one.bye is not None for one in self.connections):
             self._listen()
@@ -148,20 +193,19 @@ class Session:
             wrong = self._lost() or self._late(begun, hang_s, limit_s)
             if wrong is not None:
                 return wrong
-            if failed is None and any(one.stopped or one.code for one in self.heard.exits.values()):
+            if failed is None and any(one.suspended or one.code for one in self.results.exits.values()):
                 failed, asked = now(), self._ask()
             if failed is not None and now() - failed > SETTLE_S and self._answered(asked):
-                return Verdict(None)
-        return self._lost() or Verdict(None)
+                return None
+        return self._lost()
 
     def _show(self) -> None:
         if self._watch is None:
             return
-        last = self.heard.progress
-        if last is None:
+        if self.progress is None:
             self._watch(PhaseProgress(STARTING, 0, 0, now() - self._begun_s))
         else:
-            self._watch(PhaseProgress(last.phase, last.done, last.total, now() - self.heard.phase_s))
+            self._watch(replace(self.progress, elapsed_s=now() - self._phase_s))
 
     def _ask(self) -> list[tuple[Connection, int]]:
         """Ping every host now; with each the number of answers that it then has given."""
@@ -194,7 +238,6 @@ class Session:
                 return
 
     def _take(self, one: Connection, message: Any) -> None:
-        heard = self.heard
         match message:
             case None:
                 one.closed = True
@@ -206,61 +249,61 @@ class Session:
                 one.pongs += 1
             case Bye():
                 one.bye = message
+                self.results.stderr_tails |= message.stderr_tails
+                self.results.stacks |= message.stacks
             case ProgressSaid():
-                last = heard.progress
-                heard.progress_s = now()
-                if last is None or last.phase != message.phase:
-                    heard.phase_s = heard.progress_s
-                heard.progress = PhaseProgress(message.phase, message.done, message.total, 0.0)
+                self._progress_s = now()
+                if self.progress is None or self.progress.phase != message.phase:
+                    self._phase_s = self._progress_s
+                self.progress = PhaseProgress(message.phase, message.done, message.total, 0.0)
             case messages.TelemetryRows():
                 name = (one.name, message.device)
-                kept = heard.telemetry.setdefault(name, Kept(one.name, message.device, message.severity))
+                kept = self.telemetry.setdefault(name, Kept(one.name, message.device, message.severity))
                 kept.add(message.period_s, message.columns)
             case LoadSaid():
-                heard.load.setdefault(one.name, KeptLoad()).add(message)
+                self.load.setdefault(one.name, KeptLoad()).add(message)
             case RankSaid():
                 self._rank(message)
-            case Exit() if not self._stopping:
-                heard.exits[message.rank] = message
+            case WorkerEnded() if not self._stopping:
+                self.results.exits[message.rank] = message
 
     def _rank(self, said: RankSaid) -> None:
         """The one before stands, where this cannot be read."""
-        self.heard.unreadable.pop(said.rank, None)
+        self.results.unreadable.pop(said.rank, None)
         try:
             if said.problem is not None or not messages.whole(said):
                 raise ValueError(said.problem or "it did not arrive as it was sent")
-            self.heard.ranks[said.rank] = read_rank(said.text, said.rank)
+            self.results.rank_files[said.rank] = read_rank(said.text, said.rank)
         except ValueError as error:
-            self.heard.unreadable[said.rank] = str(error)
+            self.results.unreadable[said.rank] = str(error)
 
-    def _lost(self) -> Verdict | None:
+    def _lost(self) -> Failure | None:
         """A host that is gone, or does not say anything."""
         for one in self.connections:
-            if one.bye is not None and one.bye.code is not None:
-                return Verdict(one.bye.code, f"host {one.name}: {one.bye.problem}")
+            if one.bye is not None and one.bye.failure is not None:
+                return replace(one.bye.failure, text=f"host {one.name}: {one.bye.failure.text}")
             if one.bye is not None:
                 continue
             if one.closed:
                 code = one.exit_code()
                 why = one.said().splitlines()
                 told = f": {why[-1].strip()}" if why else ""
-                if why and NO_MEMORY.match(why[-1].strip()):
+                if why and OUT_OF_MEMORY_LINE.match(why[-1].strip()):
                     text = f"its agent ran out of memory (exit code {code}){told}; {MORE_MEMORY}"
-                    return Verdict("out_of_memory", f"host {one.name}: {text}")
+                    return Failure("out_of_memory", f"host {one.name}: {text}")
                 if self.launcher.remote:
-                    return Verdict("connection_lost", f"host {one.name}: its connection ended (exit code {code}){told}")
-                return Verdict("agent_killed", f"host {one.name}: its agent ended without a word (exit code {code}){told}")
+                    return Failure("connection_lost", f"host {one.name}: its connection ended (exit code {code}){told}")
+                return Failure("agent_killed", f"host {one.name}: its agent ended without a word (exit code {code}){told}")
             if now() - one.heard_s > self.site.silence_s:
-                return Verdict("host_silent", f"host {one.name}: nothing was heard of it for {self.site.silence_s:g} s")
+                return Failure("host_silent", f"host {one.name}: nothing was heard of it for {self.site.silence_s:g} s")
         return None
 
-    def _late(self, begun: float, hang_s: float, limit_s: float | None) -> Verdict | None:
-        last = self.heard.progress
-        where = last.phase if last is not None else "start"
-        if now() - self.heard.progress_s > hang_s:
-            return Verdict("hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {where!r}")
+    def _late(self, begun: float, hang_s: float, limit_s: float | None) -> Failure | None:
+        where = self.progress.phase if self.progress is not None else "start"
+        if now() - self._progress_s > hang_s:
+            return Failure("hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {where!r}")
         if limit_s is not None and now() - begun > limit_s:
-            return Verdict("time_limit", f"the run took longer than its limit of {limit_s:.12g} s, in phase {where!r}")
+            return Failure("time_limit", f"the run took longer than its limit of {limit_s:.12g} s, in phase {where!r}")
         return None
 
     def stop(self, stacks: bool = False) -> None:
@@ -297,8 +340,3 @@ class Session:
         while now() < end_s and any(one.bye is None and not one.closed for one in again):
             self._listen()
         connection.close(again)
-
-
-def last_words(connections: list[Connection]) -> dict[int, str]:
-    """The tail of each rank's stderr."""
-    return {rank: text for one in connections if one.bye is not None for rank, text in one.bye.stderr_tails.items()}

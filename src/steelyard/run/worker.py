@@ -4,52 +4,177 @@ Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK,
 It ends when its stdin is closed: then its agent is gone. It imports no framework itself: its engine's row names one.
 """
 
+import faulthandler
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from steelyard import accelerators
-from steelyard.data.counting import COUNTERS, Counter
+from steelyard import accelerators, files, plugins
+from steelyard.data.counting import Counter
 from steelyard.engine import rows as engine_rows
 from steelyard.engine.framework import Framework
 from steelyard.engine.job import Engine, Job, Keep
 from steelyard.engine.work import Work
-from steelyard.errors import ExchangeError, RequestError
+from steelyard.errors import ExchangeError, RequestError, lacks_memory
 from steelyard.plan import degrees, matmuls
-from steelyard.record.facts import Weights
+from steelyard.record.facts import EngineDetails, Weights
 from steelyard.record.record import Window
+from steelyard.run import messages, processes
+from steelyard.run.boundary import RankFile, RankStatus, WorkerSpec
 from steelyard.run.calibrate import calibrate, calibrate_after
-from steelyard.run.clock import busy, now
+from steelyard.run.clock import busy, every, now
 from steelyard.run.explain import explain, steps_of
-from steelyard.run.measure import Trace, bare, measure, time_of
-from steelyard.run.rank import RankProcess, serve
-from steelyard.run.spec import WorkerSpec
+from steelyard.run.failure import DISK_FULL
+from steelyard.run.measure import Budget, Trace, bare, time_of
+from steelyard.run.messages import HostSpec, Progress
 from steelyard.schema import Frozen
-from steelyard.tasks.task import PASSES, Prepared, Sources
+from steelyard.tasks.task import Prepared, Sources
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
+PROGRESS_S = 0.1
+CHILDREN_S = 1.0  # for a compiler to take its temporary files away
 EXCHANGES = 3
+
+
+def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
+    """Carry out what a rank is to do, and end with it. `place` is the folder that it shares with its agent."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        stacks = (place / messages.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
+    except OSError as failure:
+        _end_without_result(failure)
+    processes.wake_with_parent()
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    threading.Thread(target=_end_with_agent, daemon=True).start()
+    worker = make(rank)
+    signal.signal(signal.SIGTERM, worker.ended)
+    status: RankStatus = "done"
+    error = None
+    try:
+        worker.run()
+    except RequestError as failure:
+        status, error = "request", str(failure)
+    except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
+        status, error = _kind(failure), " ".join("".join(traceback.format_exception_only(failure)).split())
+        traceback.print_exc()
+    try:
+        status = worker.leave(status, error)
+    except OSError as failure:
+        _end_without_result(failure)
+    if status == "done" and worker.framework is not None:
+        worker.framework.leave()
+    # Its work is done and told: what libraries do while they are taken down, and now and then abort in, is no part of a run.
+    os._exit(0 if status == "done" else 1)
+
+
+def _end_without_result(failure: OSError) -> NoReturn:
+    """Where nothing can be written, the exit code says what there is to say."""
+    traceback.print_exc()
+    os._exit(DISK_FULL if failure.errno in files.FULL else 1)
+
+
+def _kind(failure: BaseException) -> RankStatus:
+    if lacks_memory(failure):
+        return "out_of_memory"
+    if isinstance(failure, OSError) and failure.errno in files.FULL:
+        return "disk_full"
+    return "network" if isinstance(failure, ExchangeError) else "raised"
+
+
+def _end_with_agent() -> None:
+    """A worker outlives nobody: without its agent there is no one to tell. What it started ends with it."""
+    while os.read(0, 1 << 10):
+        pass
+    processes.end(lambda: processes.children(os.getpid()), CHILDREN_S)
+    os._exit(3)
+
+
+class RankProcess(ABC):
+    """What every kind of worker has: its rank file, which grows, and how far it is. Each brings `run`."""
+
+    def __init__(self, rank: int, accelerator: str, host: HostSpec) -> None:
+        self.rank, self.host = rank, host
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.budget = Budget()
+        self.framework: Framework | None = None
+        device = f"{accelerator}:{self.local_rank}"
+        self.file = RankFile(rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={})
+        self._told = 0.0
+        self._clocks = every()
+
+    @abstractmethod
+    def run(self) -> None: ...
+
+    def _add(self, **facts: Any) -> None:
+        self.file = self.file.model_copy(update=facts)
+
+    def tell(self, phase: str, done: int, total: int) -> None:
+        """How far this is, for whoever watches: rank 0 alone, and not too often."""
+        at = now()
+        if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
+            self._told = at
+            self._replace(messages.PROGRESS, Progress(phase=phase, done=done, total=total))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Enter a part of the budget and show it as progress: loading and compiling take minutes."""
+        self.tell(name.replace("_", " "), 0, 0)
+        with self.budget.part(name):
+            yield
+
+    def write(self, status: RankStatus, error: str | None) -> None:
+        clocks = {name: at - self._clocks[name] for name, at in every().items() if name in self._clocks}
+        self._add(status=status, error=error, ended_s=now() - self.host.origin_s, budget=self.budget.parts(), clocks=clocks)
+        self._replace(messages.rank_name(self.rank), self.file)
+
+    def leave(self, status: RankStatus, error: str | None) -> RankStatus:
+        """The last rank file. What an engine or a plug-in said may not fit into one: then it says so, and no more."""
+        try:
+            self.write(status, error)
+        except ValueError as failure:  # PydanticSerializationError is one
+            traceback.print_exc()
+            self.file = RankFile(rank=self.rank, device=self.file.device, status="raised", error=None, ended_s=0.0, budget={})
+            status = "raised"
+            self.write(status, error or f"its result cannot be written as JSON: {failure}")
+        return status
+
+    def _replace(self, name: str, table: Frozen) -> None:
+        """Readers see the old file or the new one, never half of one; none outlives the machine."""
+        files.write(self.host.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False)
+
+    def ended(self, number: int, frame: Any) -> None:
+        """Told to end: leave what there is, then go the way the signal says."""
+        self.write("ended", None)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def main() -> None:
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
-    serve(partial(Worker, spec), spec.folder)
+    serve(partial(Worker, spec), spec.host.folder)
 
 
 class Worker(RankProcess):
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
-        super().__init__(rank, spec.accelerator, spec.folder, spec.origin_s)
-        self.spec = spec
-        self.case = spec.case
-        self.task = spec.case.question.row
-        self.place = degrees.place(spec.plan, rank)
+        super().__init__(rank, spec.run.accelerator, spec.host)
+        self.spec = spec.run
+        self.case = spec.run.case
+        self.task = self.case.question.row
+        self.kind = self.task.kind_row
+        self.place = degrees.place(spec.run.plan, rank)
         self.outputs: Frozen | None = None  # the part that no pass changes
         self._counter: Counter | None = None
 
@@ -59,8 +184,7 @@ class Worker(RankProcess):
         framework, make_engine = self._load()
         self.framework = framework
         group = self._join(framework)
-        with self.budget.part("data"):
-            self.tell("data", 0, 0)
+        with self._phase("data"):
             prepared = self._prepare(*reading.result())
             keep = self._keep_checkpoints(prepared.facts.fingerprint)
         with self._phase("engine"):
@@ -76,14 +200,8 @@ class Worker(RankProcess):
         if self.spec.explain:
             self._explain(engine, framework)
         self._add(compile_cache=framework.compile_cache())
-        self._add(details=_plain("details", engine.details()), weights=Weights(**_plain("weights", dict(engine.weights))))
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """A part of the budget that whoever watches sees too: loading and compiling take minutes."""
-        self.tell(name.replace("_", " "), 0, 0)
-        with self.budget.part(name):
-            yield
+        details = EngineDetails.model_validate(_plain("details", engine.details()))
+        self._add(details=details, weights=Weights(**_plain("weights", dict(engine.weights))))
 
     def _load(self) -> tuple[Framework, Any]:
         """The framework on this rank's device, and what makes the engine."""
@@ -103,9 +221,8 @@ class Worker(RankProcess):
     def _join(self, framework: Framework) -> Any:
         if self.world == 1:
             return framework.join(self.spec.plan, self.rank, self.world, None)
-        self.tell("join", 0, 0)
-        with self.budget.part("join"):
-            group = framework.join(self.spec.plan, self.rank, self.world, self.spec.rendezvous)
+        with self._phase("join"):
+            group = framework.join(self.spec.plan, self.rank, self.world, self.host.rendezvous)
             self._add(all_reduce_bytes_per_s=self._try_exchange(framework))
         return group
 
@@ -129,7 +246,7 @@ class Worker(RankProcess):
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
         self.outputs = prepared.outputs
         window = getattr(self.case.question.model, "window", None)  # of the families that have one
-        self._counter = COUNTERS[self.task.work](prepared.inputs, self.case.question.division, window)
+        self._counter = plugins.load(self.kind.works[self.task.work])(prepared.inputs, self.case.question.division, window)
         common = prepared.outputs.model_dump(mode="json") if self.rank == 0 else {}
         self._add(data=prepared.facts, common=common, beside={"data": time_s})
         return prepared
@@ -164,16 +281,15 @@ class Worker(RankProcess):
             loading=lambda done, total: self.tell("weights", done, total),
             keep=keep,
             resume=self.spec.resume,
-            folder=self.spec.folder,
+            folder=self.host.folder,
             checkout=self.spec.checkout,
         )
 
     def _calibrate(self, framework: Framework) -> dict[str, Any]:
         """Rates of matmuls on random numbers, at the case's precision: of the shapes that its batches really have."""
-
-        def shapes_of(smaller: int) -> tuple[matmuls.Matmul, ...]:
-            return matmuls.of_case(self.case, self.spec.plan.tp, self._held, smaller)
-
+        steps = range(1) if self.kind.headline[0] in self.kind.stepped else None
+        held = None if self._counter is None else self._counter.wanted(steps)[0]  # by the pass, or its first step
+        shapes_of = partial(matmuls.of_case, self.case, self.spec.plan.tp, held)
         return calibrate(framework, self.case.question.precision.matmul, shapes_of)
 
     def _calibrate_after(self, framework: Framework) -> None:
@@ -185,48 +301,47 @@ class Worker(RankProcess):
                 after = calibrate_after(framework, self.case.question.precision.matmul, rate)
             self._add(matmul_cpu_rates={**rates, "after": after})
 
-    @cached_property
-    def _held(self) -> dict[str, int] | None:
-        """What the rows of the pass hold, or of the first step."""
-        name = "train" if self.task.kind == "train" else "infer"
-        return None if self._counter is None else self._counter.wanted(name, range(1))[0]
-
     def _pass(self, engine: Engine, name: str, framework: Framework) -> None:
         framework.barrier()
         framework.reset_memory()
         with self.budget.part(f"total_{name}"):
             total = engine.total(name)
             framework.synchronize()
+
+        def step_done(done: int) -> None:
+            if done < total:  # the last is told below: what follows its mark is time that no step accounts for
+                self.tell(name, done, total)
+
         self.tell(name, 0, total)
         with self.budget.part(name):
-            if name == "bare":
+            if name in self.kind.bare:
                 trace = bare(engine.work(name), framework)
             else:
-                marks = measure(engine.work(name), framework, step_done=partial(self._step, name, total), busy=busy)
+                measure = plugins.load(self.kind.loop)
+                marks = measure(engine.work(name), framework, step_done=step_done, busy=busy)
         self.tell(name, total, total)
-        if name != "bare":
+        if name not in self.kind.bare:
             with self.budget.part(f"count_{name}"):
                 trace = marks.trace(name, self.rank, partial(self._count, name))
         self._keep(name, trace, framework)
         self._draw(name, trace)
-        if name != "bare" and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
+        if name not in self.kind.bare and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
             with self.budget.part(f"outputs_{name}"):
                 told = engine.outputs(name)
                 framework.synchronize()
             answers = self.task.check(told, self.outputs)
             self._add(outputs={**self.file.outputs, name: answers})
-            if name == "before" and self.spec.checkpoints is not None:
+            if name in self.kind.initial and self.spec.checkpoints is not None:
                 path = self.spec.checkpoints / checkpoints.BEFORE.format(self.place.dp)
                 checkpoints.write(path, Before(table=answers))
         self.write("running", None)  # whoever is killed later leaves this much
 
     def _explain(self, engine: Engine, framework: Framework) -> None:
         """One rank of every stage watches."""
-        name = next((one for one in PASSES[self.task.kind].headline if one in self.spec.passes), None)
+        name = next((one for one in self.kind.headline if one in self.spec.passes), None)
         if name is None:
             return
-        self.tell("explain", 0, 0)
-        with self.budget.part("explain"):
+        with self._phase("explain"):
             framework.barrier()
             steps = steps_of(self.case, self.spec.plan, self.spec.scope.sample)
             count, watch = partial(self._count, name), self.place.tp == self.place.dp == 0
@@ -237,45 +352,44 @@ class Worker(RankProcess):
         """What a step counts: of rows that the engine names, what the data say; its own padding."""
         if item.rows is None or self._counter is None:
             return item.counts
-        return self._counter.of(name, item.rows, item.prefixes) | {"padded": item.counts.get("padded", 0)}
+        counted = self._counter.of(item.rows, item.prefixes, held_out=name not in self.kind.stepped)
+        return counted | {"padded": item.counts.get("padded", 0)}
 
     def _draw(self, name: str, trace: Trace) -> None:
         """What the rows of a pass count, whatever the engine said. Of a pass that is cut short nobody knows which rows."""
-        train = name == "train"
         if (
             self._counter is None
             or self.rank
-            or name == "bare"
+            or name in self.kind.bare
             or trace.clock == "reported"  # a program that does not say what it drew
-            or (self.spec.scope.steps is not None and self.task.kind == "score")
+            or (self.spec.scope.steps is not None and self.kind.cut_by_steps)
         ):
             return
         with self.budget.part(f"count_{name}"):
-            begin = checkpoints.read(self.spec.resume / checkpoints.STATE, State).step if train and self.spec.resume else 0
-            steps = sum(1 for sample in trace.samples if sample.counts)
-            self._add(drawn={**self.file.drawn, name: self._counter.wanted(name, range(begin, begin + steps))})
-
-    def _step(self, name: str, total: int, done: int) -> None:
-        """The last step is told after the pass: whatever follows its mark counts as time that no step accounts for."""
-        if done < total:
-            self.tell(name, done, total)
+            steps = None
+            if name in self.kind.stepped:
+                begin = checkpoints.read(self.spec.resume / checkpoints.STATE, State).step if self.spec.resume else 0
+                steps = range(begin, begin + sum(1 for sample in trace.samples if sample.counts))
+            self._add(drawn={**self.file.drawn, name: self._counter.wanted(steps)})
 
     def _keep(self, name: str, trace: Trace, framework: Framework) -> None:
         memory = framework.memory()
         window = Window(
             pass_name=name,
             rank=self.rank,
-            start_s=trace.start_at - self.spec.origin_s,
+            start_s=trace.start_at - self.host.origin_s,
             wall_s=trace.wall_s,
             allocated_bytes=memory.get("allocated_bytes"),
             reserved_bytes=memory.get("reserved_bytes"),
             device_s=trace.device_s,
             cpu_s=trace.cpu_s,
         )
-        in_use = {**self.file.in_use_bytes, name: memory.get("in_use_bytes")}
-        samples = [*self.file.samples, *trace.samples]
-        clock = self.file.clock if name == "bare" else trace.clock
-        self._add(windows=[*self.file.windows, window], in_use_bytes=in_use, samples=samples, clock=clock)
+        self._add(
+            windows=[*self.file.windows, window],
+            in_use_bytes={**self.file.in_use_bytes, name: memory.get("in_use_bytes")},
+            samples=[*self.file.samples, *trace.samples],
+            clock=self.file.clock if name in self.kind.bare else trace.clock,
+        )
 
 
 def _plain(what: str, value: Any) -> Any:

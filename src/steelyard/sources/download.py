@@ -16,6 +16,7 @@ from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen
 from steelyard.sources.http import BrokenError, RangeError, RefusedError, Reply, Web, is_loopback
+from steelyard.sources.store import CheckedBy, Downloaded
 
 TRIES = 4  # in a row that bring nothing, of one address
 PROGRESS_BYTES = 64 << 10  # what counts as something
@@ -41,7 +42,7 @@ class NoSpaceError(RequestError):
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of a file before it is here. `origin` says who knows its hash."""
+    """What is known of a file before it is here. `origin` says in words who knows its hash, for errors."""
 
     name: str
     size_bytes: int | None
@@ -49,16 +50,7 @@ class Expected:
     git_blob: str | None
     most_bytes: int
     origin: str
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """A file that is here and is the right one."""
-
-    path: Path
-    url: str
-    size_bytes: int
-    sha256: str
+    checked_by: CheckedBy = "nothing"
 
 
 class Part(Frozen):
@@ -103,8 +95,8 @@ class Tools:
     meter: Meter
 
 
-def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools) -> Arrived:
-    """The file in `folder`, from the first address that gives the right one."""
+def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools) -> Downloaded:
+    """Put the file into `folder`, from the first address that gives the right one; DownloadError where none does."""
     target, reasons = folder / wanted.name, []
     earlier = from_url(target)
     if earlier in urls:  # go on where a part is from
@@ -112,7 +104,7 @@ def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools
     for url in urls:
         try:
             _transfer(wanted, url, target, tools)
-            size_bytes, sha256 = check(_part(target), wanted)
+            arrived = check(_part(target), wanted, url)
         except (RefusedError, BrokenError) as error:
             reason = str(error)
         except MismatchError as error:
@@ -120,7 +112,7 @@ def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools
             reason = str(error)
         else:
             files.place(_part(target), target)
-            return Arrived(target, url, size_bytes, sha256)
+            return arrived
         tools.say(f"warning: {url}: {reason}")
         reasons.append(f"{urlsplit(url).netloc}: {reason}")
     kept = size_of(_part(target))
@@ -196,8 +188,8 @@ def _check_length(wanted: Expected, reply: Reply) -> None:
         raise RefusedError(f"has {total} bytes; at most {wanted.most_bytes} are taken")
 
 
-def check(path: Path, wanted: Expected) -> tuple[int, str]:
-    """The size and the SHA-256 of a file, if it is the right one; otherwise MismatchError."""
+def check(path: Path, wanted: Expected, url: str = "") -> Downloaded:
+    """Return what a file from an address is, with its size and SHA-256; MismatchError if it is not the right one."""
     size_bytes = path.stat().st_size
     if wanted.size_bytes is not None and size_bytes != wanted.size_bytes:
         raise MismatchError(f"{size_bytes} bytes; {wanted.origin} says {wanted.size_bytes}")
@@ -211,7 +203,7 @@ def check(path: Path, wanted: Expected) -> tuple[int, str]:
         raise MismatchError(f"sha256 {sha256.hexdigest()}; {wanted.origin} says {wanted.sha256}")
     if wanted.git_blob is not None and blob.hexdigest() != wanted.git_blob:
         raise MismatchError(f"git blob {blob.hexdigest()}; {wanted.origin} says {wanted.git_blob}")
-    return size_bytes, sha256.hexdigest()
+    return Downloaded(name=wanted.name, url=url, size_bytes=size_bytes, sha256=sha256.hexdigest(), checked_by=wanted.checked_by)
 
 
 def check_space(folder: Path, needed_bytes: int | None) -> None:

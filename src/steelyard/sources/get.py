@@ -9,7 +9,6 @@ from pathlib import Path
 from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.sources.download import (
-    Arrived,
     DownloadError,
     Expected,
     MismatchError,
@@ -21,7 +20,7 @@ from steelyard.sources.download import (
     from_url,
     size_of,
 )
-from steelyard.sources.store import CheckedBy, Downloaded, Here, Manifest, Pin, Store, manifest_of
+from steelyard.sources.store import CheckedBy, Downloaded, Here, Pin, Store
 from steelyard.sources.table import File, Source
 from steelyard.sources.unpack import unpack
 
@@ -39,7 +38,7 @@ class Wish:
 
 
 def get(store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[[], str]) -> tuple[Here, bool]:
-    """A source that is here, and whether it was before."""
+    """Return a source that is here, and whether it was before."""
     with store.locked(source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")):
         here = store.find(source.name)
         if here is not None and not (wish.again or wish.repin):
@@ -47,52 +46,42 @@ def get(store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[
         working = store.working(source.name)
         working.mkdir(exist_ok=True)
         pins = {} if wish.repin else store.pins()
-        expected = [expect(source, file, pins.get(key(source, file))) for file in source.files]
+        expected = [_expect(file, pins.get(f"{source.name}/{file.name}")) for file in source.files]
         if wish.offline is None:
             ahead = sum(_left(working, one) for one in expected)
             check_space(working, ahead)
             tools.meter.expect(ahead)
         arrived = [_one(source, file, one, wish, working, tools) for file, one in zip(source.files, expected, strict=True)]
         tree = _tree(working, source.files, arrived)
-        downloads = tuple(_told(source, file, one, pins) for file, one in zip(source.files, arrived, strict=True))
         time = today()
-        new = [one for one in downloads if one.checked_by == "first use"]
         store.pin(
             {
                 f"{source.name}/{one.name}": Pin(url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, time=time)
-                for one in new
+                for one in arrived
+                if one.checked_by == "first use"
             }
         )
-        manifest = Manifest(name=source.name, licence=source.licence, time=time, downloads=downloads, files=manifest_of(tree))
-        return store.appear(tree, manifest), False
+        return store.appear(tree, source.name, source.licence, time, arrived), False
 
 
-def _told(source: Source, file: File, one: Arrived, pins: dict[str, Pin]) -> Downloaded:
-    by: CheckedBy = "table" if file.sha256 is not None else "pins" if key(source, file) in pins else "first use"
-    return Downloaded(name=file.name, url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, checked_by=by)
-
-
-def key(source: Source, file: File) -> str:
-    """What a pin is found by."""
-    return f"{source.name}/{file.name}"
-
-
-def expect(source: Source, file: File, pin: Pin | None) -> Expected:
-    """What a file must be: as the table says, else as it was at first use."""
+def _expect(file: File, pin: Pin | None) -> Expected:
+    """Return what a file must be: as the table says, else as it was at first use."""
     if file.sha256 is not None or pin is None:
-        return Expected(file.name, file.size_bytes, file.sha256, file.git_blob, file.most_bytes, "the table of sources")
+        by: CheckedBy = "first use" if file.sha256 is None else "table"
+        known = (file.size_bytes, file.sha256, file.git_blob, file.most_bytes)
+        return Expected(file.name, *known, "the table of sources", by)
     origin = f"the lock file (pinned {pin.time[:10]}; if it has changed on purpose: --repin)"
-    return Expected(file.name, pin.size_bytes, pin.sha256, file.git_blob, file.most_bytes, origin)
+    return Expected(file.name, pin.size_bytes, pin.sha256, file.git_blob, file.most_bytes, origin, "pins")
 
 
 def _left(working: Path, wanted: Expected) -> int:
-    """What is still to come of a file whose size is known."""
+    """Return how many bytes are still to come of a file whose size is known."""
     had = size_of(working / wanted.name) or size_of(working / f"{wanted.name}{files.PART}")
     return max(0, (wanted.size_bytes or 0) - had)
 
 
-def _one(source: Source, file: File, wanted: Expected, wish: Wish, working: Path, tools: Tools) -> Arrived:
-    """One file in the working folder. One that came whole in an earlier try is taken, if it is the right one."""
+def _one(source: Source, file: File, wanted: Expected, wish: Wish, working: Path, tools: Tools) -> Downloaded:
+    """Put one file into the working folder. One that came whole in an earlier try is taken, if it is the right one."""
     target = working / file.name
     if wish.offline is not None:
         return _copied(source, file, wanted, wish.offline, target)
@@ -100,14 +89,13 @@ def _one(source: Source, file: File, wanted: Expected, wish: Wish, working: Path
     urls = (*(f"{mirror.rstrip('/')}/{source.name}/{file.name}" for mirror in wish.mirrors), *file.urls)
     if target.exists():
         try:
-            size_bytes, sha256 = check(target, wanted)
-            return Arrived(target, from_url(target), size_bytes, sha256)
+            return check(target, wanted, from_url(target))
         except MismatchError:
             target.unlink()
     return download(wanted, urls, working, tools)
 
 
-def _copied(source: Source, file: File, wanted: Expected, folder: Path, target: Path) -> Arrived:
+def _copied(source: Source, file: File, wanted: Expected, folder: Path, target: Path) -> Downloaded:
     places = [place for place in (folder / file.name, folder / source.name / file.name) if place.is_file()]
     if not places:
         raise RequestError(
@@ -115,29 +103,28 @@ def _copied(source: Source, file: File, wanted: Expected, folder: Path, target: 
         )
     check_space(target.parent, places[0].stat().st_size)
     try:
-        size_bytes, sha256 = check(places[0], wanted)
+        check(places[0], wanted)
         shutil.copyfile(places[0], target)
-        check(target, wanted)
+        return check(target, wanted, places[0].absolute().as_uri())
     except MismatchError as error:
         target.unlink(missing_ok=True)
         raise DownloadError(f"{places[0]}: {error}") from error
-    return Arrived(target, places[0].absolute().as_uri(), size_bytes, sha256)
 
 
-def _tree(working: Path, wanted: tuple[File, ...], arrived: list[Arrived]) -> Path:
-    """The folder as it will be: archives unpacked, files beside what was in them."""
+def _tree(working: Path, wanted: tuple[File, ...], arrived: list[Downloaded]) -> Path:
+    """Make the folder as it will be: archives unpacked, files beside what was in them."""
     tree = working / TREE
     shutil.rmtree(tree, ignore_errors=True)
     packed = [(file, one) for file, one in zip(wanted, arrived, strict=True) if file.top]
     for file, one in packed[:1]:
         try:
-            unpack(one.path, tree, file.top, file.most_bytes)
+            unpack(working / file.name, tree, file.top, file.most_bytes)
         except MismatchError as error:
-            one.path.unlink()
-            discard(one.path)
+            (working / file.name).unlink()
+            discard(working / file.name)
             raise DownloadError(f"{file.name} from {one.url}: {error}") from error
     tree.mkdir(exist_ok=True)
-    for file, one in zip(wanted, arrived, strict=True):
+    for file in wanted:
         if not file.top:
-            os.replace(one.path, tree / file.name)
+            os.replace(working / file.name, tree / file.name)
     return tree

@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from steelyard.errors import RequestError
-from steelyard.sources.download import Arrived, DownloadError, Expected, Meter, MismatchError, Tools, check, check_space
+from steelyard.sources.download import DownloadError, Expected, Meter, MismatchError, Tools, check, check_space
 from steelyard.sources.get import TREE, Wish
-from steelyard.sources.store import CheckedBy, Downloaded, Here, Manifest, Pin, Store, manifest_of
+from steelyard.sources.store import Downloaded, Here, Pin, Store
 from steelyard.sources.table import Source
 
 TEXTS = (".json", ".txt", ".model", ".md", ".jinja", ".tiktoken")
@@ -25,22 +25,12 @@ INSTALL = "huggingface_hub is not installed, which models of the hub need; run p
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A file as the hub lists it."""
-
-    name: str
-    size_bytes: int | None
-    sha256: str | None  # of a large one
-    git_blob: str | None  # of a small one
-
-
-@dataclass(frozen=True)
 class Model:
     """A model at one revision."""
 
     revision: str
     licence: str
-    files: tuple[Listed, ...]
+    files: tuple[Expected, ...]
 
 
 def get(
@@ -52,7 +42,8 @@ def get(
     today: Callable[[], str],
     endpoint: str | None = None,
 ) -> tuple[Here, bool]:
-    """A model that is here, and whether it was before. The hub is the one that $HF_ENDPOINT names, unless told otherwise."""
+    """Return a model that is here, and whether it was before. The hub is `endpoint`, or the one that
+    $HF_ENDPOINT names."""
     with store.locked(source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")):
         here = store.find(source.name)
         if here is not None and not (wish.again or wish.repin) and revision in (None, here.manifest.revision):
@@ -73,7 +64,8 @@ def get(
         shutil.rmtree(tree / ".cache", ignore_errors=True)
         if revision is None:
             store.pin({source.hub: Pin(url=source.page, revision=model.revision, time=today())})
-        return _appear(store, source, model.revision, source.licence or model.licence, tree, arrived, today()), False
+        licence = source.licence or model.licence
+        return store.appear(tree, source.name, licence, today(), arrived, model.revision), False
 
 
 def chosen(names: Iterable[str]) -> list[str]:
@@ -100,19 +92,19 @@ def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
         raise RequestError(f"{hub}: no config.json at its top; it is not a model that transformers reads")
     if not has_weights(names):
         raise RequestError(f"{hub}: {NO_WEIGHTS}")
-    files = tuple(
-        Listed(one.rfilename, one.size, one.lfs.sha256, None)
-        if one.lfs is not None
-        else Listed(one.rfilename, one.size, None, one.blob_id)
-        for one in info.siblings or []
-        if one.rfilename in names
-    )
+    files = tuple(_expected(one) for one in info.siblings or [] if one.rfilename in names)
     licence = info.card_data.get("license") if info.card_data is not None else None
     return Model(str(info.sha), str(licence or NOT_STATED), files)
 
 
-def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str | None) -> list[Arrived]:
-    """Every file of a model. One that is here and right is not asked for again."""
+def _expected(listed: Any) -> Expected:
+    """Return what a file must be as the hub lists it: a large one by its SHA-256, a small one as git names it."""
+    sha256, git_blob = (None, listed.blob_id) if listed.lfs is None else (listed.lfs.sha256, None)
+    return Expected(listed.rfilename, listed.size, sha256, git_blob, MOST_BYTES, "the hub", "hub")
+
+
+def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str | None) -> list[Downloaded]:
+    """Download every file of a model. One that is here and right is not asked for again."""
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     names = {one.name for one in model.files}
@@ -120,7 +112,7 @@ def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str 
     for path in tree.iterdir():
         if path.is_file() and path.name not in names:
             path.unlink()  # of another revision, which an earlier command began with
-    missing = [one for one in model.files if _whole(tree, one) is None]
+    missing = [one for one in model.files if not _is_whole(tree, one)]
     check_space(tree, sum(one.size_bytes or 0 for one in missing))
     tools.meter.begin(sum(one.size_bytes or 0 for one in missing))
     bar = _bar(tools.meter)
@@ -128,24 +120,21 @@ def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str 
     for one in model.files:
         if one in missing:
             hf_hub_download(hub, one.name, revision=model.revision, local_dir=tree, tqdm_class=bar, endpoint=endpoint)
-        size_bytes, sha256 = check(tree / one.name, _expected(one))
         url = hf_hub_url(hub, one.name, revision=model.revision, endpoint=endpoint)
-        out.append(Arrived(tree / one.name, url, size_bytes, sha256))
+        out.append(check(tree / one.name, one, url))
     return out
 
 
-def _whole(tree: Path, one: Listed) -> str | None:
+def _is_whole(tree: Path, one: Expected) -> bool:
+    """Return whether a file is here, and remove one that is not the right one."""
     try:
-        return check(tree / one.name, _expected(one))[1]
+        check(tree / one.name, one)
     except FileNotFoundError:
-        return None
+        return False
     except MismatchError:
         (tree / one.name).unlink()
-        return None
-
-
-def _expected(one: Listed) -> Expected:
-    return Expected(one.name, one.size_bytes, one.sha256, one.git_blob, MOST_BYTES, "the hub")
+        return False
+    return True
 
 
 def _bar(meter: Meter) -> type[Any]:
@@ -211,26 +200,6 @@ def _copied(store: Store, source: Source, folder: Path, tree: Path, time: str) -
     arrived = []
     for name in names:
         shutil.copyfile(place / name, tree / name)
-        size_bytes, sha256 = check(tree / name, Expected(name, None, None, None, MOST_BYTES, ""))
-        arrived.append(Arrived(tree / name, (place / name).absolute().as_uri(), size_bytes, sha256))
-    return _appear(store, source, None, source.licence or NOT_STATED, tree, arrived, time, "nothing")
-
-
-def _appear(
-    store: Store,
-    source: Source,
-    revision: str | None,
-    licence: str,
-    tree: Path,
-    arrived: list[Arrived],
-    time: str,
-    by: CheckedBy = "hub",
-) -> Here:
-    downloads = tuple(
-        Downloaded(name=one.path.name, url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, checked_by=by)
-        for one in arrived
-    )
-    manifest = Manifest(
-        name=source.name, licence=licence, time=time, revision=revision, downloads=downloads, files=manifest_of(tree)
-    )
-    return store.appear(tree, manifest)
+        unknown = Expected(name, None, None, None, MOST_BYTES, "")
+        arrived.append(check(tree / name, unknown, (place / name).absolute().as_uri()))
+    return store.appear(tree, source.name, source.licence or NOT_STATED, time, arrived)

@@ -7,7 +7,7 @@ source has a lock, so that of several processes one gets it and the others wait.
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,16 +137,27 @@ class Store:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def appear(self, tree: Path, manifest: Manifest) -> Here:
-        """A folder that is complete gets its place, instead of one that may be there."""
+    def appear(
+        self,
+        tree: Path,
+        name: str,
+        licence: str,
+        time: str,
+        downloads: Iterable[Downloaded],
+        revision: str | None = None,
+    ) -> Here:
+        """Give a folder that is complete its manifest and its place, instead of one that may be there."""
+        found = sorted(one for one in tree.rglob("*") if one.is_file() and one.name != MANIFEST)
+        pieces = tuple(Piece(path=one.relative_to(tree).as_posix(), size_bytes=one.stat().st_size) for one in found)
+        manifest = Manifest(name=name, licence=licence, time=time, revision=revision, downloads=tuple(downloads), files=pieces)
         files.write(tree / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        target, old = self.place(manifest.name), self.working(manifest.name) / "old"
+        target, old = self.place(name), self.working(name) / "old"
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)
         os.replace(tree, target)
         files.sync(self.folder)
-        shutil.rmtree(self.working(manifest.name), ignore_errors=True)
+        shutil.rmtree(self.working(name), ignore_errors=True)
         return Here(target, manifest)
 
     @property
@@ -175,12 +186,6 @@ def slug(name: str) -> str:
     if text.startswith(".") or not all(c.isascii() and (c.isalnum() or c in "._-") for c in text) or not text:
         raise RequestError(f"{name!r} is no name of a source: letters, digits, '.', '_' and '-'; a model's id has one slash")
     return text
-
-
-def manifest_of(path: Path) -> tuple[Piece, ...]:
-    """The files of a folder."""
-    found = sorted(one for one in path.rglob("*") if one.is_file() and one.name != MANIFEST)
-    return tuple(Piece(path=one.relative_to(path).as_posix(), size_bytes=one.stat().st_size) for one in found)
 
 
 def _read(path: Path, kind: type[Table]) -> Table | None:

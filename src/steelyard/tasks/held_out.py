@@ -4,6 +4,7 @@ early. Shared by the tasks that train on rows."""
 from typing import Any
 
 from steelyard.schema import Frozen
+from steelyard.tasks.kind import TRAIN
 from steelyard.tasks.task import Many, Score, Stopped
 
 
@@ -42,7 +43,7 @@ def check(table: Any, outputs: HeldOutOutputs) -> dict[str, Any]:
 def merge(outputs: HeldOutOutputs, name: str, tables: list[dict[str, Any]]) -> HeldOutOutputs:
     """With a pass's outputs of all replicas."""
     found: Steps | RowsLoss
-    if name == "train":
+    if name in TRAIN.stepped:
         found = Steps(stopped=first_stop(tables))
     else:
         parts = [table["nll"] for table in tables]

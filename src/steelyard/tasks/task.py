@@ -18,27 +18,14 @@ from steelyard.data.division import Division
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen, OpenTable
+from steelyard.tasks import kind as kinds
+from steelyard.tasks.kind import Kind
 
-Kind = Literal["score", "train"]
 Many = Annotated[int, Field(ge=0, le=10**18)]  # a count of outputs: no formula overflows
 Meaning = tuple[str, str]  # a title, and what it means
 Selector = Literal["subjects", "rows"]  # an option of `run` that names what is asked
 GroupName = Annotated[str, Field(min_length=1, max_length=200)]
 RowId = Annotated[str, Field(pattern=selection.ID), AfterValidator(selection.checked)]
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The passes of a kind of task: all there are, and those that rates and quality are taken from, best first."""
-
-    every: tuple[str, ...]
-    headline: tuple[str, ...]
-
-
-PASSES: dict[str, Passes] = {
-    "score": Passes(("val", "infer", "bare"), ("infer", "val")),
-    "train": Passes(("before", "train", "after"), ("train",)),
-}
 
 
 @dataclass(frozen=True)
@@ -212,7 +199,7 @@ class Task:
     """A row. Functions on outputs take the task's own `outputs` type."""
 
     name: str  # its folder's, and a user's word for it
-    kind: Kind
+    kind: str  # of work: the name of a row of tasks.kind
     work: str  # what an engine must be able to do: see docs/engines.md
     noun: str  # what one item is called
     data: type[Frozen]  # the fields of `question.data`
@@ -257,6 +244,11 @@ class Task:
     def key(self) -> str:
         """How questions spell it."""
         return self.spelling or self.name
+
+    @property
+    def kind_row(self) -> Kind:
+        """The row of its kind of work; RequestError if no package brings one of that name."""
+        return kinds.row(self.kind)
 
 
 ACCURACY = (

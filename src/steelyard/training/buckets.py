@@ -4,7 +4,7 @@ What fills up a micro-batch is a context of its own that no candidate sees and n
 is counted as padding. Rows of no tokens, and logits of a token that no candidate has, fill up the rest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,16 +42,16 @@ def size_of(rows: ClozeRows, key: int) -> Size:
     return Size(rows.size(key, held=False), sum(spans), contexts, len(spans), 1, len(spans), longest, len(one.context) + beside)
 
 
-def together(sizes: Iterable[Size]) -> Size:
-    """Of all these samples in one micro-batch."""
+def together(sizes: Iterable[Size], of: Callable[[Iterable[int]], int] = sum) -> Size:
+    """Return the size of all these samples in one micro-batch; with `of=max`, the most of each that any of them has."""
     every = list(sizes)
     context, beside, span = (max(part) for part in zip(*(one.longest for one in every), strict=True))
     return Size(
-        tokens=sum(one.tokens for one in every),
-        logits=sum(one.logits for one in every),
-        contexts=sum(one.contexts for one in every),
-        spans=sum(one.spans for one in every),
-        samples=sum(one.samples for one in every),
+        tokens=of(one.tokens for one in every),
+        logits=of(one.logits for one in every),
+        contexts=of(one.contexts for one in every),
+        spans=of(one.spans for one in every),
+        samples=of(one.samples for one in every),
         candidates=max(one.candidates for one in every),
         longest=(context, beside, span),
         row=max(one.row for one in every),
@@ -88,25 +88,10 @@ class Buckets:
         self.grain = GRAIN
         while len({(one.samples, self._tokens(one)) for one in every}) > MOST:
             self.grain *= 2
-        most = self._most(every)
+        most = together(every, of=max)
         fillers = -(-self.grain // min(ROW, most.longest[0]))
         self.room = Room(-(-most.logits // GRAIN) * GRAIN, most.contexts + fillers, most.spans, most.longest, most.row)
         self.candidates = most.candidates
-
-    @staticmethod
-    def _most(every: list[Size]) -> Size:
-        """The most of each that any has."""
-        context, beside, span = (max(part) for part in zip(*(one.longest for one in every), strict=True))
-        return Size(
-            tokens=max(one.tokens for one in every),
-            logits=max(one.logits for one in every),
-            contexts=max(one.contexts for one in every),
-            spans=max(one.spans for one in every),
-            samples=max(one.samples for one in every),
-            candidates=max(one.candidates for one in every),
-            longest=(context, beside, span),
-            row=max(one.row for one in every),
-        )
 
     def _tokens(self, size: Size) -> int:
         return -(-size.tokens // self.grain) * self.grain

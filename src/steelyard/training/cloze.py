@@ -34,16 +34,11 @@ class ClozeBatches:
         known = [[key for key in group if key is not None] for group in deal(self.job, keys, size)]
         return [group for group in known if group]
 
-    def steps(self) -> range:
-        train = self.job.case.question.train
-        if train is None:
-            raise ValueError("a question without training")
-        return range(train.steps if self.job.steps is None else self.job.steps)
-
     @cached_property
     def micro_batches(self) -> list[tuple[list[Key], Size]]:
         """All of this replica in the pass."""
-        return [(group, self._size(group)) for step in self.steps() for group in self.groups(self.rows.batch(step))]
+        steps = range(self.job.train.steps if self.job.steps is None else self.job.steps)
+        return [(group, self._size(group)) for step in steps for group in self.groups(self.rows.batch(step))]
 
     @cached_property
     def buckets(self) -> Buckets | None:
@@ -95,10 +90,7 @@ class Accuracy:
     done. All replicas learn the accuracy, and stop at the same step."""
 
     def __init__(self, job: Job, trainer: Trainer) -> None:
-        question, gate = job.case.question, job.case.gate
-        if question.train is None:
-            raise ValueError("a question without training")
-        self.job, self.trainer, self.train = job, trainer, question.train
+        self.job, self.trainer, self.train, gate = job, trainer, job.train, job.case.gate
         self.rows: ClozeRows = job.inputs
         self.device: torch.device = job.device.torch_device
         self.target = gate.reach if isinstance(gate, Target) else None

@@ -25,7 +25,7 @@ from steelyard.models.shapes import GlmModel
 from steelyard.models.tensors import COMPUTED_IN, DTYPES, compute_dtype, send
 from steelyard.training.buckets import Bucket
 from steelyard.training.graphs import Record, Recorded
-from steelyard.training.placement import Replicated
+from steelyard.training.placement import Model, Replicated
 from steelyard.training.trainer import Trainer
 from steelyard.weights import glm as glm_checkpoint
 
@@ -141,14 +141,12 @@ def check_recompute(job: Job) -> None:
         )
 
 
-class TrainedGlm:
+class TrainedGlm(Model):
     """A GLM on this rank's device, whole."""
 
     def __init__(self, job: Job, make: MakeComputing, details: dict[str, Any]) -> None:
         self.job, self.make, self.chosen = job, make, details
         self.shape = shape_of(job)
-        self.weights: dict[str, Any] = {}
-        self.roots: list[nn.Module] = []
 
     def build(self) -> list[Tensor] | None:
         question, device = self.job.case.question, self.job.device.torch_device
@@ -186,9 +184,6 @@ class TrainedGlm:
     def _loss(self, micro: ClozeMicroBatch) -> Tensor:
         scores = scores_of(self.computing.log_probs(micro, self.shape.dropout), micro)
         return F.cross_entropy(scores, micro.right, reduction="sum", ignore_index=NO_ANSWER)
-
-    def variants(self, micro: ClozeMicroBatch) -> list[ClozeMicroBatch]:
-        return [micro]
 
     def details(self) -> dict[str, Any]:
         return self.chosen if self.recorded is None else {**self.chosen, "graphs": len(self.recorded.pairs)}

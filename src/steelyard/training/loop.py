@@ -8,7 +8,7 @@ It needs no framework: tensors are what a learner says they are, and become numb
 import math
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ LATE = 2  # steps
 COUNTS = ("tokens", "samples", "padded", "logits", "pairs", "square")
 
 Tensor = Any  # of the learner's framework
+Batch = Future[tuple[list[list[Key]], list[Any]]]  # the micro-batches of a step, and the rows they are made of
 Late = Callable[[], float]  # waits for a number that is on its way from the device
 
 
@@ -204,10 +205,7 @@ class Loop:
     """An engine that trains: passes `before`, `train` and `after`."""
 
     def __init__(self, job: Job, trainer: Learner, batches: Batches, evaluation: Evaluation) -> None:
-        question = job.case.question
-        if question.train is None:
-            raise ValueError("a question without training")
-        self.job, self.trainer, self.train = job, trainer, question.train
+        self.job, self.trainer, self.train = job, trainer, job.train
         self.batches, self.evaluation = batches, evaluation
         self.steps = job.steps if job.steps is not None else self.train.steps
         self.watch = LossWatch(self.train.bound)
@@ -286,16 +284,10 @@ class Loop:
     def _training(self) -> Iterator[Phase | Work]:
         coming = self._prefetch(self.begin)
         for step in range(self.begin, self.steps):
-            yield Phase("data")
-            groups, packs = coming.result()
-            coming = self._prefetch(step + 1)
-            micros = [self.batches.to_device(one) for one in packs]
-            loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
-            lr = rate(self.train, step)
-            norm = self.trainer.update(lr)
+            coming, loss, work = yield from self._step(step, coming, step + 1)
             self.watch.add(step, self.trainer.fetch(loss))
             self.curve.append(loss)
-            yield Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr}, _known(groups))
+            yield work
             if self.watch.seen():
                 return
             yield from self._between(step + 1)
@@ -307,17 +299,22 @@ class Loop:
         return self._more() if name == "train" else self.work(name)
 
     def _more(self) -> Iterator[Phase | Work]:
-        span = max(1, self.steps - self.begin)
         coming = self._prefetch(self.begin)
-        for number in count():
-            step = self.begin + number % span
-            yield Phase("data")
-            groups, packs = coming.result()
-            coming = self._prefetch(self.begin + (number + 1) % span)
-            micros = [self.batches.to_device(one) for one in packs]
-            loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
-            norm = self.trainer.update(rate(self.train, step))
-            yield Work(_summed(packs), {"loss": loss, "grad_norm": norm}, _known(groups))
+        for step, following in pairwise(cycle(range(self.begin, max(self.steps, self.begin + 1)))):
+            coming, _, work = yield from self._step(step, coming, following)
+            yield work
+
+    def _step(self, step: int, batch: Batch, following: int) -> Generator[Phase, None, tuple[Batch, Tensor, Work]]:
+        """Train one step on a batch that has been fetched. Return the batch of the following step, which is being
+        fetched meanwhile, the loss of this step, and its `Work`."""
+        yield Phase("data")
+        groups, packs = batch.result()
+        coming = self._prefetch(following)
+        micros = [self.batches.to_device(one) for one in packs]
+        loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
+        lr = rate(self.train, step)
+        norm = self.trainer.update(lr)
+        return coming, loss, Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr}, _known(groups))
 
     def _learn(self, step: int, micros: list[Any], targets: int) -> Generator[Phase, None, Tensor]:
         """Forward and backward of a step, with marks where ranks wait for one another. Phase `data` ends before they first do,
@@ -348,7 +345,7 @@ class Loop:
     def _keeps(self, taken: int) -> bool:
         return self.job.keep is not None and taken % self.job.keep.every == 0
 
-    def _prefetch(self, step: int) -> "Future[tuple[list[list[Key]], list[Any]]]":
+    def _prefetch(self, step: int) -> Batch:
         return self.executor.submit(self._batch, step if step < self.steps else self.steps - 1)
 
     def _batch(self, step: int) -> tuple[list[list[Key]], list[Any]]:

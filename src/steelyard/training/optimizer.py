@@ -166,13 +166,7 @@ class Adam:
 
     def details(self) -> dict[str, Any]:
         """How many numbers this rank really holds, and their types. A gradient has its parameter's."""
-        held, moments = [local(one) for one in self.parameters], self.moments()
-        types = {"parameters": held, "main_parameters": self.master, "gradients": self.master, "states": moments}
-        return {
-            "parameters": sum(one.numel() for one in held),
-            "optimizer_states": sum(one.numel() for one in moments),
-            "dtypes": {name: dtype_names(every) for name, every in types.items() if every},
-        }
+        return holding([local(one) for one in self.parameters], self.master, self.master, self.moments())
 
     def state(self, names: list[str]) -> dict[str, Tensor]:
         """All that is kept, by the names of the model's parameters; to be saved, or to be filled."""
@@ -209,6 +203,16 @@ class Adam:
             self.scaler.load_state_dict({**scaler, "scale": numbers.scale, "_growth_tracker": int(numbers.growth)})
         with torch.no_grad():
             self.copy_to_model()
+
+
+def holding(parameters: list[Tensor], main: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> dict[str, Any]:
+    """Return how many numbers a rank holds and their types, for the record."""
+    types = {"parameters": parameters, "main_parameters": main, "gradients": gradients, "states": states}
+    return {
+        "parameters": sum(one.numel() for one in parameters),
+        "optimizer_states": sum(one.numel() for one in states),
+        "dtypes": {name: dtype_names(every) for name, every in types.items() if every},
+    }
 
 
 def _adder(master: Tensor) -> Any:

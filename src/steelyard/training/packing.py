@@ -67,6 +67,29 @@ def _cut(row: Row) -> Row:
     return replace(row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1])
 
 
+class PackedRows:
+    """Rows of a task as a replica's micro-batches, without what puts them on a device: every row is padded to its length, or
+    none is, and their tokens are a multiple of `grain`."""
+
+    def __init__(self, job: Job, length: int, padded: bool = True, grain: int = GRAIN) -> None:
+        self.job, self.length, self.padded, self.grain = job, length, padded, grain
+
+    def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
+        return deal(self.job, keys, size)
+
+    def pack(self, keys: list[Key]) -> Packed:
+        texts = self.job.inputs
+        if self.padded:
+            return packed([empty_row(self.length) if key is None else texts.row(key) for key in keys])
+        return packed(without_padding([texts.row(key) for key in keys if key is not None], self.grain))
+
+    def targets(self, pack: Packed) -> int:
+        return len(pack.pick)
+
+    def seed(self, step: int) -> None:
+        """Nothing here is dropped at random."""
+
+
 def deal(job: Job, keys: list[Key], size: int | None = None) -> list[list[Key]]:
     """Keys dealt to replicas in turn: the fewest micro-batches of at most the asked size, all of one size, and as many on
     each replica; or micro-batches of a given size. What is missing at the end is None."""

@@ -1,7 +1,8 @@
 """How a model is placed on devices, as a trainer sees it: here one device, or replicas that each hold everything."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,104 +16,86 @@ BUCKET = 64 << 20  # numbers of gradients that replicas sum in one call
 Weigh = Callable[[Tensor], Tensor]  # a micro-batch's summed loss, to what `backward` is called on
 
 
-class Model(Protocol):
+class Model(ABC):
     """What is trained, on this rank. What a micro-batch is, is between a model and its loop."""
 
-    weights: dict[str, Any]  # where they came from, for the record
-    roots: list[nn.Module]  # outermost modules whose parameters are gathered, where any are divided
+    weights: dict[str, Any]  # where they came from, for the record; set by `build`
+    roots: Sequence[nn.Module] = ()  # outermost modules whose parameters FSDP gathers
 
+    @abstractmethod
     def build(self) -> list[Tensor] | None:
         """Make it on the device, with its weights; returns these in the precision they are kept in, where that is another
         than the one it computes in."""
 
+    @abstractmethod
     def named_parameters(self) -> Sequence[tuple[str, Tensor]]:
         """What is learned, as far as this rank updates it."""
 
+    @abstractmethod
     def compile(self, gradient: Gradient) -> None:
         """Choose what computes the loss. `gradient` says where that of a parameter is summed."""
 
+    @abstractmethod
     def loss(self, micro: Any) -> Tensor:
         """The summed cross-entropy of a micro-batch, in nats."""
 
     def evaluate(self, micro: Any) -> Tensor:
-        """What an evaluation reads of a micro-batch."""
+        """Return what an evaluation reads of a micro-batch: its summed loss, or what a subclass makes of it."""
+        return self.loss(micro)
 
     def variants(self, micro: Any) -> Iterable[Any]:
-        """Micro-batches of this size that run all the code there is for it."""
+        """Return micro-batches of this size that run all the code there is for it."""
+        return [micro]
 
-    def details(self) -> dict[str, Any]: ...
-
-
-class Placement(Protocol):
-    """Where the ranks of a plan meet in a step."""
-
-    lockstep: bool  # replicas have micro-batches of the same sizes, and may meet while they warm up
-
-    @property
-    def separate(self) -> bool:
-        """Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange. Not where they meet
-        inside forward and backward, nor where there is nobody to meet."""
-
-    def attach(self, model: Model, optimizer: Adam) -> None: ...
-
-    def no_losses(self) -> list[Tensor]:
-        """What a step's losses begin with."""
-
-    def evaluate(self, model: Model, micro: Any) -> Tensor: ...
-
-    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
-        """Forward and backward of all micro-batches of a step."""
-
-    def reduce(self, loss: Tensor) -> Tensor:
-        """Sum gradients over replicas, and the loss of a step."""
-
-    def total(self, count: Tensor) -> Tensor:
-        """A count, summed over replicas."""
-
-    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        """Of all gradients, of all ranks."""
-
-    def updated(self) -> None:
-        """The optimizer has changed what this rank holds."""
-
-    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What an optimizer keeps, as a checkpoint names it: tensors that know which part they are of a whole."""
+    @abstractmethod
+    def details(self) -> dict[str, Any]:
+        """Return what the model chose by itself, for the record."""
 
 
 class SingleDevice:
-    lockstep = True
+    """A model on one device. Other placements are this one, and say where the ranks of their plan meet in a step."""
+
+    lockstep = True  # replicas have micro-batches of the same sizes, and may meet while they warm up
+    # Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange. Not if they meet inside
+    # forward and backward, nor if there is nobody to meet.
     separate = False
 
     def attach(self, model: Model, optimizer: Adam) -> None:
-        """Nobody is met."""
+        """Prepare the optimizer's gradients for the sums over ranks."""
 
     def no_losses(self) -> list[Tensor]:
+        """Return what a step's losses begin with, on a rank that may have no micro-batch."""
         return []
 
     def evaluate(self, model: Model, micro: Any) -> Tensor:
         return model.evaluate(micro)
 
     def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
+        """Run forward and backward of all micro-batches of a step."""
         for micro in micros:
             weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
+        """Sum gradients over replicas, and return the sum of a step's losses."""
         return loss
 
     def total(self, count: Tensor) -> Tensor:
+        """Return a count summed over replicas."""
         return count
 
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients of all ranks."""
         return total_norm(grads, overflows)
 
     def updated(self) -> None:
-        """All of it is here."""
+        """Send on what the optimizer has changed on this rank."""
 
     def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what an optimizer keeps, as a checkpoint names it: tensors that know which part they are of a whole."""
         return state
 
 
-class Replicated:
+class Replicated(SingleDevice):
     """Replicas that each hold everything, and may have nothing to do in a step. One alone is one device. Gradients lie in a
     few buckets, which are summed over replicas once a step."""
 
@@ -131,13 +114,6 @@ class Replicated:
     def no_losses(self) -> list[Tensor]:
         return [torch.zeros((), dtype=self.wide, device=self.device)]
 
-    def evaluate(self, model: Model, micro: Any) -> Tensor:
-        return model.evaluate(micro)
-
-    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
-        for micro in micros:
-            weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
-
     def reduce(self, loss: Tensor) -> Tensor:
         if self.replicas > 1:
             works = [dist.all_reduce(flat, async_op=True) for flat in (*self.buckets, loss)]
@@ -150,15 +126,6 @@ class Replicated:
         if self.replicas > 1:
             dist.all_reduce(count)
         return count
-
-    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        return total_norm(grads, overflows)
-
-    def updated(self) -> None:
-        """All of it is here."""
-
-    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return state
 
 
 def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from steelyard.engine.job import Job, Part
 from steelyard.training import checkpoint_files
 from steelyard.training.checkpoints import Numbers, State
 from steelyard.training.optimizer import Adam
-from steelyard.training.placement import Model, Placement
+from steelyard.training.placement import Model, SingleDevice
 
 
 class Kept(ABC):
@@ -54,19 +54,17 @@ class Kept(ABC):
 
 
 class Trainer(Kept):
-    def __init__(self, job: Job, model: Model, placement: Placement) -> None:
+    def __init__(self, job: Job, model: Model, placement: SingleDevice) -> None:
         self.job, self.model, self.placement = job, model, placement
         self.device: torch.device = job.device.torch_device
 
     def prepare(self, part: Part) -> None:
         """Build, load, compile."""
-        question = self.job.case.question
-        if question.train is None:
-            raise ValueError("a question without training")
+        precision = self.job.case.question.precision
         with part("weights"):
             master = self.model.build()
             parameters = [parameter for _, parameter in self.model.named_parameters()]
-            self.optimizer = Adam(parameters, master, question.train, question.precision, self.placement.norm)
+            self.optimizer = Adam(parameters, master, self.job.train, precision, self.placement.norm)
             self.placement.attach(self.model, self.optimizer)
             self.job.device.synchronize()
         self.model.compile(self.optimizer.gradient)

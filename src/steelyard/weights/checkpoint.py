@@ -16,9 +16,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from steelyard import files
+from steelyard import files, plugins
 from steelyard.errors import RequestError
-from steelyard.models import placements
+from steelyard.models import families, placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box
 from steelyard.models.shapes import VARIANTS, LinearRope, Llama3Rope, RopeScaling
@@ -161,6 +161,28 @@ class Checkpoint(Headers, Protocol):
         """Refuse values that must be equal or zero and are not."""
 
 
+class Progress:
+    """The bytes that are done of all; whoever watches is told after every tensor."""
+
+    def __init__(self, tell: ByteProgress | None, total: int, done: int = 0) -> None:
+        self.tell, self.total, self.done = tell, total, done
+
+    def add(self, size_bytes: int) -> None:
+        self.done += size_bytes
+        if self.tell is not None:
+            self.tell(self.done, self.total)
+
+
+def facts(source: Headers, parameters: int) -> dict[str, Any]:
+    """Return where weights came from, as a record of any family says it."""
+    return {
+        "source": source.format,
+        "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in source.files],
+        "header_sha256": source.digest(),
+        "parameters": parameters,
+    }
+
+
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
     """Say in one line that a folder, or a file in it, cannot be read."""
@@ -297,3 +319,22 @@ def common(pieces: Iterable[Piece], boxes: Callable[[str], Box]) -> Iterator[tup
         both = overlap(piece.box, boxes(piece.parameter))
         if both is not None:
             yield piece, both
+
+
+def family_of(folder: Path) -> str | None:
+    """The one family that knows a folder's names; None, if none does."""
+    with readable(folder):
+        found = [name for name, row in families.table().items() if row.holds and plugins.load(row.holds)(folder)]
+    if len(found) > 1:
+        raise RequestError(f"{folder}: holds checkpoints of the families {' and '.join(found)}; move one away")
+    return found[0] if found else None
+
+
+def check_family(folder: Path, family: str) -> None:
+    """Refuse weights of another family, by the names of files and tensors alone."""
+    found = family_of(folder)
+    if found not in (None, family):
+        raise RequestError(
+            f"{folder}: holds a checkpoint of the family {found}, and one of the family {family} is wanted; "
+            "give weights of that family"
+        )

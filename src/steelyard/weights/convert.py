@@ -141,21 +141,14 @@ def _make(planned: Planned, pieces: dict[str, list[Piece]]) -> Tensor:
 def _write(
     target: Path, plan: FilePlan, journal: "Journal", make: Callable[[Planned], Tensor], progress: ByteProgress | None
 ) -> None:
-    total = sum(file.nbytes for file in plan.files)
     done = sum(file.nbytes for file in plan.files if journal.finished(file.name))
-
-    def tell(planned: Planned) -> None:
-        nonlocal done
-        done += planned.nbytes
-        if progress is not None:
-            progress(done, total)
-
+    written = checkpoint.Progress(progress, sum(file.nbytes for file in plan.files), done)
     journal.begin()
     try:
         for left in target.rglob(f"*{files.PART}"):  # by a run that was killed
             left.unlink()
         for file in plan.files:
-            _write_file(target / file.name, file, journal, make, tell)
+            _write_file(target / file.name, file, journal, make, lambda planned: written.add(planned.nbytes))
         for name, content in plan.last.items():
             files.write(target / name, content)
         journal.finish(plan.names)

@@ -8,7 +8,6 @@ begin with `glm.`. The digest covers sizes of files, and the name, dtype and sha
 import hashlib
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from steelyard.models.glm import Glm
 from steelyard.models.shapes import GlmModel
 from steelyard.models.tensors import without_values
 from steelyard.schema import canonical
-from steelyard.weights import checkpoint, detect, huggingface
-from steelyard.weights.checkpoint import ByteProgress, Stored, TensorPart, shown
+from steelyard.weights import checkpoint, huggingface
+from steelyard.weights.checkpoint import ByteProgress, Stored, TensorPart, saved_tensor, shown
+from steelyard.weights.hf_config import INDEX_NAME, SINGLE_NAME
 from steelyard.weights.megatron import TRACKER, leaves
-from steelyard.weights.torch_files import TensorRef
 from steelyard.weights.torch_files import read as read_saved
 
 FILE = "mp_rank_00_model_states.pt"
@@ -40,7 +39,6 @@ MAX_SIZE = 1 << 24  # of a dimension: products of two are countable, and no mode
 MAX_TRACKER_BYTES = 1000
 
 _LAYER = re.compile(r"transformer\.layers\.[0-9]{1,6}\.attention\.query_key_value\.weight", re.ASCII)
-_NAMED = {dtype: name for name, dtype in checkpoint.DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -120,21 +118,13 @@ def load(model: Glm, folder: Path, progress: ByteProgress | None = None) -> dict
     found = read(folder)
     places = dict(model.named_parameters())
     check(found, {name: tuple(place.shape) for name, place in places.items()})
-    total = sum(_bytes(stored) for stored in found.parameters.values())
-    done = 0
+    copied = checkpoint.Progress(progress, sum(_bytes(stored) for stored in found.parameters.values()))
     with torch.no_grad():
         for name, place in places.items():
             stored = found.parameters[name]
             place.copy_(stored.open().to(place.device))
-            done += _bytes(stored)
-            if progress is not None:
-                progress(done, total)
-    out: dict[str, Any] = {
-        "source": found.format,
-        "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in found.files],
-        "header_sha256": found.digest(),
-        "parameters": sum(place.numel() for place in places.values()),
-    }
+            copied.add(_bytes(stored))
+    out = checkpoint.facts(found, sum(place.numel() for place in places.values()))
     return out if found.iteration is None else out | {"iteration": found.iteration}
 
 
@@ -148,14 +138,14 @@ def read(folder: Path) -> GlmCheckpoint:
         what = "is a file, a folder is expected" if folder.is_file() else "does not exist"
         raise RequestError(f"weights {str(folder)!r}: {what}; give the folder of a GLM checkpoint, or random")
     with checkpoint.readable(folder):
-        detect.check(folder, families.GLM.name)
+        checkpoint.check_family(folder, families.GLM.name)
         own, safe = (folder / TRACKER).exists() or (folder / FILE).exists(), huggingface.present(folder)
         if own and safe:
             raise RequestError(f"{folder}: holds GLM's own checkpoint and one of safetensors; move one away")
         if not own and not safe:
             raise RequestError(
                 f"{folder.resolve()}: holds no checkpoint, neither GLM's own ({TRACKER} or {FILE}) nor "
-                f"{huggingface.SINGLE_NAME} or {huggingface.INDEX_NAME}; give a folder that does"
+                f"{SINGLE_NAME} or {INDEX_NAME}; give a folder that does"
             )
         return _read_safetensors(folder) if safe else _read_own(folder)
 
@@ -189,7 +179,8 @@ def _read_own(folder: Path) -> GlmCheckpoint:
         raise RequestError(f"{path}: holds no weights, a table {MODULE!r} is expected; give a checkpoint of GLM")
     own = [(str(path.relative_to(folder)), path.stat().st_size)]
     name = iteration or inside.resolve().name
-    return GlmCheckpoint("glm", name, path, own, dict(_stored(path, module)), "optimizer" in table)
+    tensors = {key: saved_tensor(path, key, value) for key, value in leaves(module)}
+    return GlmCheckpoint("glm", name, path, own, tensors, "optimizer" in table)
 
 
 def _tracked(path: Path) -> str:
@@ -200,14 +191,6 @@ def _tracked(path: Path) -> str:
     if not name.isascii() or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
         raise RequestError(f"{path}: names {shown(name)}, allowed: the plain name of a folder beside it; download it again")
     return name
-
-
-def _stored(path: Path, module: dict[Any, Any]) -> Iterator[tuple[str, Stored]]:
-    for name, value in leaves(module):
-        if not isinstance(value, TensorRef):
-            raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint of GLM, not quantised")
-        dtype = _NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
-        yield name, Stored(path, name, dtype, value.shape, value.open)
 
 
 def _read_safetensors(folder: Path) -> GlmCheckpoint:

@@ -11,8 +11,7 @@ from steelyard.errors import RequestError
 from steelyard.models import families
 from steelyard.models.shapes import VARIANTS
 from steelyard.schema import Frozen
-from steelyard.weights import detect
-from steelyard.weights.checkpoint import Headers
+from steelyard.weights.checkpoint import Headers, family_of
 
 SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
@@ -36,7 +35,7 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """What a folder holds. What keeps it from being used as it is, is a note. Of a folder that no family knows, the reader
     of Llamas says what is missing."""
-    family = families.row(detect.family_of(folder) or families.LLAMA.name)
+    family = families.row(family_of(folder) or families.LLAMA.name)
     source: Headers = plugins.load(family.checkpoint)(folder)
     config, notes = source.config(), source.notes()
     dtypes, parameters = Counter[str](), 0

@@ -14,10 +14,11 @@ from torch import Tensor
 from steelyard.errors import RequestError
 from steelyard.models import families, placements
 from steelyard.models.llama import Llama, LlamaShape
-from steelyard.models.llama_init import build, fill_place, fill_random, shape_of
+from steelyard.models.llama_init import build, fill_parameter, fill_place, fill_random, shape_of
 from steelyard.models.placements import WHOLE, Shard
-from steelyard.weights import checkpoint, detect, huggingface, megatron
-from steelyard.weights.checkpoint import ByteProgress, Checkpoint
+from steelyard.weights import checkpoint, huggingface, megatron
+from steelyard.weights.checkpoint import ByteProgress, Checkpoint, Progress
+from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 
 __all__ = [
     "WHOLE",
@@ -25,6 +26,7 @@ __all__ = [
     "build",
     "copy_to_hf",
     "facts",
+    "fill_parameter",
     "fill_place",
     "fill_random",
     "holds",
@@ -52,13 +54,13 @@ def open_folder(folder: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     _check_finished(folder)
-    detect.check(folder, families.LLAMA.name)
+    checkpoint.check_family(folder, families.LLAMA.name)
     shards = megatron.find(folder)
     below = shards is not None and folder not in (shards, shards.parent)
-    if shards is None and not huggingface.present(folder) and not (folder / huggingface.CONFIG_NAME).exists():
+    if shards is None and not huggingface.present(folder) and not (folder / CONFIG_NAME).exists():
         raise RequestError(
-            f"{folder.resolve()}: holds no checkpoint, neither Hugging Face's ({huggingface.CONFIG_NAME} and "
-            f"{huggingface.SINGLE_NAME} or {huggingface.INDEX_NAME}) nor Megatron's ({megatron.TRACKER} or mp_rank_00); "
+            f"{folder.resolve()}: holds no checkpoint, neither Hugging Face's ({CONFIG_NAME} and "
+            f"{SINGLE_NAME} or {INDEX_NAME}) nor Megatron's ({megatron.TRACKER} or mp_rank_00); "
             "give a folder that does"
         )
     if shards is None or (below and huggingface.present(folder)):
@@ -101,25 +103,17 @@ def load_places(
     source.check_values(shape)
     boxes = {name: placements.box(name, shape, shard) for name in places}
     wanted = list(checkpoint.common(pieces, boxes.__getitem__))
-    total = sum(checkpoint.size(both) * piece.dtype.itemsize for piece, both in wanted)
-    done = 0
+    copied = Progress(progress, sum(checkpoint.size(both) * piece.dtype.itemsize for piece, both in wanted))
     with torch.no_grad():
         for piece, both in wanted:
             checkpoint.copy(piece, both, places[piece.parameter], boxes[piece.parameter])
-            done += checkpoint.size(both) * piece.dtype.itemsize
-            if progress is not None:
-                progress(done, total)
+            copied.add(checkpoint.size(both) * piece.dtype.itemsize)
     return facts(source, shape)
 
 
 def facts(source: Checkpoint, shape: LlamaShape) -> dict[str, Any]:
     """Where weights came from, for the record."""
-    out: dict[str, Any] = {
-        "source": source.format,
-        "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in source.files],
-        "header_sha256": source.digest(),
-        "parameters": checkpoint.elements(shape),
-    }
+    out = checkpoint.facts(source, checkpoint.elements(shape))
     return out if source.iteration is None else out | {"tp": source.tp, "iteration": source.iteration}
 
 

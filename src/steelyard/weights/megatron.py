@@ -26,7 +26,7 @@ from steelyard.models.shapes import vocab_rows
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, megatron_args
 from steelyard.weights.checkpoint import Piece, Stored, TensorPart, saved_tensor, shown
-from steelyard.weights.megatron_names import ROOT, ours, theirs
+from steelyard.weights.megatron_args import ROOT, ours, theirs
 from steelyard.weights.torch_files import read as read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"

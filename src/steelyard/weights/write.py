@@ -19,8 +19,9 @@ from steelyard.models.placements import Shard
 from steelyard.models.shapes import padded_vocab_rows
 from steelyard.weights import huggingface, megatron, megatron_args
 from steelyard.weights.checkpoint import DTYPES, TensorPart
+from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from steelyard.weights.hf_families import written, written_as
-from steelyard.weights.megatron_names import ROOT, STACKS, theirs
+from steelyard.weights.megatron_args import ROOT, STACKS, theirs
 from steelyard.weights.torch_files import read as read_saved
 
 MAX_FILE_BYTES = 5 << 30  # of a safetensors file, if it holds more than one tensor
@@ -95,15 +96,15 @@ def plan_hf(planning: Planning, tp: int) -> FilePlan:
             groups.append([])
         groups[-1].append(planned)
     count = len(groups)
-    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [huggingface.SINGLE_NAME]
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
     files = tuple(File(name, tuple(group), _write_safetensors) for name, group in zip(names, groups, strict=True))
     last = {}
     if count > 1:
         where = {planned.name: file.name for file in files for planned in file.tensors}
         index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
-        last[huggingface.INDEX_NAME] = _json(index)
+        last[INDEX_NAME] = _json(index)
     config = written(shape) | {"torch_dtype": str(DTYPES[_usual(files)]).removeprefix("torch.")}
-    return FilePlan(files, last | {huggingface.CONFIG_NAME: _json(config)})
+    return FilePlan(files, last | {CONFIG_NAME: _json(config)})
 
 
 def _usual(files: tuple[File, ...]) -> str:

@@ -11,11 +11,12 @@ from steelyard.data.corpus import CorpusRows
 from steelyard.data.counting import RowCounts
 from steelyard.engine.job import Job, Part
 from steelyard.engine.work import Phase, Work
-from steelyard.engines.flagscale import checkout, command, config, data, lines
+from steelyard.engines.flagscale import command, config, data, lines
 from steelyard.engines.flagscale.framework import Reported
 from steelyard.engines.flagscale.lines import Iteration
 from steelyard.engines.flagscale.program import Program
 from steelyard.errors import RequestError
+from steelyard.files import git
 from steelyard.training.loop import LossWatch
 
 
@@ -46,7 +47,7 @@ class FlagScaleTrain:
         with part("data_files"):
             data.write(self.inputs, self.job.case.question.model.vocab, prefix)
         with part("counts"):
-            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(name, range(self.steps))
+            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(range(self.steps))
         with part("dry_run"):
             made = config.make(self.job, self.rows, self.steps, prefix, output, _free_port())
             script = command.dry_run(self.checkout, config.write(made, self.folder), output)
@@ -136,7 +137,7 @@ class FlagScaleTrain:
         """What is known of the program. It says neither its types nor what its optimizer keeps."""
         ended = self.program is not None and self.taken == self.steps and self.watch.found is None
         return {
-            "program": checkout.about(self.checkout),
+            "program": about(self.checkout),
             "exit_code": self.program.finish() if ended and self.program is not None else None,
             "counts": "of the configuration: the program does not say which rows it drew",
             "skipped_iterations": self.skipped,
@@ -152,3 +153,17 @@ def _free_port() -> int:
         one.bind((config.LOOPBACK, 0))
         port: int = one.getsockname()[1]
         return port
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """Return which program a checkout is, for a record: `commit` and `dirty` are None where git does not know. Where the
+    folder lies is not said."""
+    commit = git(folder, "rev-parse", "--verify", "HEAD") if _top(folder) else None
+    changes = git(folder, "status", "--porcelain", "--untracked-files=no") if commit else None
+    return {"name": folder.name, "commit": commit, "dirty": None if changes is None else changes != ""}
+
+
+def _top(folder: Path) -> bool:
+    """Not a folder inside somebody else's repository."""
+    top = git(folder, "rev-parse", "--show-toplevel")
+    return top is not None and Path(top).resolve() == folder.resolve()

@@ -1,7 +1,11 @@
-"""Megatron's settings for a case, and what this engine refuses."""
+"""Megatron's settings for a case, its process groups, and what this engine refuses."""
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -53,7 +57,7 @@ def choose_kernel(job: Job) -> str:
     precision, kernel = job.case.question.precision, job.case.tune.attention
     if kernel == "auto":
         kernel = job.device.attention(COMPUTED_IN[precision.matmul], False)
-    return known(kernel, job.case.question.kind == "train")
+    return known(kernel, job.case.question.kind_row.trains)
 
 
 def make(job: Job, shape: LlamaShape) -> Any:
@@ -112,3 +116,39 @@ def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
 
 def _leave(weight: Tensor) -> Tensor:
     return weight
+
+
+ORDER = "tp-cp-ep-pp-dp"  # as ranks stand in a plan: tensor-parallel ones are neighbours, then stages, then replicas
+_dist: Any = dist  # its stores are not in its stubs
+
+
+def initialize_process_groups(job: Job) -> None:
+    """Initialize Megatron's process groups for the plan over the ranks that the framework has joined, replacing earlier ones,
+    and seed its random state. One rank alone is a group too: Megatron always asks for one."""
+    _check_device(job.device.torch_device)
+    if not dist.is_initialized():
+        dist.init_process_group(job.device.backend, store=_dist.HashStore(), rank=0, world_size=1)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(job.plan.tp, job.plan.pp, order=ORDER, create_gloo_process_groups=False)
+    found = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    if found != (job.place.tp, job.place.pp, job.place.dp):
+        raise RuntimeError(f"Megatron puts rank {job.rank} at {found}, the plan at {job.place}")
+    model_parallel_cuda_manual_seed(job.case.question.seed + 1)  # nothing is drawn; its layers fork the state anyway
+
+
+def _check_device(device: torch.device) -> None:
+    """Megatron allocates on CUDA's current device, whatever it is asked; so that must be this rank's."""
+    try:
+        current = torch.device(torch.cuda.current_device())
+    except (AssertionError, RuntimeError):
+        current = None
+    if current is None or current.type != device.type:
+        raise RequestError(
+            f"engine megatron runs on CUDA devices only; this rank has {device.type}; choose another --accelerator, or "
+            "--engine torch"
+        )

@@ -16,31 +16,28 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from steelyard.engine.job import Job, Part
-from steelyard.engines.megatron import config, groups
+from steelyard.engines.megatron import config
 from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
 from steelyard.engines.megatron.optimizer import MegatronAdam
 from steelyard.errors import RequestError
-from steelyard.models.tensors import dtype_names
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Numbers, State
 from steelyard.training.loop import HeldOutLoss, Loop
 from steelyard.training.micro_batches import MicroBatch, RowBatches
+from steelyard.training.optimizer import holding
 from steelyard.training.trainer import Kept
 from steelyard.weights import load
 
 
 class MegatronTrain(Loop):
     def __init__(self, job: Job) -> None:
-        train = job.case.question.train
-        if train is None:
-            raise ValueError("a question without training")
         config.check(job)
         _check_resume(job)
-        groups.join(job)
+        config.initialize_process_groups(job)
         learner = MegatronLearner(job)
         # Stages and compiled code are made for one size, and a replica may have no rows at all.
         any_size = job.plan.pp * job.plan.dp == 1 and not job.case.tune.compile
-        batches = RowBatches(job, train.length, padded=not job.case.tune.pack or not any_size)
+        batches = RowBatches(job, job.train.length, padded=not job.case.tune.pack or not any_size)
         super().__init__(job, learner, batches, HeldOutLoss(job, learner, batches))
 
 
@@ -100,13 +97,10 @@ class MegatronLearner(Kept):
         self.stages = parallel_state.get_pipeline_model_parallel_group()
 
     def prepare(self, part: Part) -> None:
-        question = self.job.case.question
-        if question.train is None:
-            raise ValueError("a question without training")
         with part("weights"):
             self.model.build()
             sharded = config.sharded(self.job)
-            self.optimizer = MegatronAdam(self.model.module, question.train, question.precision, sharded)
+            self.optimizer = MegatronAdam(self.model.module, self.job.train, self.job.case.question.precision, sharded)
             self.model.config.grad_scale_func = self.optimizer.scale
             self.model.fill(self.optimizer)
             self.job.device.synchronize()
@@ -185,18 +179,10 @@ class MegatronLearner(Kept):
     def details(self) -> dict[str, Any]:
         """With what this rank really holds: numbers, and their types."""
         parameters = list(self.model.stage.parameters())
-        kept, moments = self.optimizer.kept(), self.optimizer.moments()
-        types = {
-            "parameters": parameters,
-            "main_parameters": kept,
-            "gradients": [one.main_grad for one in parameters],
-            **({"states": moments} if moments else {}),
-        }
+        gradients = [one.main_grad for one in parameters]
         return {
             "library": library(),
             "optimizer": f"{type(self.optimizer.part).__name__} of {type(self.optimizer.inner).__module__}",
             "attention": self.model.kernel,
-            "parameters": sum(one.numel() for one in parameters),
-            "optimizer_states": sum(one.numel() for one in moments),
-            "dtypes": {name: dtype_names(every) for name, every in types.items()},
+            **holding(parameters, self.optimizer.kept(), gradients, self.optimizer.moments()),
         }

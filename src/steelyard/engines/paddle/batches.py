@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from steelyard.data.rows import IGNORED, Key
-from steelyard.engine.job import Job
-from steelyard.training.packing import Packed, deal, empty_row, packed, without_padding
+from steelyard.data.rows import IGNORED
+from steelyard.training.packing import Packed, PackedRows
 
 Tensor = Any
 
@@ -34,26 +33,6 @@ def to_device(pack: Packed) -> MicroBatch:
     return MicroBatch(tensors[0], tensors[1], tuple(pack.lens), *tensors[2:])
 
 
-class PaddleBatches:
-    """Rows of a task as a replica's micro-batches: every row padded to its length, or none."""
-
-    def __init__(self, job: Job, length: int, padded: bool) -> None:
-        self.job, self.length, self.padded = job, length, padded
-
-    def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
-        return deal(self.job, keys, size)
-
-    def pack(self, keys: list[Key]) -> Packed:
-        texts = self.job.inputs
-        if self.padded:
-            return packed([empty_row(self.length) if key is None else texts.row(key) for key in keys])
-        return packed(without_padding([texts.row(key) for key in keys if key is not None]))
-
+class PaddleBatches(PackedRows):
     def to_device(self, pack: Packed) -> MicroBatch:
         return to_device(pack)
-
-    def targets(self, pack: Packed) -> int:
-        return len(pack.pick)
-
-    def seed(self, step: int) -> None:
-        """Nothing here is dropped at random."""

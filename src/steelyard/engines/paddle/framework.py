@@ -8,11 +8,11 @@ import paddle
 import paddle.distributed as dist
 
 from steelyard import plugins
-from steelyard.accelerators.events import Clock, Event
+from steelyard.accelerators.events import Clock
 from steelyard.accelerators.row import PaddleDevice
-from steelyard.engine.framework import Meeting
+from steelyard.engine.framework import DeviceFramework, Meeting
 from steelyard.engines.paddle import rendezvous
-from steelyard.engines.paddle.precision import DTYPES
+from steelyard.engines.paddle.modes import DTYPES
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import Matmul
@@ -21,15 +21,12 @@ EXCHANGE_NUMBERS = 1 << 18
 DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deterministic": 1}
 
 
-class PaddleFramework:
+class PaddleFramework(DeviceFramework):
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
             raise RequestError("this accelerator has no device class for paddle; choose another with --accelerator")
         self.device: PaddleDevice = plugins.load(device)(local_rank, clock)
         self.world, self.local_rank = 1, local_rank
-
-    def set_precision(self, matmul: str) -> None:
-        self.device.set_precision(matmul)
 
     def make_deterministic(self) -> None:
         """Paddle's kernels in their deterministic variants, where its flags have any; a CPU's need none."""
@@ -85,23 +82,8 @@ class PaddleFramework:
         a, b = (paddle.randn(side).astype(DTYPES[precision]) for side in sides)
         return lambda: paddle.matmul(a, b, transpose_x=across, transpose_y=down), shape.flops
 
-    def event(self) -> Event:
-        return self.device.event()
-
-    def synchronize(self) -> None:
-        self.device.synchronize()
-
-    def reset_memory(self) -> None:
-        self.device.reset_memory()
-
-    def memory(self) -> dict[str, int | None]:
-        return self.device.memory()
-
-    def identity(self) -> dict[str, Any]:
-        return self.device.identity()
-
     def versions(self) -> dict[str, str | None]:
-        return {**self.device.versions(), "paddle": paddle.__version__}
+        return {**super().versions(), "paddle": paddle.__version__}
 
     def compile_cache(self) -> dict[str, int] | None:
         return None

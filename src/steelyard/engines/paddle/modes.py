@@ -1,4 +1,4 @@
-"""What of Paddle a run needs, and whether it can have it: parallel modes, recomputation, checkpoints. Needs no Paddle.
+"""What of Paddle a run needs, and whether it can have it: parallel modes, recomputation, mixed precision. Needs no Paddle.
 
 What nobody here has run yet says so in every record that uses it.
 """
@@ -6,6 +6,7 @@ What nobody here has run yet says so in every record that uses it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from steelyard.case.precision import Precision
 from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import shard_degree
@@ -73,3 +74,32 @@ def refuse(modes: Modes, lacks: Mapping[str, str]) -> None:
 def untried(modes: Modes, device: str, precision: str) -> list[str]:
     """What of a run nobody here has run before."""
     return [one for one in (device, precision, *modes.names) if one not in TRIED]
+
+
+# Paddle's O2 casts the model's parameters to 16 bit, and with them their gradients; the optimizer keeps fp32 master weights and
+# moments. Where it cannot (a CPU), it leaves all in fp32 and says nothing: so types are looked at, and never taken for granted.
+DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by what matmuls run in
+FP32 = "float32"
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def level(precision: Precision) -> str | None:
+    """Paddle's level of mixed precision; None: everything in fp32."""
+    return None if DTYPES[precision.matmul] == FP32 else "O2"
+
+
+def short_names(types: set[str]) -> str:
+    """Names of types as records of all engines have them."""
+    return "/".join(sorted(SHORT.get(name, name) for name in types))
+
+
+def check_types(precision: Precision, found: Mapping[str, set[str]]) -> None:
+    """Whether tensors have the types that a precision says. `found` holds those of `parameters`, `gradients`, `logits` and
+    `states` (master weights and moments), as Paddle names them; what is not there yet is left out."""
+    computed = DTYPES[precision.matmul]
+    wanted = {"parameters": computed, "gradients": computed, "logits": computed, "states": FP32}
+    for name, types in found.items():
+        if types - {wanted[name]}:
+            raise RuntimeError(
+                f"precision {precision.name}: {name} must be {wanted[name]}, and Paddle made them {', '.join(sorted(types))}"
+            )

@@ -11,11 +11,11 @@ from paddle.distributed.sharding import group_sharded_parallel
 
 from steelyard.case.question import Train
 from steelyard.engine.job import Job
-from steelyard.engines.paddle import optimizer, precision, weights
+from steelyard.engines.paddle import optimizer, weights
 from steelyard.engines.paddle.checkpoint import HuggingFaceFolder
 from steelyard.engines.paddle.kernels import Kernels
 from steelyard.engines.paddle.layers import Stage
-from steelyard.engines.paddle.modes import Modes
+from steelyard.engines.paddle.modes import DTYPES, Modes, level
 
 # Tensor-parallel neighbours, then the stages of a pipeline, then replicas: as plan/degrees.py counts ranks.
 ORDER = ["dp", "sharding", "pp", "sep", "cp", "mp"]
@@ -51,8 +51,8 @@ def place(job: Job, modes: Modes, kernels: Kernels, train: Train) -> Placed:
     source = _fill(job, parameters)
     adam = optimizer.adamw(parameters, train)
     chosen = job.case.question.precision
-    if precision.level(chosen) is not None:
-        dtype = precision.DTYPES[chosen.matmul]
+    if level(chosen) is not None:
+        dtype = DTYPES[chosen.matmul]
         model, adam = paddle.amp.decorate(models=model, optimizers=adam, level="O2", dtype=dtype, master_weight=True)
     scaler = _scaler() if chosen.matmul == "fp16" else None
     net, adam, scaler = _distribute(job, modes, model, adam, scaler)
@@ -76,7 +76,7 @@ def _init_fleet(modes: Modes) -> None:
 def _build(job: Job, modes: Modes, kernels: Kernels, weight: Weight) -> Any:
     model = job.case.question.model
     shared: dict[str, Any] = {"count": modes.pp, "tp": modes.tp, "kernels": kernels, "recompute": modes.recompute}
-    shared["level"] = precision.level(job.case.question.precision)
+    shared["level"] = level(job.case.question.precision)
     if modes.pp == 1:
         return Stage(model, 0, **shared)
     stages = [meta_parallel.LayerDesc(Stage, model, index, **shared) for index in range(modes.pp)]

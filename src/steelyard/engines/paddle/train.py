@@ -1,9 +1,188 @@
 """Engine `paddle`, training a Llama: on one device, or as fleet divides it over all of a plan."""
 
-from steelyard.engine.job import Job
-from steelyard.engines.paddle.batches import PaddleBatches
-from steelyard.engines.paddle.trainer import PaddleTrainer
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
+
+from steelyard.engine.job import Job, Part
+from steelyard.engines.paddle import kernels, modes, optimizer, placement
+from steelyard.engines.paddle.batches import MicroBatch, PaddleBatches
 from steelyard.training.loop import HeldOutLoss, Loop
+
+Tensor = Any
+
+
+class PaddleTrainer:
+    """A Llama, how Paddle places it on devices, and its optimizer."""
+
+    def __init__(self, job: Job) -> None:
+        tune = job.case.tune
+        self.job, self.train, self.precision = job, job.train, job.case.question.precision
+        self.modes = modes.of(job)
+        modes.refuse(self.modes, job.device.lacks)
+        self.kernels = kernels.choose(tune.attention, modes.DTYPES[self.precision.matmul], job.device.lacks)
+        # Gradients are summed while the last micro-batch goes backward. With recomputation Paddle's reducer sees parameters
+        # twice, and they are summed afterwards instead.
+        self.overlaps = self.modes.data_parallel and not self.modes.recompute
+        self.dtypes: dict[str, set[str]] = {}
+        self.learns: bool | None = None  # what the last call of a pipeline did
+
+    @property
+    def model(self) -> placement.Placed:
+        return self.placed
+
+    @property
+    def separate(self) -> bool:
+        return self.modes.data_parallel and not self.overlaps
+
+    def prepare(self, part: Part) -> None:
+        with part("weights"):
+            self.placed = placement.place(self.job, self.modes, self.kernels, self.train)
+            self.net, self.stage, self.adam = self.placed.net, self.placed.stage, self.placed.optimizer
+            self.scaler = self.placed.scaler
+            self.clip = optimizer.readable_clip(self.adam)
+            self._found("parameters", [p for _, p in self.placed.parameters])
+            self.job.device.synchronize()
+
+    def warm(self, micro: MicroBatch) -> None:
+        self.evaluate(micro)
+        self.reduce(self.backward([micro], self.total(1)))
+        self._found("gradients", [p.grad for _, p in self.placed.parameters if p.grad is not None])
+        self.adam.clear_grad()
+
+    def evaluate(self, micro: MicroBatch) -> Tensor:
+        with paddle.no_grad():
+            if self.modes.pp == 1:
+                return self._forward(self.stage, micro)
+            return self._pipeline([micro], 1.0, False).eval_batch(self._fed([micro]), compute_loss=True).sum()
+
+    def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
+        """Paddle averages gradients over replicas; they must be summed."""
+        if self.modes.pp > 1:
+            return self._pipelined(micros, targets)
+        losses = []
+        for number, micro in enumerate(micros):
+            with self._apart(number == len(micros) - 1):
+                loss = self._forward(self.net, micro) / targets
+                losses.append(loss.detach())
+                self._scaled(loss * self.modes.dp).backward()
+        return paddle.stack(losses).sum()
+
+    def _forward(self, net: Any, micro: MicroBatch) -> Tensor:
+        self.stage.micros.append(micro)
+        nll = net(micro.tokens)
+        self._look({self.stage.logits_dtype}, "logits")
+        return nll
+
+    def _pipelined(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
+        """All micro-batches in 1F1B; each rank feeds its own stage, and the last one's loss is every stage's."""
+        net = self._pipeline(micros, self.modes.dp * len(micros) / targets, True)
+        net.train()
+        loss = net.forward_backward_pipeline(self._fed(micros), self.scaler)
+        self._look({self.stage.logits_dtype}, "logits")
+        return loss.sum() / self.modes.dp
+
+    def _pipeline(self, micros: list[MicroBatch], weight: Any, learns: bool) -> Any:
+        """Stages tell each other once what they will send, and whether a gradient comes back: anew where that changes."""
+        if learns != self.learns:
+            self.net._p2p_helper.clear_meta_cache()
+            self.learns = learns
+        self.stage.micros[:] = micros
+        self.placed.weight.value = weight
+        self.net.accumulate_steps = len(micros)
+        for hooks in (self.net.forward_hooks, self.net.backward_hooks):  # which count as many
+            hooks.set_hooks_capacity(len(micros))
+        return self.net
+
+    def _fed(self, micros: list[MicroBatch]) -> list[list[Tensor]] | None:
+        """What fleet gives the first stage, and as labels the last; neither reads more of it than its shape."""
+        tokens = [micro.tokens for micro in micros]
+        return [tokens, tokens] if self.stage.first or self.stage.last else None
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    @contextmanager
+    def _apart(self, last: bool) -> Iterator[None]:
+        """Without summing over replicas, but in the last micro-batch where that overlaps with it."""
+        with self.net.no_sync() if self.modes.data_parallel and not (last and self.overlaps) else nullcontext():
+            yield
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        if self.separate:
+            fused_allreduce_gradients([p for _, p in self.placed.parameters], None)
+        return self._sum(loss)
+
+    def total(self, number: int) -> Tensor:
+        return self._sum(paddle.full([1], float(number)))
+
+    def _sum(self, value: Tensor) -> Tensor:
+        """Over replicas; the ranks of one model all have the same."""
+        if self.job.world == 1:
+            return value
+        summed = value.reshape([1])
+        dist.all_reduce(summed)
+        return summed.reshape(value.shape) / (self.modes.tp * self.modes.pp)
+
+    def update(self, lr: float) -> Tensor:
+        self.adam.set_lr(lr)
+        self.clip.norm = None
+        if self.scaler is None:
+            self.adam.step()
+        else:
+            self.scaler.step(self.adam)
+            self.scaler.update()
+        self.adam.clear_grad()
+        if self.clip.norm is None:
+            return float("inf")  # gradients overflowed, and the step was left out
+        if "states" not in self.dtypes:
+            self._found("states", [*optimizer.states(self.adam), *optimizer.masters(self.adam)])
+        return self.clip.norm
+
+    def _found(self, name: str, tensors: list[Tensor]) -> None:
+        self._look({tensor.dtype.name.lower() for tensor in tensors}, name)
+
+    def _look(self, types: set[Any], name: str) -> None:
+        """Nothing is known of logits, for one, where another stage has them."""
+        if types != self.dtypes.get(name) and None not in types:
+            self.dtypes[name] = types
+            modes.check_types(self.precision, {name: types})
+
+    def fetch(self, loss: Tensor) -> float | Callable[[], float]:
+        if loss.place.is_cpu_place():
+            return float(loss)
+        host = loss._copy_to(paddle.CUDAPinnedPlace(), False)
+        event = paddle.device.cuda.Event()
+        event.record(paddle.device.cuda.current_stream())
+
+        def read() -> float:
+            event.synchronize()
+            return float(host.numpy())
+
+        return read
+
+    def details(self) -> dict[str, Any]:
+        """What is on this rank; counts show whether what should be divided is."""
+        device = self.job.device.place.partition(":")[0]
+        return {
+            "paddle": paddle.__version__,
+            "modes": list(self.modes.names),
+            "never_run": modes.untried(self.modes, device, self.precision.name),
+            "dtypes": {name: modes.short_names(types) for name, types in sorted(self.dtypes.items())},
+            "parameters": _elements([p for _, p in self.placed.parameters]),
+            "optimizer_states": _elements(optimizer.states(self.adam)),
+            "master_weights": _elements(optimizer.masters(self.adam)),
+            "compiled": False,
+            **self.kernels.names,
+        }
+
+
+def _elements(tensors: list[Tensor]) -> int:
+    return sum(int(tensor.size) for tensor in tensors)
 
 
 class PaddleTrain(Loop):

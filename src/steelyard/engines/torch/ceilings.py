@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steelyard.engine.bench import Budgeted, LacksError, Made, Row
 from steelyard.engines.torch import ceilings_attention, ceilings_exchange
-from steelyard.engines.torch.framework import TorchFramework
+from steelyard.engines.torch.framework import TorchFramework, random
 from steelyard.plan import ceilings
 from steelyard.plan.ceilings import BOUNDS, LEAST_ROWS, MIB, CaseShape
 from steelyard.plan.matmuls import Matmul
@@ -34,16 +34,10 @@ class Operands:
 
 
 def _plain(dtype: torch.dtype, shape: Matmul, place: torch.device) -> Operands:
-    a = _random(shape.m, shape.k, shape.layout == "tn", dtype, place)
-    b = _random(shape.k, shape.n, shape.layout == "nt", dtype, place)
+    a = random(shape.m, shape.k, shape.layout == "tn", dtype, place)
+    b = random(shape.k, shape.n, shape.layout == "nt", dtype, place)
     out = torch.empty(shape.m, shape.n, dtype=dtype, device=place)
     return Operands(lambda: torch.mm(a, b, out=out), a, b)
-
-
-def _random(rows: int, columns: int, transposed: bool, dtype: torch.dtype, place: torch.device) -> Tensor:
-    sides = (columns, rows) if transposed else (rows, columns)
-    made = torch.randn(*sides, device=place, dtype=dtype)
-    return made.t() if transposed else made
 
 
 def _fp8(shape: Matmul, place: torch.device) -> Operands:
@@ -209,12 +203,7 @@ class TorchCeilings:
             if down:
                 there.copy_(host)
                 host.zero_()
-
-            def check() -> tuple[float, float]:
-                target.copy_(source)
-                return (0.0 if torch.equal(target.cpu(), source.cpu()) else 1.0), 0.0
-
-            return Made(lambda: target.copy_(source, non_blocking=pinned), size, check, {"bytes": size})
+            return ceilings_exchange.copy(source, target, size, pinned)
 
         for down, way in ((False, "host to device"), (True, "device to host")):
             for pinned, kind in ((False, "pageable"), (True, "pinned")):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from steelyard.engine.bench import Budgeted, Made, Row
 from steelyard.engines.torch.framework import TorchFramework
@@ -32,12 +33,17 @@ def _peer(framework: TorchFramework, size: int, budget: Budgeted) -> Made:
     there = torch.device(here.type, ((here.index or 0) + 1) % framework.world)
     source = torch.arange(size // 4, dtype=torch.int32, device=here)
     target = torch.zeros(size // 4, dtype=torch.int32, device=there)
+    return copy(source, target, size, True)
+
+
+def copy(source: Tensor, target: Tensor, size_bytes: int, non_blocking: bool) -> Made:
+    """Return a copy made ready; its check compares every number."""
 
     def check() -> tuple[float, float]:
         target.copy_(source)
         return (0.0 if torch.equal(target.cpu(), source.cpu()) else 1.0), 0.0
 
-    return Made(lambda: target.copy_(source, non_blocking=True), size, check, {"bytes": size})
+    return Made(lambda: target.copy_(source, non_blocking=non_blocking), size_bytes, check, {"bytes": size_bytes})
 
 
 # What each number of a rank's result must be, where rank r brings r + 1 in all its numbers: by the part of the result.

@@ -1,5 +1,6 @@
 """PyTorch as a framework: joins ranks by torch.distributed, and drives the device that an accelerator names."""
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -8,17 +9,39 @@ import torch
 import torch.distributed as dist
 
 from steelyard import plugins
-from steelyard.accelerators.events import Clock, Event
+from steelyard.accelerators.events import Clock
 from steelyard.accelerators.row import TorchDevice
-from steelyard.engine.framework import Meeting
+from steelyard.engine.framework import DeviceFramework, Meeting
 from steelyard.engines.torch import tensor_parallel
-from steelyard.engines.torch.compile_cache import CompileCache
 from steelyard.engines.torch.profile import TorchProfiler
 from steelyard.errors import RequestError
 from steelyard.kernels import fp8, jit
 from steelyard.models.tensors import compute_dtype
 from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import VOCABULARY, Matmul
+
+GRAPHS = {"hits": "fxgraph_cache_hit", "misses": "fxgraph_cache_miss"}
+
+
+class CompileCache:
+    """Counts from its making on, in this process."""
+
+    def __init__(self) -> None:
+        self._kernels = {"hits": 0, "misses": 0}
+        knobs = getattr(jit.triton, "knobs", None)  # which older versions of Triton do not have
+        if knobs is not None:
+            knobs.compilation.listener = self._compiled
+
+    def _compiled(self, *, cache_hit: bool, **told: Any) -> None:
+        self._kernels["hits" if cache_hit else "misses"] += 1
+
+    def counts(self) -> dict[str, int] | None:
+        """Both together; None where nothing was compiled."""
+        dynamo = sys.modules.get("torch._dynamo.utils")  # whoever has not compiled has not imported it
+        graphs = {} if dynamo is None else dynamo.counters["inductor"]
+        both = {name: count + int(graphs.get(GRAPHS[name], 0)) for name, count in self._kernels.items()}
+        return both if any(both.values()) else None
+
 
 EXCHANGE_NUMBERS = 1 << 18
 _dist: Any = dist  # its stores are not in its stubs
@@ -44,7 +67,14 @@ def _store(meet: Meeting, rank: int, world: int) -> Any:
     )
 
 
-class TorchFramework:
+def random(rows: int, columns: int, transposed: bool, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Return a matrix of random numbers, stored transposed or not."""
+    sides = (columns, rows) if transposed else (rows, columns)
+    made = torch.randn(*sides, device=place, dtype=dtype)
+    return made.t() if transposed else made
+
+
+class TorchFramework(DeviceFramework):
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
             raise RequestError("this accelerator has no device class for torch; choose another with --accelerator")
@@ -53,9 +83,6 @@ class TorchFramework:
             jit.disable(self.device.torch_device)
         self.world = 1
         self._compiled = CompileCache()
-
-    def set_precision(self, matmul: str) -> None:
-        self.device.set_precision(matmul)
 
     def make_deterministic(self) -> None:
         """Torch's kernels in their deterministic variants. Our own add in a fixed order."""
@@ -110,40 +137,17 @@ class TorchFramework:
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
         """Of fp8, both operands lie as its matmuls want them, whatever the layout; the vocabulary's stay bf16."""
         dtype, place = compute_dtype(precision), self.device.torch_device
-
-        def random(rows: int, columns: int, transposed: bool) -> torch.Tensor:
-            sides = (columns, rows) if transposed else (rows, columns)
-            made = torch.randn(*sides, device=place, dtype=dtype)
-            return made.t() if transposed else made
-
         try:
             if precision == "fp8" and shape.name != VOCABULARY:
                 inner = -(-shape.k // fp8.ALIGNED) * fp8.ALIGNED
-                left, right = (fp8.make_rows(random(side, inner, False)) for side in (shape.m, shape.n))
+                left, right = (fp8.make_rows(random(side, inner, False, dtype, place)) for side in (shape.m, shape.n))
                 return lambda: fp8.product(left, right), shape.flops
-            a, b = random(shape.m, shape.k, shape.layout == "tn"), random(shape.k, shape.n, shape.layout == "nt")
+            a = random(shape.m, shape.k, shape.layout == "tn", dtype, place)
+            b = random(shape.k, shape.n, shape.layout == "nt", dtype, place)
             out = torch.empty(shape.m, shape.n, device=place, dtype=dtype)
         except torch.OutOfMemoryError:
             return None
         return lambda: torch.mm(a, b, out=out), shape.flops
-
-    def event(self) -> Event:
-        return self.device.event()
-
-    def synchronize(self) -> None:
-        self.device.synchronize()
-
-    def reset_memory(self) -> None:
-        self.device.reset_memory()
-
-    def memory(self) -> dict[str, int | None]:
-        return self.device.memory()
-
-    def identity(self) -> dict[str, Any]:
-        return self.device.identity()
-
-    def versions(self) -> dict[str, str | None]:
-        return self.device.versions()
 
     def compile_cache(self) -> dict[str, int] | None:
         return self._compiled.counts()

@@ -9,25 +9,81 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from steelyard.engine.job import Job
 from steelyard.engines.torch.exchange import Groups
-from steelyard.engines.torch.recompute import recomputed
 from steelyard.engines.torch.sharded_weights import local_parameters
 from steelyard.engines.torch.shards import Held, Replicas, Unit
-from steelyard.engines.torch.stage import Stage
 from steelyard.engines.torch.tokens import DividedLosses, Embed, GatherTokens, LossCode, Pick, TokenLinears, apply
 from steelyard.models import llama_fp8, placements
-from steelyard.models.llama import Streams, rotary
+from steelyard.models.llama import Block, LlamaShape, Streams, rotary
 from steelyard.models.llama_fused import Accumulating, AddNorm, BlockKernels, FusedBlock, Gradient, Linears
 from steelyard.models.placements import Shard
 from steelyard.models.tensors import DTYPES, compute_dtype
+from steelyard.plan.degrees import stage_layers
 from steelyard.training.checkpoint_files import part
 from steelyard.training.micro_batches import MicroBatch
+from steelyard.training.placement import Model
 from steelyard.weights import load
 
+# What selective recomputation keeps: the results of matmuls and of attention. All else is computed again.
+KEPT_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._efficient_attention_forward.default,
+}
 
-class StageLlama:
+
+def recomputed(block: Callable[..., Streams], how: str) -> Callable[..., Streams]:
+    """A block whose activations are computed again in the backward pass: all, or all but those of large operations."""
+    if how == "none":
+        return block
+
+    def selective() -> Any:
+        return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+    def run(*arguments: Any) -> Streams:
+        if how == "full":
+            out: Streams = checkpoint(block, *arguments, use_reentrant=False)
+        else:
+            out = checkpoint(block, *arguments, use_reentrant=False, context_fn=selective)
+        return out
+
+    return run
+
+
+def _policy(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Stage(nn.Module):
+    def __init__(self, shape: LlamaShape, index: int, count: int, share: Shard) -> None:
+        super().__init__()
+        local = placements.local(shape, share)
+        self.shape, self.share = shape, share
+        self.first, self.last = index == 0, index == count - 1
+        begin, end = placements.box("embed.weight", shape, share)[0]
+        self.first_token = begin  # of those whose rows of the tables are here
+        make: Any = skip_init  # there may be no row
+        if self.first:
+            self.embed: nn.Embedding = make(nn.Embedding, end - begin, shape.hidden, device="meta")
+        self.layers = nn.ModuleDict({str(i): Block(local) for i in stage_layers(shape.layers, count)[index]})
+        if self.last:
+            self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+            self.output: nn.Linear = make(nn.Linear, shape.hidden, end - begin, bias=False, device="meta")
+        self.tie()
+
+    def tie(self) -> None:
+        """One table for input and output, where the shape says so."""
+        if self.shape.tied and self.first and self.last:
+            self.output.weight = self.embed.weight
+
+
+class StageLlama(Model):
     """A pipeline stage of a tensor-parallel share of a Llama, its parameters divided among replicas as `sharding` says."""
 
     def __init__(self, job: Job, kernel: str, groups: Groups, sharding: int) -> None:
@@ -37,8 +93,6 @@ class StageLlama:
         self.fp8 = precision.matmul == "fp8"
         self.shape = load.shape_of(job.case.question.model)
         self.share = Shard(groups.tensor.rank, groups.tensor.size)
-        self.weights: dict[str, Any] = {}
-        self.roots: list[nn.Module] = []
 
     def build(self) -> list[Tensor] | None:
         plan, place = self.job.plan, self.job.place
@@ -46,14 +100,13 @@ class StageLlama:
             self.module = Stage(self.shape, place.pp, plan.pp, self.share).train()
         place_in = Shard(self.groups.shards.rank, self.groups.shards.size)
         held: dict[str, Held] = {}
-        source, values = local_parameters(self.module, self.job, self.shape, self.share, self.kept)
+        self.weights, values = local_parameters(self.module, self.job, self.shape, self.share, self.kept)
         for name, value in values:
             shared = placements.placement(name).split is None
             held[name] = Held(name, value, self._read_in(name), self.sharding, place_in, shared)
             owner, _, leaf = name.rpartition(".")
             setattr(self.module.get_submodule(owner), leaf, held[name].parameter)
         self.module.tie()
-        self.weights = source
         self.replicas = Replicas(self._units(held), self.sharding, self.groups)
         return [one.master for one in self.replicas.held] if self.compute != self.kept else None
 
@@ -152,12 +205,6 @@ class StageLlama:
 
     def loss(self, micro: MicroBatch) -> Tensor:
         return self.forward(None, micro)
-
-    def evaluate(self, micro: MicroBatch) -> Tensor:
-        return self.loss(micro)
-
-    def variants(self, micro: MicroBatch) -> list[MicroBatch]:
-        return [micro]
 
     def details(self) -> dict[str, Any]:
         """`exchanged`: what replicas and tensor-parallel ranks hold whole at a time, which the prediction of memory reads."""

@@ -56,38 +56,24 @@ def _part(name: str, whole: Tensor, shape: LlamaShape, share: Shard) -> Tensor:
 
 def _random(seed: int, shape: LlamaShape) -> Wholes:
     def make(name: str, whole: Tensor) -> Tensor:
-        load.fill_random(_Named(name, whole), seed, shape)
+        load.fill_parameter(name, whole, seed, shape)
         return whole
 
     return make
-
-
-class _Named(nn.Module):
-    """One parameter, with its name in the whole model, on which its random numbers depend."""
-
-    def __init__(self, name: str, whole: Tensor) -> None:
-        super().__init__()
-        self.pair = name, nn.Parameter(whole, requires_grad=False)
-
-    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield self.pair
 
 
 def _read(checkpoint: layouts.Checkpoint, shape: LlamaShape, names: list[str], progress: layouts.ByteProgress | None) -> Wholes:
     pieces = layouts.by_parameter(checkpoint.pieces(shape))
     checkpoint.check_values(shape)
     total = sum(layouts.size(piece.box) * piece.dtype.itemsize for name in names for piece in pieces[name])
-    done = 0
+    copied = layouts.Progress(progress, total)
 
     def read(name: str, whole: Tensor) -> Tensor:
-        nonlocal done
         box = placements.box(name, shape, WHOLE)
         place = placements.logical_view(name, whole, shape, WHOLE)
         for piece in pieces[name]:
             layouts.copy(piece, piece.box, place, box)
-            done += layouts.size(piece.box) * piece.dtype.itemsize
-            if progress is not None:
-                progress(done, total)
+            copied.add(layouts.size(piece.box) * piece.dtype.itemsize)
         return whole
 
     return read

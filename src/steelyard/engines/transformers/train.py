@@ -16,20 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from steelyard.engine.job import Job
 from steelyard.engines.transformers.score import config
-from steelyard.engines.transformers.sharded import ShardedLayers
 from steelyard.errors import RequestError
 from steelyard.models.attention import Layout, attend, known, with_window
 from steelyard.models.llama_fused import Gradient
 from steelyard.models.tensors import DTYPES, compute_dtype
+from steelyard.plan.degrees import shard_degree
 from steelyard.training.loop import HeldOutLoss, Loop
-from steelyard.training.micro_batches import MicroBatch, RowBatches, to_device
+from steelyard.training.micro_batches import MicroBatch, RowBatches
 from steelyard.training.packing import Packed
-from steelyard.training.placement import Placement, SingleDevice
+from steelyard.training.placement import Model, SingleDevice
+from steelyard.training.sharded import Sharded, shard
 from steelyard.training.trainer import Trainer
 from steelyard.weights import load
 from steelyard.weights.model import build
@@ -42,23 +44,21 @@ class RowsMicroBatch(MicroBatch):
     alone: bool  # every segment from which something is learned begins its row: plain causal attention is right
 
 
-def rows_to_device(pack: Packed, length: int, device: torch.device) -> RowsMicroBatch:
-    alone = pack.positions[pack.pick] == pack.pick % length
-    return RowsMicroBatch(**vars(to_device(pack, length, device)), alone=bool(alone.all()))
+class SegmentedRows(RowBatches):
+    def to_device(self, pack: Packed) -> RowsMicroBatch:
+        alone = pack.positions[pack.pick] == pack.pick % self.length
+        return RowsMicroBatch(**vars(super().to_device(pack)), alone=bool(alone.all()))
 
 
 class TransformersTrain(Loop):
     """On one device, or divided by FSDP over many."""
 
     def __init__(self, job: Job) -> None:
-        train = job.case.question.train
-        if train is None:
-            raise ValueError("a question without training")
         kernel = choose_kernel(job)
         layers = ShardedLayers(job) if job.plan.dp > 1 else None
-        placement: Placement = SingleDevice() if layers is None else layers.placement()
+        placement = SingleDevice() if layers is None else layers.placement()
         trainer = Trainer(job, TransformersLlama(job, kernel, layers), placement)
-        batches = RowBatches(job, train.length, to_device=rows_to_device)
+        batches = SegmentedRows(job, job.train.length)
         super().__init__(job, trainer, batches, HeldOutLoss(job, trainer, batches))
 
 
@@ -68,18 +68,45 @@ def choose_kernel(job: Job) -> str:
     if tune.recompute == "selective":
         raise RequestError("engine transformers recomputes whole layers; allowed: tune.recompute=none or full")
     known(kernel, True, "sdpa")
-    question = job.case.question
-    longest = question.model.positions if question.train is None else question.train.length
-    return kernel if kernel == "sdpa" else with_window(kernel, question.model.window, longest, tune.attention)
+    window = job.case.question.model.window
+    return kernel if kernel == "sdpa" else with_window(kernel, window, job.train.length, tune.attention)
 
 
-class TransformersLlama:
+class ShardedLayers:
+    """The layers of the library's model divided by FSDP over all devices, as its users do."""
+
+    def __init__(self, job: Job) -> None:
+        tune, precision = job.case.tune, job.case.question.precision
+        if not tune.sharding or shard_degree(job.case, job.plan.dp) != job.plan.dp:
+            raise RequestError(
+                "engine transformers divides what it holds among all its devices; add --set tune.sharding=3 (or 1 or 2), "
+                "without tune.sharding_degree"
+            )
+        self.device, self.sharding = job.device, tune.sharding
+        self.kept, self.compute = DTYPES[precision.weights], compute_dtype(precision.matmul)
+        self.mesh = init_device_mesh(job.device.torch_device.type, (job.plan.dp,))
+
+    def placement(self) -> Sharded:
+        device: torch.device = self.device.torch_device
+        return Sharded(self.mesh.get_group(), self.sharding, self.compute, device)
+
+    def shard(self, model: Any, master: list[Tensor] | None) -> list[nn.Module]:
+        """Every rank has made or read the whole, and keeps its part. What is kept in another precision is so in the parts, and
+        gathered in that of the matmuls. Returns the outermost modules."""
+        if master is not None:
+            for parameter, one in zip((p for p in model.parameters() if p.requires_grad), master, strict=True):
+                parameter.data = one
+        roots = [model.model, model.lm_head]
+        shard([*model.model.layers, *roots], self.mesh, self.sharding, self.compute, self.kept)
+        self.device.release_memory()
+        return roots
+
+
+class TransformersLlama(Model):
     """The library's model; `layers` divides it, where it is divided."""
 
     def __init__(self, job: Job, kernel: str, layers: ShardedLayers | None) -> None:
         self.job, self.kernel, self.layers = job, kernel, layers
-        self.weights: dict[str, Any] = {}
-        self.roots: list[nn.Module] = []
         self.masked = self.batches = 0
 
     def build(self) -> list[Tensor] | None:
@@ -136,9 +163,6 @@ class TransformersLlama:
         tokens = micro.tokens.view(-1, micro.rows.max_q)
         hidden = self.module.model(input_ids=tokens, use_cache=False, **self._segments(micro)).last_hidden_state
         return self.head(self.module.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
-
-    def evaluate(self, micro: MicroBatch) -> Tensor:
-        return self.loss(micro)
 
     def _segments(self, micro: MicroBatch) -> dict[str, Any]:
         """What keeps the segments of a row apart."""

@@ -107,7 +107,7 @@ def _techniques(record: Record, say: Words) -> list[str]:
 
 def _optimization(record: Record, say: Words) -> list[str]:
     """Settings that are not the default, and the attention kernel that the engine chose."""
-    told = {"attention": record.engine.details.get("attention"), **identity.tuned(record)}
+    told = {"attention": record.engine.details.attention, **identity.tuned(record)}
     chosen = {name: value for name, value in told.items() if name != "parallel" and value is not None}
     return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items()] or [say("flagperf.none")]
 
@@ -162,7 +162,7 @@ PAGE: dict[str, Values] = {
     "optimization": _optimization,
     "micro_batch": _one(lambda record: record.tune.micro_batch),
     "length": _one(lambda record: getattr(record.question.train, "length", None)),
-    "accumulation": _one(lambda record: record.engine.details.get("micro_batches")),
+    "accumulation": _one(lambda record: record.engine.details.micro_batches),
     "global_batch": _global_batch,
 }
 
@@ -192,7 +192,7 @@ def _fix_hp(record: Record, say: Words) -> str:
 
 def _batch_text(record: Record, say: Words) -> str:
     train, batch = record.question.train, _batch(record)
-    accumulate = record.engine.details.get("micro_batches")
+    accumulate = record.engine.details.micro_batches
     parts = [f"per_device_bs={record.tune.micro_batch}", f"accumulate={spelled(accumulate)}"]
     tokens = None if train is None or batch is None or record.task.batch_unit != "rows" else batch * train.length
     return ", ".join([*parts, f"(global bs = {spelled(tokens)} tokens)"])
@@ -201,7 +201,7 @@ def _batch_text(record: Record, say: Words) -> str:
 def _strategy(record: Record, say: Words) -> str:
     tune, plan = record.tune, record.plan
     known = {
-        "attention": record.engine.details.get("attention") or tune.attention,
+        "attention": record.engine.details.attention or tune.attention,
         "compile": tune.compile,
         "recompute": tune.recompute,
         "sharding": f"stage{tune.sharding}" if tune.sharding else None,

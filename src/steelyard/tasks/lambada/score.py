@@ -6,6 +6,7 @@ A passage that was not answered is "?" in `hits`; one that was and has no finite
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from math import exp, fsum, isfinite
+from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -164,7 +165,7 @@ def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str
         "loss": lambda: fsum(one / count for one, count in zip(nll, targets, strict=True)) / len(nll),
         "loss_token": lambda: fsum(nll) / sum(targets),
         "perplexity": lambda: exp(fsum(nll) / sum(targets)),
-        "perplexity_last": lambda: exp(fsum(last) / len(last)),
+        "perplexity_last": lambda: exp(fmean(last)),
     }
     out = {}
     for name, value in values.items():

@@ -4,25 +4,23 @@ Read from the published layout (`data/dev/*_dev.csv`, `data/test/*_test.csv`), a
 """
 
 import csv
-import hashlib
 import io
 import lzma
-import random
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard import files
-from steelyard.data import archive, selection
-from steelyard.data.sample import chosen
-from steelyard.data.tokenizer import Tokenizer
+from steelyard.data import archive
 from steelyard.errors import RequestError
-from steelyard.schema import canonical
-from steelyard.tasks.mmlu.fields import MadeQuestions, MmluData
+from steelyard.tasks import questions
+from steelyard.tasks.choices import LETTERS
+from steelyard.tasks.mmlu.fields import MmluData
+from steelyard.tasks.questions import McqRow, Subject
+from steelyard.tasks.task import Asked, Prepared
 
-LETTERS = "ABCD"
+PLACE = "test/{}_test.csv"  # where the questions of a subject stand
 MAX_TAR_BYTES = 1 << 30  # packed, and unpacked
 USUAL = "; MMLU's tar has 166 MB"
 MAX_FILE_BYTES = 64 << 20
@@ -30,28 +28,10 @@ MAX_ALL_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
 MAX_ROWS = 200_000  # in all: one of a few bytes takes 500 of memory; MMLU has 14,327
 
-McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
 
-
-@dataclass(frozen=True)
-class Subject:
-    name: str
-    dev: tuple[McqRow, ...]
-    test: tuple[McqRow, ...]
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Tokenised questions. Prompts of one group begin with the same tokens."""
-
-    rows: list[list[int]]
-    groups: list[int]
-    index: list[int]  # which question of the whole set each is
-    gold: list[int]
-    subject_of: list[int]
-    subjects: list[str]
-    letters: list[int]  # the four answers' tokens
-    shortened: int
+def prepare(asked: Asked) -> Prepared:
+    """Read or make MMLU's questions, and make prompts of them."""
+    return questions.prepare(asked, *load(asked.data, asked.sources.data), place=PLACE)
 
 
 def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
@@ -61,7 +41,7 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
             raise RequestError(
                 "this size needs MMLU: give its folder (with data/dev/*.csv and data/test/*.csv) or its .tar with --data"
             )
-        return make(data.made, data.shots), "made"
+        return questions.make("mmlu", data.made, data.shots), "made"
     subjects = read(source)
     if len(subjects) != data.subjects:
         raise RequestError(
@@ -189,122 +169,3 @@ def _row(row: list[str], name: str, number: int) -> McqRow:
     if row[5] not in LETTERS or len(row[5]) != 1:
         raise RequestError(f"{name}: row {number} has the answer {row[5]!r}; allowed: A, B, C, D")
     return row[0], row[1], row[2], row[3], row[4], row[5]
-
-
-def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:
-    """The hash of all rows and of the vocabulary they are read with."""
-    digest = hashlib.sha256(tokenizer.sha256.encode())
-    for subject in subjects:
-        digest.update(canonical([subject.name, subject.dev, subject.test]).encode())
-    return digest.hexdigest()
-
-
-def text(row: McqRow) -> str:
-    """A question with its choices, up to the place of the answer."""
-    choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True))
-    return f"{row[0]}{choices}\nAnswer:"
-
-
-def header(subject: str) -> str:
-    # Each word has a space before it, the first one too: two spaces, as in the published prompts.
-    words = "".join(f" {word}" for word in subject.split("_"))
-    return f"The following are multiple choice questions (with answers) about {words}.\n\n"
-
-
-def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
-    """A question after its examples, the first `dropped` of them left out."""
-    examples = "".join(f"{text(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots])
-    return header(subject.name) + examples + text(row)
-
-
-def select(subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None) -> list[int] | None:
-    """The questions that were named, by their places in the whole set; None: all."""
-    places, begin = {}, 0
-    for subject in subjects:
-        places[subject.name] = range(begin, begin + len(subject.test))
-        begin += len(subject.test)
-    if rows is not None:
-        return selection.places(rows, begin, "question", places)
-    return None if names is None else selection.of_groups(names, places)
-
-
-def encode(
-    subjects: list[Subject],
-    data: MmluData,
-    tokenizer: Tokenizer,
-    sample: int | None,
-    seed: int,
-    pool: list[int] | None = None,
-) -> Prompts:
-    """Prompts of all questions (of `pool`, where it is given), or of a seeded sample; leading examples are dropped until a
-    prompt fits the context."""
-    every = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
-    index = chosen(len(every), sample, seed, pool=pool)
-    pairs = [every[i] for i in index]
-    dropped = [0] * len(pairs)
-    rows: list[list[int]] = [[] for _ in pairs]
-    todo = list(range(len(pairs)))
-    while todo:
-        texts = [prompt(subjects[pairs[i][0]], subjects[pairs[i][0]].test[pairs[i][1]], data.shots, dropped[i]) for i in todo]
-        for i, ids in zip(todo, tokenizer.encode(texts), strict=True):
-            rows[i] = ids
-        todo = [i for i in todo if len(rows[i]) > data.context]
-        for i in todo:
-            dropped[i] += 1
-            if dropped[i] > data.shots:
-                s, q = pairs[i]
-                raise RequestError(
-                    f"test/{subjects[s].name}_test.csv: row {q + 1} alone has {len(rows[i])} tokens; "
-                    f"the context is {data.context}"
-                )
-    return Prompts(
-        rows=rows,
-        groups=_number([(s, d) for (s, _), d in zip(pairs, dropped, strict=True)]),
-        index=index,
-        gold=[LETTERS.index(subjects[s].test[q][5]) for s, q in pairs],
-        subject_of=[s for s, _ in pairs],
-        subjects=[subject.name for subject in subjects],
-        letters=answer_tokens(tokenizer),
-        shortened=sum(1 for d in dropped if d),
-    )
-
-
-def _number(keys: list[tuple[int, int]]) -> list[int]:
-    numbers: dict[tuple[int, int], int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
-
-
-def answer_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The one token each answer is, as it follows "Answer:"."""
-    before, *after = tokenizer.encode(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)])
-    out = []
-    for letter, ids in zip(LETTERS, after, strict=True):
-        if ids[: len(before)] != before or len(ids) != len(before) + 1:
-            raise RequestError(f"tokenizer {tokenizer.source}: the answer ' {letter}' is not one token; it cannot be scored")
-        out.append(ids[-1])
-    return out
-
-
-_NOUNS = ("lake", "river", "hill", "stone", "cloud", "field", "tower", "garden", "harbour", "forest", "island", "valley")
-_VERBS = ("holds", "carries", "follows", "covers", "crosses", "reaches", "feeds", "guards")
-_MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns")
-
-
-def make(made: MadeQuestions, shots: int) -> list[Subject]:
-    """Questions of the package's own making: which thing stands in which relation to another."""
-    rng = random.Random(f"mmlu:{made.seed}")
-    out = []
-    for i in range(made.subjects):
-        name = f"made_{_MADE_NAMES[i % len(_MADE_NAMES)]}_{i}"
-        rows = [_made_row(rng) for _ in range(shots + made.questions)]
-        out.append(Subject(name, tuple(rows[:shots]), tuple(rows[shots:])))
-    return sorted(out, key=lambda subject: subject.name)
-
-
-def _made_row(rng: random.Random) -> McqRow:
-    things = rng.sample(_NOUNS, 5)
-    verb, filler = rng.choice(_VERBS), " ".join(rng.choices(_NOUNS, k=rng.randrange(0, 9)))
-    question = f"The {things[4]} {verb} the {things[0]} near {filler or 'nothing'}. What does the {things[4]} {verb[:-1]}?"
-    choices = things[:4]
-    rng.shuffle(choices)
-    return (question, choices[0], choices[1], choices[2], choices[3], LETTERS[choices.index(things[0])])

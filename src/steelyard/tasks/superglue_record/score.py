@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from steelyard.schema import Frozen
 from steelyard.tasks.held_out import first_stop
+from steelyard.tasks.kind import TRAIN
 from steelyard.tasks.task import Breakdown, Differences, Stopped, Tally
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def merge(outputs: RecordOutputs, name: str, tables: list[dict[str, Any]]) -> Re
         RecordEvaluation(step=step, samples=one["samples"], choices=sorted(one["choices"].items()), repeated=one["repeated"])
         for step, one in sorted(evaluations.items())
     ]
-    merged = RecordSteps(evaluations=found, stopped=first_stop(tables)) if name == "train" else Pass(evaluations=found)
+    merged = RecordSteps(evaluations=found, stopped=first_stop(tables)) if name in TRAIN.stepped else Pass(evaluations=found)
     return outputs.model_copy(update={"passes": {**outputs.passes, name: merged}})
 
 

@@ -1,0 +1,220 @@
+"""What a command line asks to run, as one request for each run."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from steelyard import accelerators
+from steelyard.case import resolve, sweep
+from steelyard.case.case import Case
+from steelyard.case.request import EngineSettings, Request, engine_settings, settings_by_engine
+from steelyard.case.resolve import Resolved, Source
+from steelyard.case.sweep import Axis, Point
+from steelyard.cli.get import data_of
+from steelyard.cli.options import SMOKE, RunOptions
+from steelyard.cli.out import Output, say
+from steelyard.data import selection
+from steelyard.data.tokenizer import present
+from steelyard.engine import rows as engine_rows
+from steelyard.errors import RequestError
+from steelyard.plan import degrees
+from steelyard.run import site as sites
+
+RANDOM = "random"
+ENGINE = "torch"
+ALL = "all"  # every engine, in the place of one's name
+MOST_REPEATS = 10_000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The runs of a command line: a request for each, the axes of its sweep, and whether they are
+    of all engines."""
+
+    requests: list[Request]
+    axes: tuple[Axis, ...]
+    all_engines: bool
+
+
+@dataclass(frozen=True)
+class Named:
+    """Cases by name, or the one that is made of a model's folder, and what follows from that
+    folder."""
+
+    cases: tuple[str | Source, ...]
+    engine: str
+    weights: Path | None
+    tokenizer: Path | None
+
+
+def read(options: RunOptions) -> Wanted:
+    """Return every run that the options ask for; RequestError where they do not go together or name
+    what is not there."""
+    named = _named(options)
+    if named.engine == ALL and options.sweeps:
+        raise RequestError("--engine all and --sweep cannot be combined; name one engine, or drop --sweep")
+    if named.engine == ALL and options.resume is not None:
+        raise RequestError("--engine all and --resume cannot be combined; name the engine of the checkpoint")
+    engines, settings = engines_and_settings(named.engine, options.settings or [])
+    axes = sweep.axes(options.sweeps or [], _set_by(options, settings))
+    if axes and options.resume is not None:
+        raise RequestError("--sweep and --resume cannot be combined; drop one")
+    site = site_file(options.site, options.output)
+    for key, value in (
+        ("parallel", options.parallel),
+        ("checkpoint_every", options.checkpoint_every),
+    ):
+        settings += [] if value is None else [f"tune.{key}={value}"]
+    devices = options.devices if options.devices is not None else sites.read(site).devices
+    options = replace(options, settings=settings, devices=devices)
+    subjects = None if options.subjects is None else selection.names(options.subjects)
+    rows = None if options.rows is None else selection.read(options.rows)
+    passes = None if options.passes is None else tuple(one.strip() for one in options.passes.split(",") if one.strip())
+    requests = [
+        Request(
+            resolved=resolved,
+            engine=engine,
+            engine_settings=of_engine,
+            accelerator=options.accelerator,
+            launcher=options.launcher,
+            nodes=sweep.number(point, "nodes") or options.nodes,
+            devices=number,
+            passes=passes,
+            sample=options.sample,
+            steps=options.steps,
+            subjects=subjects,
+            rows=rows,
+            resume=options.resume,
+            weights=named.weights,
+            data=data_of(options.data, resolved.case),
+            tokenizer=named.tokenizer,
+            site=site,
+            out=options.out,
+            hang_s=options.hang_after,
+            limit_s=options.time_limit,
+            explain=options.explain or options.trace,
+            trace=options.trace,
+            point=point,
+            sign=options.sign,
+        )
+        for case in named.cases
+        for point in sweep.grid(axes)
+        for engine, of_engine in engines
+        for resolved, number in cases_at(point, case, engine, options)
+    ]
+    return Wanted(requests, axes, named.engine == ALL)
+
+
+def _named(options: RunOptions) -> Named:
+    """Return the cases that are named, or the one of a model's folder and a task, and say what that
+    one assumes."""
+    cases, model, task, weights = options.cases, options.model, options.task, options.weights
+    given = None if weights in (None, RANDOM) else Path(str(weights))
+    if model is None:
+        if task is not None:
+            raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
+        if not cases:
+            raise RequestError("name a case, or smoke for every case, tiny; or a model's folder with --model and --task")
+        return Named(tuple(cases), options.engine or ENGINE, given, options.tokenizer)
+    if cases:
+        raise RequestError(f"--model and {cases[0]!r}: a model's case is made of its folder; drop one of them")
+    if task is None:
+        raise RequestError("--model needs --task: mmlu, lambada, openwebtext or alpaca")
+    from steelyard.cli.own import AUTO, case_to_run
+
+    smoke = options.size == SMOKE
+    loads = weights is None and not smoke
+    tokenizer = options.tokenizer
+    if tokenizer is None and weights == RANDOM and not smoke and present([model]):
+        tokenizer = model
+    made = case_to_run(model, task, loads, None if smoke else options.data, tokenizer, given)
+    if not options.output.silent:
+        say(f"case {made.name}, made in memory as steelyard case new makes it")
+        for one in made.assumed:
+            say(f"  assumed: {one}")
+    only = made.source.table["question"]["model"]["family"] == AUTO
+    engine = options.engine or ("transformers" if only else ENGINE)
+    return Named((made.source,), engine, model if loads and not made.random else given, tokenizer)
+
+
+def engines_and_settings(engine: str, settings: list[str]) -> tuple[list[tuple[str, EngineSettings]], list[str]]:
+    """Return the engines of a command line, each with where it lives, and the settings that are not
+    about engines."""
+    if engine != ALL:
+        of_engine, others = engine_settings(settings)
+        return [(engine, of_engine)], others
+    names = [*engine_rows.table()]
+    by_name, others = settings_by_engine(settings, names)
+    return [(name, by_name.get(name, EngineSettings())) for name in names], others
+
+
+def _set_by(options: RunOptions, settings: list[str]) -> dict[str, str]:
+    """Return the keys that the command line sets, each with the words that do."""
+    given = (
+        ("devices", "--devices", options.devices),
+        ("nodes", "--nodes", None if options.nodes == 1 else options.nodes),
+        ("tune.parallel", "--parallel", options.parallel),
+        ("tune.checkpoint_every", "--checkpoint-every", options.checkpoint_every),
+        ("question.precision", "--precision", options.precision),
+        ("question.division", "--division", options.division),
+    )
+    set_ = {setting.partition("=")[0]: f"--set {setting}" for setting in settings}
+    return set_ | {key: f"{option} {value}" for key, option, value in given if value is not None}
+
+
+def checked_repeat(repeat: int) -> int:
+    if not 1 <= repeat <= MOST_REPEATS:
+        raise RequestError(f"--repeat {repeat}: must be 1 to {MOST_REPEATS:,}")
+    return repeat
+
+
+def cases_at(point: Point, name: str | Source, engine: str, options: RunOptions) -> list[tuple[Resolved, int]]:
+    """Return what a name stands for at a point of a sweep: cases, each with a number of devices."""
+    with sweep.named(point):
+        settings = [*(options.settings or []), *sweep.settings(point)]
+        devices = sweep.number(point, "devices") or options.devices
+        if name != SMOKE:
+            one = resolve.resolve(name, options.size, options.precision, options.division, settings)
+            return [(one, 1 if devices is None else devices)]
+        return [
+            (one, number)
+            for one in _smoke(engine, replace(options, settings=settings))
+            for number in ([devices] if devices is not None else _device_counts(one.case, engine, options.accelerator))
+        ]
+
+
+def _smoke(engine: str, options: RunOptions) -> list[Resolved]:
+    """Return every case that the engine runs at size smoke, in every division that both have."""
+    if options.size not in (None, SMOKE):
+        size = options.size
+        raise RequestError(f"smoke --size {size}: smoke runs every case at size smoke; name a case to use --size {size}")
+    row = engine_rows.row(engine)
+    out: list[Resolved] = []
+    for name in resolve.names():
+        case = resolve.resolve(name, SMOKE, options.precision, options.division, options.settings).case
+        if row.refusal(case) is None:
+            divisions = [one for one in case.divisions if one in row.divisions]
+            for division in [options.division] if options.division else divisions:
+                out.append(resolve.resolve(name, SMOKE, options.precision, division, options.settings))
+    return out
+
+
+def _device_counts(case: Case, engine: str, accelerator: str | None) -> list[int]:
+    """Return the device counts of the case that this host has and the engine can divide it over; 1
+    in any case."""
+    if max(case.devices) == 1:
+        return [1]
+    row = accelerators.named(accelerator) if accelerator else accelerators.detect()
+    most = row.most(row.find())
+    divides = engine_rows.row(engine).divides
+    return [n for n in case.devices if n <= most and divides(degrees.make(case, 1, n))] or [1]
+
+
+def site_file(named: Path | None, output: Output) -> Path | None:
+    """Return the site file to use, and say which one is used unasked and which one is left out."""
+    path = sites.find(named)
+    if path is not None and named is None and not output.silent:
+        say(f"site: {path}")
+    left_out = sites.unused(path)
+    if left_out is not None:
+        say(f"warning: {left_out} in this folder is not used; to use it: --site {left_out}")
+    return path

@@ -1,0 +1,1 @@
+"""Scoring, the same for every engine: batches of prompts, the pass over them, and the answers that are read."""

@@ -1,0 +1,104 @@
+"""The batches that a replica scores in a pass: prompts packed end to end, or padded to one length.
+
+A batch is planned before the pass and its arrays are made inside it, where making them is timed as phase `data`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from steelyard.data.batches import (
+    Batch,
+    Ids,
+    closed_batch,
+    equal_bins,
+    open_batch,
+    open_bins,
+    prefixes,
+    sorted_batches,
+)
+from steelyard.engine.job import Job
+from steelyard.errors import RequestError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Prompts as rows of one length, padded on the right. The fields are those of `Batch` of the same names."""
+
+    tokens: Ids  # [prompts, length]
+    pick: Ids
+    items: list[int]
+    counts: dict[str, int]
+    prefixes: tuple[int, ...] = ()
+
+
+Make = Callable[[], Batch | PaddedBatch]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a pass on this replica, each as a function that makes its arrays."""
+
+    every: list[Make]
+    warmup: list[Make]  # those that a model computes before a pass
+    compile: list[Make]  # the same for a model that is compiled when it first sees a shape
+    prefix_rows: int = 0  # division open: tokens of the longest prefix that prompts share
+
+
+def packed(job: Job, engine: str) -> Batches:
+    """Plan batches of about `tune.batch_tokens` tokens without padding, for either division."""
+    tune, rows = job.case.tune, job.inputs.rows
+    if tune.batching not in ("auto", "packed"):
+        raise RequestError(f"engine {engine} packs sequences; tune.batching={tune.batching!r} is for engine transformers")
+    every: list[Make]
+    prefix_rows = 0
+    if job.case.question.division == "closed":
+        bins = equal_bins([len(row) for row in rows], tune.batch_tokens, tune.order, job.plan.dp)
+        every = [partial(closed_batch, rows, items) for items in _share(job, bins)]
+    else:
+        groups = job.inputs.groups
+        shared = prefixes(rows, groups)
+        prefix_rows = max(shared, default=0)
+        pieces = open_bins(rows, groups, tune.batch_tokens, tune.order, job.plan.dp)[job.place.dp]
+        following = [*pieces[1:], None]  # one too many on a rank that got nothing
+        pairs = list(zip(pieces, following, strict=False))[: job.steps]
+        every = [partial(open_batch, rows, one, after, shared, prefix_rows) for one, after in pairs]
+    return Batches(every, every[: tune.warmup], every[: max(tune.warmup, 1)], prefix_rows)
+
+
+def padded(job: Job, engine: str) -> Batches:
+    """Plan batches of prompts of like length, padded to a multiple of `tune.pad_to`; or of one prompt each, unpadded."""
+    tune, rows = job.case.tune, job.inputs.rows
+    if job.case.question.division != "closed":
+        raise RequestError(f"engine {engine} computes every token of every prompt; allowed: --division closed")
+    if tune.batching == "packed":
+        raise RequestError(f"engine {engine} pads sequences; allowed: tune.batching=auto, sorted or single")
+    budget, pad_to = (1, 1) if tune.batching == "single" else (tune.batch_tokens, tune.pad_to)
+    bins = _share(job, sorted_batches([len(row) for row in rows], budget, pad_to, tune.order))
+    every: list[Make] = [partial(padded_batch, rows, items, pad_to) for items in bins]
+    # A compiler meets the extreme shapes before the pass, not in it.
+    keys = (lambda i: len(bins[i]), lambda i: max(len(rows[item]) for item in bins[i]))
+    extremes = [every[pick(range(len(bins)), key=key)] for key in keys for pick in (min, max)] if bins else []
+    warmup = every[: tune.warmup]
+    return Batches(every, warmup, [*extremes, *warmup])
+
+
+def _share(job: Job, bins: list[T]) -> list[T]:
+    """Return this replica's part of all bins, at most as many as the run has steps."""
+    return bins[job.place.dp :: job.plan.dp][: job.steps]
+
+
+def padded_batch(rows: list[list[int]], items: list[int], pad_to: int) -> PaddedBatch:
+    """Return the prompts `items` as rows of one length, a multiple of `pad_to`."""
+    lens = [len(rows[i]) for i in items]
+    width = -(-max(lens) // pad_to) * pad_to
+    table = np.zeros((len(items), width), dtype=np.int64)
+    for row, i in enumerate(items):
+        table[row, : lens[row]] = rows[i]
+    ends = np.arange(len(items)) * width + np.array(lens, dtype=np.int64) - 1
+    return PaddedBatch(table, ends, items, {"padded": table.size - sum(lens)})

@@ -1,0 +1,122 @@
+"""The scoring loop of every engine: warm-up, the pass over the batches with its phases, and the answers.
+
+An engine brings a `Scorer`: it loads a model, copies a batch to the device and computes hidden states. The loop decides
+what is computed and in which order, and reads the answers, which are the same for every engine. It never waits for the
+device inside a pass: answers stay there until phase `score`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.engine.job import Job, Part
+from steelyard.engine.work import Phase, Work
+from steelyard.models.tensors import dtype_names, send
+from steelyard.scoring.answers import READERS, Answers, Picked
+from steelyard.scoring.batches import Batches, Make
+
+
+class Scorer(ABC):
+    """A model on this rank's device, as an engine brings it to the loop."""
+
+    compiles = False  # whether it has a compiled form, which all passes but `val` use if `tune.compile` is set
+
+    @abstractmethod
+    def load(self) -> dict[str, Any]:
+        """Build the model and fill in its weights. Return the source of the weights, for the record."""
+
+    def use(self, compiled: bool) -> None:
+        """Compute in the compiled form, or as the model is written, from the next batch on. The compiled form is made
+        when it is first used. Called only if `compiles` is true."""
+        raise NotImplementedError(f"{type(self).__name__} compiles, and has no way to use it")
+
+    @abstractmethod
+    def to_device(self, batch: Any) -> Any:
+        """Copy a batch to the device without waiting for it: a `Batch` if batches are packed, else a `PaddedBatch`."""
+
+    @abstractmethod
+    def hidden(self, inputs: Any, pick: Tensor) -> Tensor:
+        """Return the last hidden states of what `to_device` returned, at the picked tokens of all rows end to end."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states: those of this rank's share of the vocabulary."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights that this rank holds, which are counted in the record."""
+
+    def details(self) -> dict[str, Any]:
+        """Return what the engine chose by itself, such as the attention kernel."""
+        return {}
+
+
+class ScoringLoop:
+    """An engine that scores: any passes, of which `val` is the reference and never compiled."""
+
+    def __init__(self, job: Job, scorer: Scorer, batches: Batches) -> None:
+        self.job, self.scorer, self.batches = job, scorer, batches
+        self.device: torch.device = job.device.torch_device
+        group, vocab = job.group, job.case.question.model.vocab
+        self.reader = READERS[job.work](job.inputs, vocab, group.share, group.gather, self.device)
+        self.answers: dict[str, Answers] = {}
+        self.weights: dict[str, Any] = {}
+        self.loaded = self.compiled = False
+
+    def prepare(self, name: str, part: Part) -> None:
+        if not self.loaded:
+            with part("weights"):
+                self.weights = self.scorer.load()
+                self.job.device.synchronize()
+            self.loaded = True
+        compiled = self._compiled(name)
+        new = compiled and not self.compiled
+        self.compiled |= compiled
+        with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
+            if self.scorer.compiles:
+                self.scorer.use(compiled)
+            for make in self.batches.compile if compiled else self.batches.warmup:
+                _, inputs, asked = self._to_device(make)
+                self._answer(inputs, asked, compiled)
+            self.job.device.synchronize()
+
+    def _compiled(self, name: str) -> bool:
+        return self.job.case.tune.compile and self.scorer.compiles and name != "val"
+
+    def total(self, name: str) -> int:
+        return len(self.batches.every) + 1
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        answers, compiled = Answers(), self._compiled(name)
+        self.answers[name] = answers
+        with torch.inference_mode():
+            for make in self.batches.every:
+                yield Phase("data")
+                batch, inputs, asked = self._to_device(make)
+                yield Phase("compute")
+                answers.add(batch.items, self._answer(inputs, asked, compiled))
+                yield Work({"padded": batch.counts["padded"]}, rows=batch.items, prefixes=batch.prefixes)
+            yield Phase("score")
+            answers.read()
+            yield Work({})
+
+    def _to_device(self, make: Make) -> tuple[Any, Any, Picked]:
+        batch = make()
+        inputs = self.scorer.to_device(batch)
+        return batch, inputs, self.reader.ask(batch.items, batch.pick, partial(send, device=self.device))
+
+    def _answer(self, inputs: Any, asked: Picked, compiled: bool) -> Tensor:
+        hidden = self.scorer.hidden(inputs, asked.pick)
+        return self.reader.answer(self.scorer.logits, hidden, asked, compiled)
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        return self.answers[name].table(self.reader)
+
+    def details(self) -> dict[str, Any]:
+        held = list(self.scorer.tensors())
+        counts = {"parameters": sum(one.numel() for one in held), "dtypes": {"parameters": dtype_names(held)}}
+        return {**self.scorer.details(), "batches": len(self.batches.every), **counts}

@@ -1,0 +1,206 @@
+"""Four-way questions of subjects, asked after answered examples: from rows to prompts, and made ones.
+
+A task of such questions says how its rows are read; `prepare` does the rest. `tasks.choices` has what a record keeps.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from steelyard.data import selection
+from steelyard.data.sample import chosen
+from steelyard.data.tokenizer import Tokenizer
+from steelyard.errors import RequestError
+from steelyard.schema import Frozen, canonical
+from steelyard.tasks import choices
+from steelyard.tasks.choices import LETTERS
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_published
+
+McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    dev: tuple[McqRow, ...]
+    test: tuple[McqRow, ...]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Tokenised questions. Prompts of one group begin with the same tokens."""
+
+    rows: list[list[int]]
+    groups: list[int]
+    index: list[int]  # which question of the whole set each is
+    gold: list[int]
+    subject_of: list[int]
+    subjects: list[str]
+    letters: list[int]  # the four answers' tokens
+    shortened: int
+
+
+class MadeQuestions(Frozen):
+    """Questions that the package makes itself, from a seed."""
+
+    subjects: int = Field(ge=1)
+    questions: int = Field(ge=1)
+    seed: int = 0
+
+
+class QuestionFields(Frozen):
+    """What a case says of the data of such a task; a task adds its `kind`."""
+
+    kind: str
+    shots: int = Field(5, ge=0, le=5)
+    context: int = Field(2048, ge=16)
+    subjects: int | None = Field(None, ge=1)  # how many there must be; None: any number
+    fingerprint: str | None = None
+    made: MadeQuestions | None = None
+
+
+def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}") -> Prepared:
+    """Make prompts of what is asked of the questions. `label` names where they came from; `place` says where those of a
+    subject stand."""
+    fields: QuestionFields = asked.data
+    if fields.context > asked.positions:
+        raise RequestError(f"question.data.context={fields.context} is more than the model's {asked.positions} positions")
+    tokenizer = asked.tokenizer()
+    pool = select(subjects, asked.subjects, asked.rows)
+    prompts = encode(subjects, fields, tokenizer, asked.sample, asked.seed, pool, place)
+    digest = fingerprint(subjects, tokenizer)
+    facts = DataFacts(
+        source=label,
+        subjects=len(subjects),
+        rows=sum(len(subject.test) for subject in subjects),
+        rows_in_scope=len(prompts.rows),
+        tokens=sum(len(row) for row in prompts.rows),
+        shortened=prompts.shortened,
+        fingerprint=digest,
+        published=is_published(digest, fields.fingerprint),
+        tokenizer=TokenizerFacts.of(tokenizer),
+    )
+    common = choices.outputs(prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters)
+    return Prepared(prompts, facts, common)
+
+
+def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:
+    """The hash of all rows and of the vocabulary they are read with."""
+    digest = hashlib.sha256(tokenizer.sha256.encode())
+    for subject in subjects:
+        digest.update(canonical([subject.name, subject.dev, subject.test]).encode())
+    return digest.hexdigest()
+
+
+def text(row: McqRow) -> str:
+    """A question with its choices, up to the place of the answer."""
+    choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True))
+    return f"{row[0]}{choices}\nAnswer:"
+
+
+def header(subject: str) -> str:
+    # Each word has a space before it, the first one too: two spaces, as in the published prompts.
+    words = "".join(f" {word}" for word in subject.split("_"))
+    return f"The following are multiple choice questions (with answers) about {words}.\n\n"
+
+
+def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
+    """A question after its examples, the first `dropped` of them left out."""
+    examples = "".join(f"{text(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots])
+    return header(subject.name) + examples + text(row)
+
+
+def select(subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None) -> list[int] | None:
+    """The questions that were named, by their places in the whole set; None: all."""
+    places, begin = {}, 0
+    for subject in subjects:
+        places[subject.name] = range(begin, begin + len(subject.test))
+        begin += len(subject.test)
+    if rows is not None:
+        return selection.places(rows, begin, "question", places)
+    return None if names is None else selection.of_groups(names, places)
+
+
+def encode(
+    subjects: list[Subject],
+    data: QuestionFields,
+    tokenizer: Tokenizer,
+    sample: int | None,
+    seed: int,
+    pool: list[int] | None = None,
+    place: str = "{}",
+) -> Prompts:
+    """Prompts of all questions (of `pool`, where it is given), or of a seeded sample; leading examples are dropped until a
+    prompt fits the context. `place` says where the questions of a subject stand."""
+    every = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
+    index = chosen(len(every), sample, seed, pool=pool)
+    pairs = [every[i] for i in index]
+    dropped = [0] * len(pairs)
+    rows: list[list[int]] = [[] for _ in pairs]
+    todo = list(range(len(pairs)))
+    while todo:
+        texts = [prompt(subjects[pairs[i][0]], subjects[pairs[i][0]].test[pairs[i][1]], data.shots, dropped[i]) for i in todo]
+        for i, ids in zip(todo, tokenizer.encode(texts), strict=True):
+            rows[i] = ids
+        todo = [i for i in todo if len(rows[i]) > data.context]
+        for i in todo:
+            dropped[i] += 1
+            if dropped[i] > data.shots:
+                s, q = pairs[i]
+                raise RequestError(
+                    f"{place.format(subjects[s].name)}: row {q + 1} alone has {len(rows[i])} tokens; "
+                    f"the context is {data.context}"
+                )
+    return Prompts(
+        rows=rows,
+        groups=_number([(s, d) for (s, _), d in zip(pairs, dropped, strict=True)]),
+        index=index,
+        gold=[LETTERS.index(subjects[s].test[q][5]) for s, q in pairs],
+        subject_of=[s for s, _ in pairs],
+        subjects=[subject.name for subject in subjects],
+        letters=answer_tokens(tokenizer),
+        shortened=sum(1 for d in dropped if d),
+    )
+
+
+def _number(keys: list[tuple[int, int]]) -> list[int]:
+    numbers: dict[tuple[int, int], int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def answer_tokens(tokenizer: Tokenizer) -> list[int]:
+    """The one token each answer is, as it follows "Answer:"."""
+    before, *after = tokenizer.encode(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)])
+    out = []
+    for letter, ids in zip(LETTERS, after, strict=True):
+        if ids[: len(before)] != before or len(ids) != len(before) + 1:
+            raise RequestError(f"tokenizer {tokenizer.source}: the answer ' {letter}' is not one token; it cannot be scored")
+        out.append(ids[-1])
+    return out
+
+
+_NOUNS = ("lake", "river", "hill", "stone", "cloud", "field", "tower", "garden", "harbour", "forest", "island", "valley")
+_VERBS = ("holds", "carries", "follows", "covers", "crosses", "reaches", "feeds", "guards")
+_MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns")
+
+
+def make(task: str, made: MadeQuestions, shots: int) -> list[Subject]:
+    """Questions of the package's own making: which thing stands in which relation to another."""
+    rng = random.Random(f"{task}:{made.seed}")
+    out = []
+    for i in range(made.subjects):
+        name = f"made_{_MADE_NAMES[i % len(_MADE_NAMES)]}_{i}"
+        rows = [_made_row(rng) for _ in range(shots + made.questions)]
+        out.append(Subject(name, tuple(rows[:shots]), tuple(rows[shots:])))
+    return sorted(out, key=lambda subject: subject.name)
+
+
+def _made_row(rng: random.Random) -> McqRow:
+    things = rng.sample(_NOUNS, 5)
+    verb, filler = rng.choice(_VERBS), " ".join(rng.choices(_NOUNS, k=rng.randrange(0, 9)))
+    question = f"The {things[4]} {verb} the {things[0]} near {filler or 'nothing'}. What does the {things[4]} {verb[:-1]}?"
+    choices = things[:4]
+    rng.shuffle(choices)
+    return (question, choices[0], choices[1], choices[2], choices[3], LETTERS[choices.index(things[0])])

@@ -1,0 +1,115 @@
+"""The process boundary: what a worker is told and what it leaves, as files and as JSON Schemas."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import ValidationError
+
+from fixtures.commands import CASE, Shell
+from steelyard.case.resolve import resolve
+from steelyard.plan import degrees
+from steelyard.record.facts import Weights
+from steelyard.record.record import Sample, Scope, Window
+from steelyard.run import messages
+from steelyard.run.boundary import RankFile, RunSpec, WorkerSpec
+from steelyard.run.clock import now
+from steelyard.run.messages import HostSpec
+from steelyard.tasks.task import DataFacts
+
+COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> WorkerSpec:
+    case = resolve(CASE, "smoke").case
+    run = RunSpec(
+        case=case,
+        scope=Scope(kind="window", sample=4),
+        passes=("val",),
+        engine="torch",
+        plan=degrees.make(case, 1, 1),
+        accelerator="cpu",
+        weights=None,
+        data=None,
+        tokenizer=None,
+    )
+    return WorkerSpec(run=run, host=HostSpec(folder=tmp_path, origin_s=now()))
+
+
+@pytest.fixture
+def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
+    """What a real worker leaves that is started with the spec, by hand."""
+    path = spec.host.folder / "spec.json"
+    path.write_text(spec.model_dump_json())
+    command = [sys.executable, "-m", "steelyard.run.worker", str(path)]
+    # Its stdin stays open, as long as its agent is there.
+    with subprocess.Popen(command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
+    found: dict[str, Any] = json.loads((spec.host.folder / messages.rank_name(0)).read_text())
+    return found
+
+
+def test_a_spec_survives_its_file(spec: WorkerSpec) -> None:
+    again = WorkerSpec.model_validate_json(spec.model_dump_json())
+    assert again == spec
+    assert again.run.case.key("f") == spec.run.case.key("f")
+    assert again.run.case.question.row is spec.run.case.question.row
+
+
+def test_a_rank_file_survives_its_file() -> None:
+    timed = {"start_s": 0.0, "end_s": 1.5, "host_start_s": 0.0, "host_end_s": 0.5, "phases": {"compute": 1.5}}
+    before = RankFile(
+        rank=1,
+        device="cpu:1",
+        status="done",
+        error=None,
+        ended_s=2.5,
+        budget={"val": 1.5},
+        windows=[Window(pass_name="val", rank=1, start_s=0.5, wall_s=1.5, allocated_bytes=None, reserved_bytes=7)],
+        samples=[Sample(pass_name="val", rank=1, step=0, counts=COUNTS, values={"loss": None}, **timed)],
+        outputs={"val": {"items": [0]}},
+        weights=Weights(source="random", seed=3),
+        data=DataFacts(source="made", rows=4, fingerprint="f", published=None, shortened=2),
+    )
+    again = RankFile.model_validate_json(before.model_dump_json(by_alias=True))
+    assert again == before
+    assert again.weights.model_dump() == {"source": "random", "seed": 3}
+    assert again.data is not None
+    assert again.data.model_dump()["shortened"] == 2
+
+
+@pytest.mark.parametrize("change", [{"hurry": True}, {"passes": "val"}, {"origin_s": None}, {"case": {"name": "x"}}])
+def test_a_spec_with_something_else_is_refused(spec: WorkerSpec, change: dict[str, Any]) -> None:
+    table = json.loads(spec.model_dump_json())
+    part = "host" if "origin_s" in change else "run"
+    with pytest.raises(ValidationError, match=next(iter(change))):
+        WorkerSpec.model_validate_json(json.dumps(table | {part: table[part] | change}))
+
+
+def schema(shell: Shell, of: str) -> Any:
+    done = shell("schema", of)
+    assert (done.code, done.err) == (0, "")
+    jsonschema.Draft202012Validator.check_schema(done.json())
+    return jsonschema.Draft202012Validator(done.json())
+
+
+def test_schemas_accept_what_is_real(spec: WorkerSpec, left: dict[str, Any], shell: Shell, smoke: dict[str, Path]) -> None:
+    told = json.loads(spec.model_dump_json())
+    real = {"worker": told, "rank": left, "record": json.loads(smoke["closed"].read_text())}
+    for name, table in real.items():
+        validator = schema(shell, name)
+        validator.validate(table)
+        assert not validator.is_valid(table | {"unknown": 1}), name
+        assert not validator.is_valid({}), name
+    assert left["status"] == "done"
+    assert RankFile.model_validate(left).samples[0].pass_name == "val"
+
+
+def test_a_schema_that_is_none(shell: Shell) -> None:
+    done = shell("schema", "page")
+    assert (done.code, done.lines) == (2, ["error: schema 'page': allowed: record, spec, report, worker, rank"])

@@ -1,0 +1,98 @@
+"""Kinds of work: the shipped rows, and one of another package from its entry point to its page."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import Shell
+from steelyard import plugins, tasks
+from steelyard.case.precision import SCORE, TRAIN, presets
+from steelyard.case.question import Question
+from steelyard.errors import RequestError
+from steelyard.report.columns import TableLayout
+from steelyard.tasks import kind as kinds
+
+PACKAGES = Path(__file__).parents[1] / "fixtures" / "packages"
+PACKAGE = PACKAGES / "recite_kind"
+CASE = PACKAGE / "counting.toml"
+RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "recite")
+
+
+@pytest.mark.parametrize("kind", kinds.SHIPPED, ids=lambda kind: kind.name)
+def test_a_row_holds_together(kind: kinds.Kind) -> None:
+    """What a row names exists, and passes that have a meaning are among its passes."""
+    references = [*kind.works.values(), *kind.rules, kind.gate_needs, kind.loop, kind.precisions]
+    assert all(plugins.load(one) is not None for one in references)
+    assert isinstance(plugins.load(kind.columns), TableLayout)
+    named = (kind.headline, kind.judged, kind.required, kind.stepped, kind.initial, kind.bare, kind.bare.values())
+    assert {name for group in named for name in group} <= set(kind.passes)
+
+
+def test_shipped_rows() -> None:
+    assert {name: (row.passes, row.headline) for name, row in kinds.table().items()} == {
+        "score": (("val", "infer", "bare"), ("infer", "val")),
+        "train": (("before", "train", "after"), ("train",)),
+    }
+    assert (kinds.SCORE.forwards, kinds.TRAIN.forwards) == (1, 3)
+    assert [kinds.TRAIN.forwards_of(name) for name in kinds.TRAIN.passes] == [1, 3, 1]
+    assert presets() == {"score": SCORE, "train": TRAIN}
+    assert {task.work for task in tasks.table().values()} == {work for row in kinds.SHIPPED for work in row.works}
+
+
+def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"^no kind of work 'recite'; known: score, train$"):
+        kinds.row("recite")
+    with pytest.raises(ValueError, match="no kind of work 'recite'; known: score, train"):
+        Question.model_validate({"kind": "recite", "task": "mmlu"})
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
+    yield one
+    one.clean()
+
+
+def test_a_kind_of_another_package_runs_and_is_reported(shell: Shell, tmp_path: Path) -> None:
+    done = shell(*RUN, "--out", shell.out)
+    assert done.code == 0, done.err
+    (record,) = shell.records()
+    assert (record["status"], record["reasons"], record["engine"]["name"]) == ("valid", [], "recite")
+    assert (record["case"]["question"]["kind"], record["case"]["question"]["task"]) == ("recite", "counting")
+    assert {sample["pass"] for sample in record["samples"]} == {"recite"}
+    checks = {check["name"] for check in record["checks"]}
+    assert {"recited", "covered_recite", "finite_recite", "drawn_recite", "accounted_recite"} <= checks
+    assert not {"counted_recite", "covered_train"} & checks
+    metrics = record["metrics"]
+    assert (metrics["counted_on"]["value"], metrics["p_recite"]["unit"]) == (1.0, "tokens/s")
+    assert metrics["p_recite"]["value"] == pytest.approx(metrics["tokens_per_device_s"]["value"])
+    assert not {"p_infer_core", "p_val_core", "p_core", "loss", "harness_overhead", "mem_predicted"} & set(metrics)
+
+    checked = shell("verify", shell.out)
+    assert (checked.code, checked.out.split()[0]) == (0, "ok")
+    for lang, title in (("en", "Reciting rate"), ("zh", "背诵速率")):
+        page = shell("report", shell.out, "--format", "html", "--lang", lang)
+        assert page.code == 0, page.err
+        for text in (title, "Texts to continue", "Reciting tool", "tiny-counting"):
+            assert text in page.out, (lang, text)
+    (case,) = json.loads(shell("report", shell.out, "--json").out)["cases"]
+    assert (case["kind"], case["task"]) == ("recite", "counting")
+
+    done = Shell(tmp_path)("verify", shell.out)  # without the package
+    assert (done.code, len(done.lines)) == (2, 1)
+    assert "its question: kind: no kind of work 'recite'; known: score, train" in done.err
+
+
+def test_its_case_is_checked_like_any_other(shell: Shell) -> None:
+    done = shell(*RUN, "--passes", "infer")
+    assert (done.code, done.lines) == (2, ["error: --passes: no pass 'infer'; allowed: recite"])
+    done = shell(*RUN, "--devices", "2", "--parallel", "PP2")
+    assert done.code == 2
+    assert "tiny-counting is a reciting case, which has no pipeline; allowed: PP1" in done.err
+    wrong = shell.folder / "wrong.toml"
+    wrong.write_text(CASE.read_text().replace('kind = "recite"', 'kind = "chant"'))
+    done = shell("run", wrong, "--size", "smoke", "--accelerator", "cpu", "--engine", "recite")
+    assert done.code == 2
+    assert "no kind of work 'chant'; known: score, train, recite" in done.err

@@ -1,0 +1,60 @@
+"""A task of MMLU's size in another package: it brings how its data are read, and no more."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fixtures.commands import Shell
+
+PACKAGES = Path(__file__).parents[1] / "fixtures" / "packages"
+PACKAGE = PACKAGES / "quiz_task"
+RUN = ("run", PACKAGE / "quiz.toml", "--accelerator", "cpu", "--engine", "abacus", "--size", "smoke")
+
+
+def test_the_example_is_short() -> None:
+    lines = [line for path in PACKAGE.rglob("*") if path.suffix != ".pyc" and path.is_file() for line in path.open()]
+    assert len(lines) <= 120
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
+    yield one
+    one.clean()
+
+
+def test_the_example_has_all_that_mmlu_has(shell: Shell) -> None:
+    rows = shell.folder / "rows.txt"
+    rows.write_text("0-9\n")
+    done = shell(*RUN, "--rows", rows, "--out", shell.out)
+    assert done.code == 0, done.err
+    (record,) = shell.records()
+    assert (record["status"], record["case"]["name"], record["data"]["source"]) == ("valid", "tiny-quiz", "made")
+    assert (record["data"]["subjects"], record["data"]["rows"], record["data"]["rows_in_scope"]) == (3, 24, 10)
+    outputs, metrics = record["outputs"], record["metrics"]
+    right = sum(a == b for a, b in zip(outputs["passes"]["infer"]["choices"], outputs["gold"], strict=True))
+    assert metrics["acc_choice"]["value"] == right / 10
+    assert {"acc", "acc_se", "acc_macro", "acc_val", "agreement"} <= set(metrics)
+    checked = shell("verify", shell.out)
+    assert (checked.code, checked.out.split()[0]) == (0, "ok")
+    page = shell("report", shell.out, "--format", "html")
+    assert page.code == 0, page.err
+    assert "Accuracy by subject" in page.out
+
+
+def test_its_own_data(shell: Shell) -> None:
+    path = shell.folder / "quiz.jsonl"
+    row = {"subject": "lakes", "question": "Which?", "choices": ["a", "b", "c", "d"], "answer": "B"}
+    for lines, refusal in (
+        ([{**row, "answer": "E"}], "line 1 is no question; a line is"),
+        ([row, {**row, "choices": ["a"]}], "line 2 is no question; a line is"),
+        ([], "no line in it; a line is"),
+        ([row, row], "subject lakes has 2 questions; 2 are its examples, and one is asked"),
+        ([row, row, row], "no tokenizer found"),
+    ):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        done = shell(*RUN, "--data", path, "--out", shell.out)
+        assert (done.code, len(done.lines)) == (2, 1), done.err
+        assert refusal in done.err
