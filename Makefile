@@ -4,6 +4,7 @@
 # make check  lint, types and all tests, as CI runs it
 # make engines  the tests of engines that live in a virtual environment of their own; a part of make check
 # make browser  the tests of the page in a real browser; a part of make check
+# make docs   the tables of docs/ and README.md that are made from records
 # make screenshots  the pictures of docs/images, anew
 # make long   the tests that take longer than CI may
 # make faults every fault of docs/faults.md, and its table anew
@@ -16,7 +17,7 @@ RECORDS := records/smoke
 # What a file makes once, such as a launch of eight ranks, is made once; files that take longest begin first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test quick check engines engine-megatron engine-paddle browser screenshots long faults hard gpu-test lint types clean
+.PHONY: setup run test quick check engines engine-megatron engine-paddle browser docs screenshots long faults hard gpu-test lint types clean
 
 setup: .venv/ready
 
@@ -76,6 +77,9 @@ engine-paddle: setup .venv-paddle/ready
 # Skipped with the reason (-rs) where there is no browser and none can be installed.
 browser: .venv-browser/ready
 	.venv-browser/bin/python -m pytest $(PARALLEL) -rs tests/browser
+
+docs: setup
+	$(BIN)/python tests/docs_tables.py
 
 screenshots: .venv-browser/ready
 	.venv-browser/bin/python tests/browser/screenshots.py docs/images

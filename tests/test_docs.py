@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+import docs_tables
 from fixtures.engines import with_tokens
 from fixtures.records import RUNS, SPECS
 from steelyard import accelerators, report, tasks
@@ -18,7 +19,6 @@ from steelyard.case import resolve
 from steelyard.cli import check as check_verb
 from steelyard.engine import rows as engine_rows
 from steelyard.metrics import busy, ceilings, compare, fit, table, validity
-from steelyard.metrics import engines as side
 from steelyard.metrics.verify import verify
 from steelyard.record import record
 from steelyard.record.facts import HostState
@@ -208,8 +208,12 @@ def test_anchors_lead_somewhere():
 
 
 def prose(text: str) -> list[str]:
-    """Lines outside of code blocks and tables."""
-    return [line for line in re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines() if line[:1] != "|"]
+    """Return the lines outside of code blocks and tables."""
+    return [
+        line
+        for line in re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+        if line.lstrip()[:1] != "|"
+    ]
 
 
 @pytest.mark.parametrize("name", [*sorted(DOCS), "CHANGELOG.md"])
@@ -232,28 +236,59 @@ NUMBERS = (
 )
 
 
-def test_numbers_in_performance_are_in_records():
-    """Every number that docs/performance.md attributes to a record is in that record, or in what the program says of several
-    that are named together."""
-    by_id = {path.stem[-8:]: record.read(path) for path in RUNS}
-    seen = set()
-    for block in re.findall(r"(?:^\|.*\n)+", DOCS["performance.md"], re.MULTILINE):
-        together = side.groups(by_id[one] for one in re.findall(r"`([0-9a-f]{8})`", block))
-        rows = {frozenset(one.id[:8] for one in row.records): row for group in together for row in group.rows}
-        for line in block.splitlines():
-            named = re.findall(r"`([0-9a-f]{8})`", line)
-            told = [m.value for one in named for m in by_id[one].metrics.values() if m.value is not None]
-            row = rows.get(frozenset(named))
-            if row is not None:
-                seen.add(row.name)
-                told += [
-                    value for one in (row.rate, row.ratio) if one is not None for value in (one.value, *(one.interval or ()))
-                ]
-                told += [] if row.mfu is None else [row.mfu]
-            for pattern, form in NUMBERS if named else ():
-                for text in re.findall(pattern, line):
-                    assert text in {form(value) for value in told}, (line, text)
-    assert seen == {"torch", "transformers", "megatron"}
+def test_numbers_in_the_notebook_are_in_records():
+    """Every number that a table of docs/notebook.md attributes to a record is in that record."""
+    by_id = {path.stem[-8:]: path for path in RUNS}
+    seen = 0
+    for line in re.findall(r"^\|.*$", DOCS["notebook.md"], re.MULTILINE):
+        named = re.findall(r"`([0-9a-f]{8})`", line)
+        metrics = [m for one in named for m in record.read(by_id[one]).metrics.values()]
+        values = [m.value for m in metrics if m.value is not None]
+        for pattern, form in NUMBERS if named else ():
+            for text in re.findall(pattern, line):
+                assert text in {form(value) for value in values}, (line, text)
+                seen += 1
+    assert seen
+
+
+def test_records_that_the_notebook_names_exist():
+    named = set(re.findall(r"`([0-9a-f]{8})`", DOCS["notebook.md"]))
+    assert named <= {path.stem[-8:] for path in (*RUNS, *SPECS)}
+
+
+@pytest.mark.parametrize("path", docs_tables.DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_made_from_their_records(path):
+    """`make docs` writes them."""
+    assert docs_tables.generated(path.read_text()) == path.read_text()
+
+
+def test_every_table_stands_in_one_document():
+    found = [name for text in DOCS.values() for _, name, _ in docs_tables.PART.findall(text)]
+    assert sorted(found) == sorted(docs_tables.TABLES)
+    assert sum(text.count("<!-- begin ") for text in DOCS.values()) == len(found)
+
+
+ROOMS = ROOT / "src/steelyard"
+
+
+def rooms_of_the_readme() -> set[str]:
+    tree = DOCS["README.md"].partition("src/steelyard/\n")[2].partition("```")[0]
+    return set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+
+
+def test_every_room_is_in_the_readme():
+    assert {path.parent.name for path in ROOMS.glob("*/__init__.py")} <= rooms_of_the_readme()
+
+
+def test_files_that_the_design_names_exist():
+    """Paths in backquotes in docs/flow.md and docs/design.md are files of the repository or of the
+    package; the rooms of the README are folders."""
+    named = {"README.md": {f"{room}/" for room in rooms_of_the_readme()}}
+    for name in ("flow.md", "design.md"):
+        named[name] = set(re.findall(r"`([\w/.-]+(?:/|\.(?:py|toml|md|json)))`", DOCS[name]))
+    for name, paths in named.items():
+        absent = [path for path in paths if not (ROOT / path).exists() and not (ROOMS / path).exists()]
+        assert sorted(absent) == [], name
 
 
 def block(name: str, begin: str) -> list[str]:

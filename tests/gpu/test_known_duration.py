@@ -47,11 +47,12 @@ def steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
 
 def test_steps_take_as_long_as_their_kernel(framework: TorchFramework) -> None:
     spun = torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")
-    trace = measure(steps(spun), framework).trace("infer")
+    trace = measure(steps(spun), framework)
+    samples = trace.samples("infer")
     truth = [value * 1e-9 for value in spun.tolist()]
     assert truth == pytest.approx(SPUN_S, rel=0.001)
-    assert [one.end_s - one.start_s for one in trace.samples] == pytest.approx(truth, rel=0.01)
-    assert [one.phases["compute"] for one in trace.samples] == pytest.approx(truth, rel=0.01)
+    assert [one.end_s - one.start_s for one in samples] == pytest.approx(truth, rel=0.01)
+    assert [one.phases["compute"] for one in samples] == pytest.approx(truth, rel=0.01)
     assert trace.wall_s == pytest.approx(sum(truth), rel=0.01)
 
 

@@ -57,7 +57,7 @@ def measured(*ranks: Sequence[float], **changes: Any) -> Record:
     samples = []
     for rank, own in enumerate(ranks):
         host = Host()
-        samples += measure(replica(host, own, slowest), host, clock=host).trace("train", rank).samples
+        samples += measure(replica(host, own, slowest), host, clock=host).samples("train", rank)
     return trained([one.model_dump(mode="json", by_alias=True) for one in samples], len(ranks), **changes)
 
 

@@ -117,7 +117,7 @@ def one_more_rounding(norm: torch.nn.RMSNorm, inputs: tuple[Tensor], out: Tensor
 
 @pytest.mark.parametrize("name", ["gqa", "all"])
 def test_bf16_differs_from_transformers_only_in_norms(name: str, tmp_path: Path) -> None:
-    """Our norms round once, those of the library twice (docs/performance.md). The error against
+    """Our norms round once, those of the library twice (docs/notebook.md). The error against
     fp32 is at most 1.1 times the library's. With the library's norms, less than half of the
     distance to it is left: none on most CPUs, but matmuls may add in another order."""
     shape = SHAPES[name]

@@ -34,7 +34,7 @@ def on(name: str, memory_bytes: int | None, count: int = 1, **told: object) -> t
 @pytest.mark.parametrize(
     ("name", "asked", "wanted"),
     [
-        # The sizes of the best rows of docs/performance.md, where there are such rows.
+        # The sizes of the best rows of docs/results.md, where there are such rows.
         (MMLU, {}, {"batch_tokens": 32768}),
         (MMLU, {"division": "open"}, {"batch_tokens": 32768}),
         (LAMBADA, {}, {"batch_tokens": 16384}),

@@ -1,4 +1,4 @@
-"""A real small model in fp8 beside bf16, emulated: how far its losses and letters are apart. docs/performance.md has the
+"""A real small model in fp8 beside bf16, emulated: how far its losses and letters are apart. docs/results.md has the
 figures of larger samples."""
 
 from pathlib import Path

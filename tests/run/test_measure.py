@@ -61,32 +61,34 @@ def engine(clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0) 
 def test_a_pass_is_timed_to_the_end_of_the_device():
     clock = Clock()
     device = Device(clock)
-    trace = measure(engine(clock, device), device, clock=clock).trace("infer")
+    trace = measure(engine(clock, device), device, clock=clock)
+    samples = trace.samples("infer")
     assert trace.start_at == 100.0
     # 0.25 s until the first copy, then the device is never idle: three times 0.5 + 2 s.
     assert trace.wall_s == 0.25 + 3 * 2.5
-    assert [s.counts["tokens"] for s in trace.samples] == [10, 11, 12]
-    assert [s.end_s for s in trace.samples] == [2.75, 5.25, 7.75]
-    assert [s.start_s for s in trace.samples] == [0.0, 2.75, 5.25]
-    assert [s.phases["compute"] for s in trace.samples] == [2.0, 2.0, 2.0]
-    assert [s.phases["data"] for s in trace.samples] == [0.75, 0.5, 0.5]
-    assert [s.host_end_s for s in trace.samples] == [0.25, 0.5, 0.75]  # the host ran ahead
-    assert [s.values for s in trace.samples] == [{"loss": 1.5}] * 3
+    assert [s.counts["tokens"] for s in samples] == [10, 11, 12]
+    assert [s.end_s for s in samples] == [2.75, 5.25, 7.75]
+    assert [s.start_s for s in samples] == [0.0, 2.75, 5.25]
+    assert [s.phases["compute"] for s in samples] == [2.0, 2.0, 2.0]
+    assert [s.phases["data"] for s in samples] == [0.75, 0.5, 0.5]
+    assert [s.host_end_s for s in samples] == [0.25, 0.5, 0.75]  # the host ran ahead
+    assert [s.values for s in samples] == [{"loss": 1.5}] * 3
 
 
 def test_the_loop_waits_for_the_device_only_at_the_borders():
     clock = Clock()
     device = Device(clock)
-    measure(engine(clock, device, steps=50), device, clock=clock).trace("infer")
+    measure(engine(clock, device, steps=50), device, clock=clock).samples("infer")
     assert device.synchronized == 2
 
 
 def test_work_hidden_behind_the_last_mark_is_in_the_wall_time():
     clock = Clock()
     device = Device(clock)
-    trace = measure(engine(clock, device, hidden_s=10.0), device, clock=clock).trace("infer")
+    trace = measure(engine(clock, device, hidden_s=10.0), device, clock=clock)
+    samples = trace.samples("infer")
     assert trace.wall_s == 17.75
-    assert trace.samples[-1].end_s == 7.75
+    assert samples[-1].end_s == 7.75
 
 
 def test_steps_are_told_as_they_are_queued():
@@ -105,8 +107,9 @@ def test_an_engine_that_marks_no_phases_has_none():
         device.launch(1.0)
         yield Work(COUNTS | {"tokens": 1})
 
-    trace = measure(plain(), device, clock=clock).trace("val", rank=3)
-    (sample,) = trace.samples
+    trace = measure(plain(), device, clock=clock)
+    samples = trace.samples("val", rank=3)
+    (sample,) = samples
     assert (sample.phases, sample.rank, sample.pass_name, sample.end_s) == ({}, 3, "val", 1.0)
 
 
@@ -122,7 +125,7 @@ def test_a_phase_that_comes_twice_in_a_step_adds_up():
             device.launch(time_s)
         yield Work(COUNTS | {"tokens": 1})
 
-    (sample,) = measure(twice(), device, clock=clock).trace("infer").samples
+    (sample,) = measure(twice(), device, clock=clock).samples("infer")
     assert sample.phases == {"data": 1.0, "compute": 3.0}
 
 
@@ -133,7 +136,7 @@ def test_values_that_are_not_finite_become_null():
     def bad() -> Iterator[Phase | Work]:
         yield Work({}, {"loss": float("nan"), "norm": float("inf"), "fine": 2})
 
-    (sample,) = measure(bad(), device, clock=clock).trace("infer").samples
+    (sample,) = measure(bad(), device, clock=clock).samples("infer")
     assert sample.values == {"loss": None, "norm": None, "fine": 2.0}
 
 
@@ -141,7 +144,7 @@ def test_the_bare_loop_does_the_same_work_and_keeps_nothing():
     clock = Clock()
     device = Device(clock)
     trace = bare(engine(clock, device), device, clock)
-    assert (trace.wall_s, trace.samples, device.synchronized) == (7.75, [], 2)
+    assert (trace.wall_s, trace.samples("infer"), device.synchronized) == (7.75, [], 2)
 
 
 def test_an_error_of_the_engine_passes_through():
@@ -152,7 +155,7 @@ def test_an_error_of_the_engine_passes_through():
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        measure(broken(), Device(clock), clock=clock).trace("infer")
+        measure(broken(), Device(clock), clock=clock).samples("infer")
 
 
 def test_budget_parts_add_up_and_time_between_them_is_named():
@@ -206,9 +209,9 @@ def test_work_that_counts_too_little_is_refused():
     """A step without work counts nothing; one that counts, counts all that a formula reads."""
     clock = Clock()
     device = Device(clock)
-    assert measure(iter([Work({})]), device, clock=clock).trace("infer").samples[0].counts == {}
+    assert measure(iter([Work({})]), device, clock=clock).samples("infer")[0].counts == {}
     with pytest.raises(ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"):
-        measure(iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock).trace("infer")
+        measure(iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock).samples("infer")
 
 
 @pytest.mark.parametrize(("kind", "device_s", "cpu_s"), [("device", 2.5, 3.0), ("host", None, 3.0), ("reported", None, None)])
@@ -226,6 +229,7 @@ def test_whose_clock_it_was(kind: str, device_s: float | None, cpu_s: float | No
         yield Work(COUNTS)
 
     busy = iter((1.0, 4.0))
-    trace = measure(work(), Told(clock), clock=clock, busy=lambda: next(busy)).trace("train")
+    trace = measure(work(), Told(clock), clock=clock, busy=lambda: next(busy))
+    samples = trace.samples("train")
     assert (trace.clock, trace.wall_s, trace.device_s, trace.cpu_s) == (kind, 2.5, device_s, cpu_s)
-    assert (trace.samples[0].end_s, trace.samples[0].host_end_s) == (2.5, 2.5)
+    assert (samples[0].end_s, samples[0].host_end_s) == (2.5, 2.5)

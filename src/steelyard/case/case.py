@@ -14,7 +14,7 @@ Size = Literal["smoke", "full"]
 
 AUTO = "auto"  # instead of a number: the largest that fits the devices of a run
 # Tunes that may be auto, with what runs where nothing is known of the devices' memory: one row, and a batch that still keeps
-# matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best on an H200, docs/performance.md).
+# matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best on an H200, docs/notebook.md).
 UNKNOWN_MEMORY = {"micro_batch": 1, "batch_tokens": 8192}
 
 

@@ -1,6 +1,6 @@
 """Tunes that are `auto`: the largest micro-batch and batch that the devices of a run have room for, from shapes alone.
 
-Larger is faster as far as it was measured (docs/performance.md), until there are no more rows in a step, or matmuls have
+Larger is faster as far as it was measured (docs/results.md), until there are no more rows in a step, or matmuls have
 all the work at once that they gain from. What is chosen is a number in the record, like one that was typed.
 """
 

@@ -4,6 +4,7 @@ Any program that reads a `WorkerSpec` and writes a `RankFile` is a worker; `stee
 `steelyard schema rank` print both as JSON Schema.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,19 +100,23 @@ class RankFile(Frozen):
     data: SerializeAsAny[DataFacts] | None = None
 
     def facts(self) -> RankFacts:
-        """What a record keeps of the rank."""
+        """Return what a record states of the rank; what is not known of it is left out."""
         names = ("rank", "device", "status", "identity", "threads", "matmul_flops_per_s", "in_use_bytes", "budget")
         told = {name: getattr(self, name) for name in names}
-        if self.all_reduce_bytes_per_s is not None:
-            told["all_reduce_bytes_per_s"] = self.all_reduce_bytes_per_s
-        if self.clocks:
-            told["clocks"] = self.clocks
-        if self.matmul_flops_per_cpu_s is not None:
-            told["matmul_flops_per_cpu_s"] = self.matmul_flops_per_cpu_s
-        for name in ("matmul_cpu_rates", "matmuls", "beside", "compile_cache"):
+        rates = ("all_reduce_bytes_per_s", "clocks", "matmul_flops_per_cpu_s", "matmul_cpu_rates", "matmuls")
+        for name in (*rates, "beside", "compile_cache"):
             if getattr(self, name):
                 told[name] = getattr(self, name)
         return RankFacts(**told)
+
+
+def plain(what: str, value: Any) -> Any:
+    """Return what an engine states, or raise TypeError if it cannot go into a rank file."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"the engine's {what} are not plain values: {error}") from error
+    return value
 
 
 def of_program(rank_files: dict[int, RankFile], world: int) -> dict[int, RankFile]:

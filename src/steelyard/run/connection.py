@@ -10,8 +10,7 @@ from typing import Any
 
 from steelyard.run import messages
 from steelyard.run.clock import HostClock, Reading, now
-from steelyard.run.messages import HEARTBEAT_S, TO_PARENT, Bye, Hello, MessageError, Ping, Pong, Reached, UnknownError
-from steelyard.schema import Frozen
+from steelyard.run.messages import HEARTBEAT_S, TO_PARENT, Bye, Hello, Message, MessageError, Ping, Pong, Reached, UnknownError
 
 TAIL_LINES = 40
 LINE_BYTES = 4000
@@ -70,7 +69,7 @@ class Connection:
         self._threads[1].join(2.0 if self.process.poll() is not None else 0.2)  # what has ended has said all, once it is read
         return b"".join(tuple(self._said)).decode("utf-8", "replace").strip()
 
-    def send(self, message: Frozen) -> None:
+    def send(self, message: Message) -> None:
         if self.process.stdin is None:
             return
         with contextlib.suppress(OSError, ValueError):  # whoever is gone, or closed, is heard to be gone

@@ -48,19 +48,19 @@ def explain(
     framework.synchronize()
     if profiler is not None:
         profiler.start()
-    marks = measure(_first(items, steps), framework)
+    seen = measure(_first(items, steps), framework)
     if profiler is None:
         return None
     kernels = divide(profiler.stop(trace))  # before samples are made, which is no part of the steps
-    seen = marks.trace(name, rank, count)
-    worked = [sample for sample in seen.samples if sample.counts]
+    samples = seen.samples(name, rank, count)
+    worked = [sample for sample in samples if sample.counts]
     return Profile(
         pass_name=name,
         rank=rank,
         steps=len(worked),
         counts={key: sum(sample.counts.get(key, 0) for sample in worked) for key in worked[0].counts} if worked else {},
         wall_s=seen.wall_s,
-        data_s=sum(sample.phases.get("data", 0.0) for sample in seen.samples),
+        data_s=sum(sample.phases.get("data", 0.0) for sample in samples),
         kernels=[*map(_facts, kernels[:MOST]), *_rest(kernels[MOST:])],
         trace=None if trace is None else trace.name,
     )

@@ -44,21 +44,15 @@ def machine(accelerator: str | None, records: Path) -> Machine:
 
 
 def _row(accelerator: str | None) -> tuple[Accelerator, str | None]:
-    """A driver that does not answer is a finding, and no wrong request."""
-    if accelerator is None:
-        for row in accelerators.table().values():
-            try:
-                if row.find():
-                    return row, None
-            except RequestError as error:
-                return row, str(error)
-        return accelerators.CPU, None
-    row = accelerators.named(accelerator)
-    try:
-        row.find()
-    except RequestError as error:
-        return row, str(error)
-    return row, None
+    """Return the named accelerator, or the first that has devices, and what is wrong with its driver: a driver that does
+    not answer is a finding, and no wrong request."""
+    for row in accelerators.table().values() if accelerator is None else [accelerators.named(accelerator)]:
+        try:
+            if row.find() or accelerator is not None:
+                return row, None
+        except RequestError as error:
+            return row, str(error)
+    return accelerators.CPU, None
 
 
 def others(watch_s: float = WATCH_S) -> Share:

@@ -7,7 +7,7 @@ nothing more to yield and the device is idle, so work hidden behind the last mar
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from steelyard.accelerators.events import Clock, ClockName, Event, Timeline, clock_of
@@ -19,18 +19,6 @@ Count = Callable[[Work], dict[str, int]]
 
 
 @dataclass(frozen=True)
-class Trace:
-    """A measured pass on this rank."""
-
-    start_at: float  # on the clock, not relative
-    wall_s: float
-    samples: list[Sample]
-    device_s: float | None = None  # the wall time on the device's own clock, where that is another than the host's
-    cpu_s: float | None = None  # CPU time of this process, where that did the work
-    clock: ClockName = "host"
-
-
-@dataclass(frozen=True)
 class _Mark:
     item: Phase | Work
     host_s: float
@@ -38,20 +26,20 @@ class _Mark:
 
 
 @dataclass(frozen=True)
-class Marks:
-    """What was seen of a pass. What its steps count is found out afterwards, which takes its time too."""
+class Trace:
+    """A measured pass on this rank, as marks. Its samples are made after it, which takes its time too."""
 
-    start_at: float
+    start_at: float  # on the clock, not relative
     wall_s: float
-    device_s: float | None
-    cpu_s: float | None
-    clock: ClockName
-    first: Event
-    every: list[_Mark]
+    device_s: float | None = None  # the wall time on the device's own clock, where that is another than the host's
+    cpu_s: float | None = None  # CPU time of this process, where that did the work
+    clock: ClockName = "host"
+    first: Event | None = None  # None: nothing was marked
+    marks: list[_Mark] = field(default_factory=list)
 
-    def trace(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> Trace:
-        samples = _samples(name, rank, self.first, self.every, count)
-        return Trace(self.start_at, self.wall_s, samples, self.device_s, self.cpu_s, self.clock)
+    def samples(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> list[Sample]:
+        """Return a sample for each step; `count` says what its work counts."""
+        return [] if self.first is None else _samples(name, rank, self.first, self.marks, count)
 
 
 def measure(
@@ -60,7 +48,7 @@ def measure(
     clock: Clock = now,
     step_done: Callable[[int], None] | None = None,
     busy: Clock | None = None,
-) -> Marks:
+) -> Trace:
     """Run a pass to its end. `busy` is the CPU time used so far."""
     device.synchronize()
     busy_s = None if busy is None else busy()
@@ -80,7 +68,7 @@ def measure(
     whose = clock_of(last)
     device_s = first.elapsed_s(last) if whose == "device" else None
     cpu_s = None if busy is None or busy_s is None or whose == "reported" else busy() - busy_s
-    return Marks(start, wall, device_s, cpu_s, whose, first, marks)
+    return Trace(start, wall, device_s, cpu_s, whose, first, marks)
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:
@@ -90,7 +78,7 @@ def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) ->
     for _ in items:
         pass
     device.synchronize()
-    return Trace(start, clock() - start, [])
+    return Trace(start, clock() - start)
 
 
 def _samples(name: str, rank: int, first: Event, marks: list[_Mark], count: Count) -> list[Sample]:

@@ -61,7 +61,13 @@ class HostSpec(Frozen):
     rendezvous: Rendezvous | None = Field(None, description="None: the only rank")
 
 
-class Open(Frozen):
+class Message(Frozen):
+    """A line of the protocol. `kind` tells which, `token` of which run."""
+
+    token: str
+
+
+class Open(Message):
     """What will be asked of this host, so that it can say whether it can. The session sets `token`, `mark` and `peer`."""
 
     kind: Literal["open"] = "open"
@@ -81,16 +87,15 @@ class Open(Frozen):
     silence_s: float = SILENCE_S
 
 
-class Reach(Frozen):
+class Reach(Message):
     """Connect to this address, where rank 0 will be met."""
 
     kind: Literal["reach"] = "reach"
-    token: str
     address: str
     port: int
 
 
-class Start(Frozen):
+class Start(Message):
     """Start the ranks of this host. The session sets all but `run`, `worker`, `world` and `workers`."""
 
     kind: Literal["start"] = "start"
@@ -107,25 +112,22 @@ class Start(Frozen):
     port: int | None = None
 
 
-class Ping(Frozen):
+class Ping(Message):
     kind: Literal["ping"] = "ping"
-    token: str
     sent_s: float
 
 
-class Stop(Frozen):
+class Stop(Message):
     """End the workers; `stacks`: after each said where it is."""
 
     kind: Literal["stop"] = "stop"
-    token: str
     stacks: bool = False
 
 
-class Sweep(Frozen):
+class Sweep(Message):
     """End what an agent that died left behind."""
 
     kind: Literal["sweep"] = "sweep"
-    token: str
     mark: str
     environment: dict[str, str]
 
@@ -140,9 +142,8 @@ class FoundDevice(Frozen):
     busy: str | None = None
 
 
-class Hello(Frozen):
+class Hello(Message):
     kind: Literal["hello"] = "hello"
-    token: str
     protocol: int
     host: str
     machine: str = Field(description="the same for two names of one machine")
@@ -164,49 +165,40 @@ class Hello(Frozen):
     problem: str | None = Field(None, description="why this host cannot take part, in one line")
 
 
-class Reached(Frozen):
+class Reached(Message):
     kind: Literal["reached"] = "reached"
-    token: str
     problem: str | None
 
 
-class Started(Frozen):
+class Started(Message):
     kind: Literal["started"] = "started"
-    token: str
     pids: list[int]
 
 
-class Pong(Frozen):
+class Pong(Message):
     kind: Literal["pong"] = "pong"
-    token: str
     sent_s: float = Field(description="as the ping said")
     at_s: float = Field(description="this host's clock")
 
 
-class ProgressSaid(Frozen):
+class ProgressSaid(Message, Progress):
     kind: Literal["progress"] = "progress"
-    token: str
-    phase: str
-    done: int
-    total: int
 
 
-class TelemetryRows(Frozen):
+class TelemetryRows(Message):
     """New readings of one device. A longer period than before: every second row so far is to be dropped."""
 
     kind: Literal["telemetry"] = "telemetry"
-    token: str
     device: str
     period_s: float
     severity: dict[str, str]
     columns: dict[str, list[Any]]
 
 
-class LoadSaid(Frozen):
+class LoadSaid(Message):
     """One reading of a host's CPU time, each counted by the kernel since a start of its own."""
 
     kind: Literal["load"] = "load"
-    token: str
     allowed: int = Field(description="cores, by affinity")
     quota: float | None = Field(description="cores that the control group allows; None: no limit")
     t_s: float = Field(description="since the start of the run")
@@ -216,22 +208,20 @@ class LoadSaid(Frozen):
     group_s: float | None = Field(description="of the control group with the quota")
 
 
-class RankSaid(Frozen):
+class RankSaid(Message):
     """A rank file, finished or not; or why there is one that cannot be read."""
 
     kind: Literal["rank"] = "rank"
-    token: str
     rank: int
     sha256: str
     text: str
     problem: str | None = None
 
 
-class WorkerEnded(Frozen):
+class WorkerEnded(Message):
     """A worker exited, or a signal such as SIGSTOP has suspended it for several seconds."""
 
     kind: Literal["exit"] = "exit"
-    token: str
     rank: int
     code: int | None
     time_s: float = Field(description="since the start of the run")
@@ -239,11 +229,10 @@ class WorkerEnded(Frozen):
     oom_kills: int | None = Field(None, description="processes of its control group that the kernel ended for lack of memory")
 
 
-class Bye(Frozen):
+class Bye(Message):
     """The last message."""
 
     kind: Literal["bye"] = "bye"
-    token: str
     exits: dict[int, int | None]
     stderr_tails: dict[int, str]
     stacks: dict[int, str] = Field(default_factory=dict)
@@ -284,7 +273,7 @@ def token() -> str:
     return secrets.token_hex(16)
 
 
-def encode(message: Frozen) -> bytes:
+def encode(message: Message) -> bytes:
     return message.model_dump_json(by_alias=True).encode() + b"\n"
 
 

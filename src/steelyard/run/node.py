@@ -23,6 +23,7 @@ from steelyard.run.host import Host
 from steelyard.run.messages import (
     TO_AGENT,
     Bye,
+    Message,
     MessageError,
     Open,
     Ping,
@@ -37,7 +38,6 @@ from steelyard.run.messages import (
 )
 from steelyard.run.ranks import Ranks
 from steelyard.run.telemetry import Sampler
-from steelyard.schema import Frozen
 
 POLL_S = 0.1
 SEND_S = 1.0  # telemetry is sent so often
@@ -67,7 +67,7 @@ class Voice:
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
-    def say(self, message: Frozen) -> None:
+    def say(self, message: Message) -> None:
         self._lines.put(messages.encode(message))
 
     def _write(self) -> None:

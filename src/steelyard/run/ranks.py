@@ -14,9 +14,19 @@ from steelyard.run import environment, load, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.failure import Failure
 from steelyard.run.host import Host
-from steelyard.run.messages import MARK, Bye, HostSpec, Progress, ProgressSaid, RankSaid, Rendezvous, Start, WorkerEnded
+from steelyard.run.messages import (
+    MARK,
+    Bye,
+    HostSpec,
+    Message,
+    Progress,
+    ProgressSaid,
+    RankSaid,
+    Rendezvous,
+    Start,
+    WorkerEnded,
+)
 from steelyard.run.processes import RunFolder
-from steelyard.schema import Frozen
 
 TAIL_BYTES = 4000
 STACK_BYTES = 32 << 10
@@ -121,7 +131,7 @@ class Ranks:
     def over(self) -> bool:
         return all(one.process.poll() is not None for one in self._workers)
 
-    def news(self) -> Iterator[Frozen]:
+    def news(self) -> Iterator[Message]:
         """What is new since the last call: progress, rank files, and who ended."""
         if self._changed(messages.PROGRESS):
             yield self._progress()
@@ -145,7 +155,7 @@ class Ranks:
             said = Progress.model_validate_json(self._read(messages.PROGRESS, messages.PROGRESS_BYTES))
         except (OSError, ValueError):  # a ValidationError is a ValueError
             said = Progress(phase="unreadable progress", done=0, total=0)
-        return ProgressSaid(token=self._token, phase=said.phase, done=said.done, total=said.total)
+        return ProgressSaid(token=self._token, **said.model_dump())
 
     def _rank_file(self, rank: int) -> RankSaid:
         try:

@@ -65,7 +65,6 @@ def ready(request: Request) -> Ready:
     passes = _passes(request, engine)
     earlier = _resume(request)
     _check_files(request, launcher)
-    _check_weights(request, launcher)
     _check_numbers(request)
     _check_selection(request)
     _check_data(request, launcher)
@@ -205,12 +204,9 @@ def _check_files(request: Request, launcher: Launcher) -> None:
         source = table.of_task(case.question.row.name)
         get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""
         raise RequestError(f"{case.name} at size full needs its data: give their folder with --data{get}, or try --size smoke")
-
-
-def _check_weights(request: Request, launcher: Launcher) -> None:
-    """Weights of another model are named as such before anybody asks whether the case's has room."""
+    # Weights of another model are named as such before anybody asks whether the case's has room.
     if request.weights is not None and not launcher.remote and request.weights.is_dir():
-        request.resolved.case.question.check_weights(request.weights)
+        case.question.check_weights(request.weights)
 
 
 def _check_data(request: Request, launcher: Launcher) -> None:

@@ -5,7 +5,6 @@ It ends when its stdin is closed: then its agent is gone. It imports no framewor
 """
 
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -29,9 +28,9 @@ from steelyard.engine.work import Work
 from steelyard.errors import ExchangeError, RequestError, lacks_memory
 from steelyard.plan import degrees, matmuls
 from steelyard.record.facts import EngineDetails, Weights
-from steelyard.record.record import Window
+from steelyard.record.record import Sample, Window
 from steelyard.run import messages, processes
-from steelyard.run.boundary import RankFile, RankStatus, WorkerSpec
+from steelyard.run.boundary import RankFile, RankStatus, WorkerSpec, plain
 from steelyard.run.calibrate import calibrate, calibrate_after
 from steelyard.run.clock import busy, every, now
 from steelyard.run.explain import explain, steps_of
@@ -200,8 +199,8 @@ class Worker(RankProcess):
         if self.spec.explain:
             self._explain(engine, framework)
         self._add(compile_cache=framework.compile_cache())
-        details = EngineDetails.model_validate(_plain("details", engine.details()))
-        self._add(details=details, weights=Weights(**_plain("weights", dict(engine.weights))))
+        details = EngineDetails.model_validate(plain("details", engine.details()))
+        self._add(details=details, weights=Weights(**plain("weights", dict(engine.weights))))
 
     def _load(self) -> tuple[Framework, Any]:
         """The framework on this rank's device, and what makes the engine."""
@@ -317,14 +316,14 @@ class Worker(RankProcess):
             if name in self.kind.bare:
                 trace = bare(engine.work(name), framework)
             else:
-                measure = plugins.load(self.kind.loop)
-                marks = measure(engine.work(name), framework, step_done=step_done, busy=busy)
+                trace = plugins.load(self.kind.loop)(engine.work(name), framework, step_done=step_done, busy=busy)
         self.tell(name, total, total)
+        samples: list[Sample] = []
         if name not in self.kind.bare:
             with self.budget.part(f"count_{name}"):
-                trace = marks.trace(name, self.rank, partial(self._count, name))
-        self._keep(name, trace, framework)
-        self._draw(name, trace)
+                samples = trace.samples(name, self.rank, partial(self._count, name))
+        self._keep(name, trace, samples, framework)
+        self._draw(name, trace, samples)
         if name not in self.kind.bare and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
             with self.budget.part(f"outputs_{name}"):
                 told = engine.outputs(name)
@@ -355,7 +354,7 @@ class Worker(RankProcess):
         counted = self._counter.of(item.rows, item.prefixes, held_out=name not in self.kind.stepped)
         return counted | {"padded": item.counts.get("padded", 0)}
 
-    def _draw(self, name: str, trace: Trace) -> None:
+    def _draw(self, name: str, trace: Trace, samples: list[Sample]) -> None:
         """What the rows of a pass count, whatever the engine said. Of a pass that is cut short nobody knows which rows."""
         if (
             self._counter is None
@@ -369,10 +368,10 @@ class Worker(RankProcess):
             steps = None
             if name in self.kind.stepped:
                 begin = checkpoints.read(self.spec.resume / checkpoints.STATE, State).step if self.spec.resume else 0
-                steps = range(begin, begin + sum(1 for sample in trace.samples if sample.counts))
+                steps = range(begin, begin + sum(1 for sample in samples if sample.counts))
             self._add(drawn={**self.file.drawn, name: self._counter.wanted(steps)})
 
-    def _keep(self, name: str, trace: Trace, framework: Framework) -> None:
+    def _keep(self, name: str, trace: Trace, samples: list[Sample], framework: Framework) -> None:
         memory = framework.memory()
         window = Window(
             pass_name=name,
@@ -387,18 +386,9 @@ class Worker(RankProcess):
         self._add(
             windows=[*self.file.windows, window],
             in_use_bytes={**self.file.in_use_bytes, name: memory.get("in_use_bytes")},
-            samples=[*self.file.samples, *trace.samples],
+            samples=[*self.file.samples, *samples],
             clock=self.file.clock if name in self.kind.bare else trace.clock,
         )
-
-
-def _plain(what: str, value: Any) -> Any:
-    """What an engine says, if it can go into a file."""
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"the engine's {what} are not plain values: {error}") from error
-    return value
 
 
 if __name__ == "__main__":

@@ -1,0 +1,286 @@
+"""Write the tables of the documentation: `make docs` runs this file.
+
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. docs/tables.toml defines
+each: the records it is made from and its columns. tests/test_docs.py makes every table again and
+compares it with the document.
+"""
+
+import re
+import textwrap
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+from fixtures.records import RUNS, SPECS
+from steelyard import report
+from steelyard.metrics import engines, runs
+from steelyard.record import record, spec
+from steelyard.record.record import Record, Value
+from steelyard.report.document import Block, Cell, Column, Page, Paragraph, Table, TableRow, walk
+from steelyard.report.numbers import UNKNOWN, counted, formed
+from steelyard.report.runs import scope, shown, unit
+from steelyard.report.setting import tuned
+from steelyard.report.spec import SCALES
+from steelyard.report.words import Words
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PART = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+BY_ID = {path.stem[-8:]: path for path in RUNS}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs whose mean a row shows, the runs that it is compared with, and a remark."""
+
+    ids: str
+    base: str = ""
+    remark: str = ""
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return load(self.ids)
+
+
+Show = Callable[[Row], Cell]
+
+
+@cache
+def load(ids: str) -> tuple[Record, ...]:
+    """Read the records whose ids begin like these, separated by spaces."""
+    return tuple(record.read(BY_ID[one]) for one in ids.split())
+
+
+def fact(of: Callable[[Record], str]) -> Show:
+    """Return a column with a fact of the runs; where they differ, each value once."""
+    return lambda row: Cell(", ".join(dict.fromkeys(map(of, row.records))))
+
+
+def values(ids: str, name: str) -> list[float]:
+    """Return the values that a metric has in these records."""
+    found = (runs.metric(one, name) for one in load(ids))
+    return [value for value in found if value is not None]
+
+
+def estimate(ids: str, name: str) -> runs.Estimate:
+    """Return the mean of a metric over runs, with the interval between them if several."""
+    return runs.over_runs([runs.Estimate(value) for value in values(ids, name)])[0]
+
+
+def ends(one: runs.Estimate) -> str:
+    """Return the interval of an estimate as text; empty if it has none."""
+    return " – ".join(formed("number", end) for end in one.interval or ())
+
+
+def metric(name: str) -> Show:
+    """Return a column with a metric: its mean over runs, and of a rate the interval too."""
+
+    def cell(row: Row) -> Cell:
+        if not values(row.ids, name):
+            return Cell(UNKNOWN)
+        mean, of = estimate(row.ids, name), row.records[0].metrics[name].unit
+        return Cell(shown(name, Value(value=mean.value, unit=of)), ends(mean) if "/s" in of else "")
+
+    return cell
+
+
+def ratio(name: str) -> Show:
+    """Return a column with a metric's ratio to that of the runs a row is compared with."""
+
+    def cell(row: Row) -> Cell:
+        one = runs.ratio(estimate(row.ids, name), estimate(row.base, name))
+        return Cell(formed("number", one.value), ends(one))
+
+    return cell
+
+
+def answers(row: Row) -> engines.Answers:
+    """Compare the answers of a run with those of another."""
+    [one], [base] = row.records, load(row.base)
+    return engines.answers(base, one, runs.quality([base]))
+
+
+def other_answers(row: Row) -> Cell:
+    found = answers(row).chosen
+    return Cell(UNKNOWN if found is None else f"{counted(found.other)} of {counted(found.items)}")
+
+
+def losses(row: Row) -> Cell:
+    found = answers(row).loss
+    text = None if found is None else f"{formed('number', found.value)} at step {found.step}"
+    return Cell(text or UNKNOWN)
+
+
+def quality(row: Row) -> Cell:
+    name = runs.quality(load(row.base))
+    own, base = (shown(name, load(ids)[0].metrics[name]) for ids in (row.ids, row.base))
+    return Cell(f"{name} {own}", f"compared with {base}")
+
+
+def status(row: Row) -> Cell:
+    texts = (": ".join([one.status, *(why.code for why in one.reasons)]) for one in row.records)
+    every = Counter(texts)
+    return Cell(", ".join(f"{n} {text}" if len(every) > 1 else text for text, n in every.items()))
+
+
+def seconds(of: Callable[[Record], float]) -> Show:
+    """Return a column with a time: the median over the runs of a row."""
+    return lambda row: Cell(f"{formed('seconds', median(map(of, row.records)))} s")
+
+
+def budget(*parts: str) -> Show:
+    """Return a column with the time of parts of a run, by how their names begin."""
+    return seconds(lambda one: sum(one.budget[p] for p in one.budget if p.startswith(parts)))
+
+
+def headline(one: Record) -> record.Window:
+    """Return the pass that a run's headline rate is measured in."""
+    return next(window for window in one.passes if window.pass_name in ("infer", "train"))
+
+
+COLUMNS: dict[str, Show] = {
+    "case": fact(lambda one: one.case.name),
+    "division": fact(lambda one: one.case.division),
+    "precision": fact(lambda one: one.case.precision),
+    "engine": fact(lambda one: one.engine.name),
+    "settings": fact(tuned),
+    "scope": fact(lambda one: scope(one, Words("en"))),
+    "GPU": fact(lambda one: one.environment.hardware.devices[0].uuid.removeprefix("GPU-")[:4]),
+    "status": status,
+    "remark": lambda row: Cell(row.remark),
+    "records": lambda row: Cell(row.ids.replace(" ", ", ")),
+    "compared with": lambda row: Cell(row.base.replace(" ", ", "), status(Row(row.base)).text),
+    "other settings": lambda row: COLUMNS["settings"](Row(row.base)),
+    "other answers": other_answers,
+    "loss of a step, largest difference": losses,
+    "quality": quality,
+    "pass": seconds(lambda one: headline(one).wall_s),
+    "first step": seconds(lambda one: headline(one).start_s),
+    "warm-up": budget("compile_", "warmup_"),
+    **{part: budget(part) for part in ("agents", "launch", "imports", "weights", "calibrate")},
+}
+
+
+def column(name: str) -> Show:
+    of = name.removeprefix("ratio of ")
+    return COLUMNS.get(name) or (metric(name) if of == name else ratio(of))
+
+
+def markdown(*blocks: Block) -> str:
+    """Return blocks of a page as Markdown."""
+    return report.md(Page("", "en", blocks))
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """Return a table of records."""
+    every = [Row(*row) for row in rows]
+    heads = []
+    for name in columns:
+        known = [one.metrics[name] for row in every for one in row.records if name in one.metrics]
+        measured = bool(known) and name not in COLUMNS
+        measured_in = unit(name, known[0]) if measured else ""
+        heads.append(Column(name, measured_in, "right" if measured else "left"))
+    cells = [TableRow(tuple(column(name)(row) for name in columns)) for row in every]
+    return markdown(Table(tuple(heads), tuple(cells)))
+
+
+def engines_table(ids: str) -> str:
+    """Return the table of engines side by side, and the records that it is made from."""
+    made = report.engines(list(load(ids)))
+    assert made is not None
+    tables = (block for block in walk(made.blocks) if isinstance(block, Table))
+    named = textwrap.fill(f"Records: {ids.replace(' ', ', ')}.", 120)
+    return f"{markdown(*tables)}\n{named}\n"
+
+
+PRINTED: dict[str, Callable[[list[Record]], Page | None]] = {
+    "runs": report.table,
+    "engines": report.engines,
+    "scaling": report.scaling,
+}
+
+
+def printed(ids: str, page: str, columns: int = 80) -> str:
+    """Return what a terminal shows of runs, without the note at its end."""
+    made = PRINTED[page](list(load(ids)))
+    assert made is not None
+    blocks = made.blocks[:-1] if isinstance(made.blocks[-1], Paragraph) else made.blocks
+    return f"```text\n{report.text(Page('', 'en', blocks), columns).strip()}\n```\n"
+
+
+def explain(ids: str) -> str:
+    """Return the waterfall that `steelyard report --explain` prints."""
+    found = walk(report.explain(list(load(ids)), "en").blocks)
+    return markdown(next(block for block in found if isinstance(block, Table)))
+
+
+def ceilings(groups: list[str], names: list[str]) -> str:
+    """Return rows of the record of `steelyard spec`: whole groups, and others by their names."""
+    [path] = SPECS
+    made = spec.read(path)
+    rows = []
+    for bench, one in zip(made.benches, made.ceilings, strict=True):
+        if one.value is not None and (bench.group in groups or bench.name in names):
+            scale, name = SCALES[bench.unit]
+            rate = f"{formed('number', one.value / scale)} {name}"
+            texts = [
+                f"{bench.group}, {bench.name}",
+                bench.precision or "",
+                rate,
+                formed("percent", one.share),
+            ]
+            texts += [formed("number", one.sm_clock_mhz), formed("number", one.power_w)]
+            rows.append(TableRow(tuple(map(Cell, texts))))
+    heads = ("what", "precision", "rate", "of the datasheet", "clock, MHz", "power, W")
+    return markdown(Table(tuple(map(Column, heads)), tuple(rows)))
+
+
+def lines(pattern: str) -> int:
+    """Count lines that are neither empty nor a comment; of a document, those of its Python code."""
+    texts = [path.read_text() for path in ROOT.glob(pattern)]
+    assert texts, pattern
+    if pattern.endswith(".md"):
+        texts = re.findall(r"^```python\n(.*?)^```", texts[0], re.DOTALL | re.MULTILINE)
+    return sum(line.strip()[:1] not in ("", "#") for text in texts for line in text.splitlines())
+
+
+def added(rows: list[list[str]]) -> str:
+    """Return what can be added, with the lines of an example of it."""
+    text = "| you add | it is | entry-point group | example | lines | read |\n"
+    text += "|---|---|---|---|---:|---|\n"
+    for what, noun, group, path, link in rows:
+        named, example = group and f"`steelyard.{group}`", path and f"`{path}`"
+        count = lines(path) if path else ""
+        text += f"| {what} | {noun} | {named} | {example} | {count} | {link} |\n"
+    return text
+
+
+MAKERS: dict[str, Callable[..., str]] = {
+    "table": table,
+    "engines": engines_table,
+    "printed": printed,
+    "explain": explain,
+    "ceilings": ceilings,
+    "added": added,
+}
+TABLES = tomllib.loads((ROOT / "docs/tables.toml").read_text())
+
+
+def make(name: str) -> str:
+    """Make a table of docs/tables.toml."""
+    fields = dict(TABLES[name])
+    return MAKERS[fields.pop("make", "table")](**fields)
+
+
+def generated(text: str) -> str:
+    """Return a document with all its tables made again."""
+    return PART.sub(lambda found: f"{found[1]}{make(found[2])}{found[3]}", text)
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        document.write_text(generated(document.read_text()))
