@@ -111,17 +111,6 @@ class Kept:
         )
 
 
-def collect(sampler: Sampler, host: str) -> list[Series]:
-    """What a sampler has read since it was last asked."""
-    out = []
-    period_s, rows = sampler.take()
-    for source, columns in zip(sampler.sources, rows, strict=True):
-        kept = Kept(host, source.device, dict(source.severity))
-        kept.add(period_s, columns)
-        out.append(kept.series())
-    return out
-
-
 def _largest(a: Any, b: Any) -> Any:
     return max((value for value in (a, b) if value is not None), default=None)
 
