@@ -14,12 +14,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import ValidationError
 
 from fixtures.commands import Shell
 from steelyard import cli
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics.verify import verify
 from steelyard.record import record, sealed
+from steelyard.record.facts import EngineDetails
 from steelyard.record.record import Record, canonical_bytes, file_name, read, seal, to_table, write
 
 FLIPS = 200
@@ -393,3 +395,13 @@ def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run)
             assert code in (0, 1, 2), place
             assert (len(err.splitlines()) == 1 and not out) if code == 2 else (out and not err), place
             assert not (verb == "verify" and code == 0 and table != plain), place
+
+
+def test_details_of_an_engine_are_typed_where_formulas_read_them() -> None:
+    told = {"library": "x 1", "block": "fused", "parameters": 7, "attention": "flash"}
+    details = EngineDetails.model_validate(told)
+    assert (details.block, details.attention, details.exchange) == ("fused", "flash", None)
+    assert list(details.model_dump().items()) == list(told.items())  # in the engine's own order, with what it adds
+    assert EngineDetails().model_dump() == {}
+    with pytest.raises(ValidationError, match="block"):
+        EngineDetails.model_validate({"block": 3})
