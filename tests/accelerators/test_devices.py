@@ -74,13 +74,17 @@ def test_the_sampler_of_cuda(fake: str) -> None:
 import json, os
 from steelyard.accelerators import CUDA
 from steelyard.run.clock import now
-from steelyard.run.telemetry import Sampler, collect
+from steelyard.run.telemetry import Kept, Sampler
 sampler = Sampler(CUDA.sources(CUDA.find()), now())
 os.environ["FAKE_NVML_PROCESSES"] = "3"
 sampler.start()
 os.environ["FAKE_NVML_PROCESSES"] = "4"
 sampler.stop()
-print(json.dumps([one.model_dump(mode="json") for one in collect(sampler, "here", CUDA.severity)]))
+period_s, rows = sampler.take()
+kept = [Kept("here", source.device, dict(CUDA.severity)) for source in sampler.sources]
+for one, columns in zip(kept, rows):
+    one.add(period_s, columns)
+print(json.dumps([one.series().model_dump(mode="json") for one in kept]))
 """
     series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
     assert [(one["device"], one["baseline_processes"]) for one in series] == [("cuda:0", 3), ("cuda:1", 3)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import ValidationError
 
 from fixtures.commands import Shell
 from steelyard import cli
@@ -21,6 +22,7 @@ from steelyard.case import case
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics.verify import verify
 from steelyard.record import record, sealed
+from steelyard.record.facts import EngineDetails
 from steelyard.record.record import Record, canonical_bytes, file_name, read, seal, to_table, write
 
 FLIPS = 200
@@ -402,3 +404,13 @@ def test_a_record_has_the_fields_of_every_kind_of_gate_and_of_published_rows() -
     assert list(record.Published.model_fields) == list(case.Reference.model_fields)
     told = {"source": "a page", "config": "1x1", "published_as": "fp16", "ran_as": "bf16", "values": {}, "more": 1}
     assert record.Published.model_validate(told).model_dump() == told
+
+
+def test_details_of_an_engine_are_typed_where_formulas_read_them() -> None:
+    told = {"library": "x 1", "block": "fused", "parameters": 7, "attention": "flash"}
+    details = EngineDetails.model_validate(told)
+    assert (details.block, details.attention, details.exchange) == ("fused", "flash", None)
+    assert list(details.model_dump().items()) == list(told.items())  # in the engine's own order, with what it adds
+    assert EngineDetails().model_dump() == {}
+    with pytest.raises(ValidationError, match="block"):
+        EngineDetails.model_validate({"block": 3})

@@ -1,5 +1,6 @@
 """What the parent makes of hosts that end or fall silent, without any process."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from steelyard.run import launch
 from steelyard.run.clock import now
+from steelyard.run.failure import Failure
+from steelyard.run.messages import Start
 from steelyard.run.session import Session
 from steelyard.run.site import Site
 
@@ -50,3 +53,20 @@ def test_a_hang_and_a_limit_say_the_seconds_that_were_asked(seconds: float, told
     late = made._late(now() - 2 * seconds, 10 * seconds, seconds)
     assert late is not None
     assert late.text == f"the run took longer than its limit of {told} s, in phase 'start'"
+
+
+def test_on_several_hosts_a_rank_is_named_with_its_host() -> None:
+    made = Session(launch.named("ssh"), Site(hosts=["north", "south"]), 2)
+    assert [made._name(rank, 2) for rank in (1, 3)] == ["rank 1 on north", "rank 3 on south"]
+    assert session()._name(1, 2) == "rank 1"
+
+
+def test_ctrl_c_is_a_failure_once_there_is_a_run_to_record() -> None:
+    def interrupted() -> Start:
+        raise KeyboardInterrupt
+
+    with ExitStack() as undisturbed, pytest.raises(KeyboardInterrupt):
+        session().lead(interrupted, 0.0, 1.0, None, None, undisturbed)
+    with ExitStack() as undisturbed:
+        found = session().lead(interrupted, 0.0, 1.0, None, None, undisturbed, begun=lambda: True)
+    assert found == Failure("interrupted", "interrupted by the user")

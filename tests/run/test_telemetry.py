@@ -17,7 +17,7 @@ from steelyard.metrics import readings
 from steelyard.record.facts import Columns, Series
 from steelyard.run import telemetry
 from steelyard.run.clock import now
-from steelyard.run.telemetry import Kept, Sampler, collect
+from steelyard.run.telemetry import Kept, Sampler
 
 NEVER_S = 3600.0
 
@@ -29,6 +29,17 @@ def ticking(step_s: float = 1.0) -> Callable[[], float]:
 
 def series(**columns: list[Any]) -> Series:
     return Series(device="cuda:0", period_s=0.2, baseline_processes=0, columns=Columns(**columns))
+
+
+def collect(sampler: Sampler, host: str) -> list[Series]:
+    """What a sampler has read since it was last asked."""
+    out = []
+    period_s, rows = sampler.take()
+    for source, columns in zip(sampler.sources, rows, strict=True):
+        kept = Kept(host, source.device, dict(source.severity))
+        kept.add(period_s, columns)
+        out.append(kept.series())
+    return out
 
 
 def plain(one: Series) -> dict[str, Any]:

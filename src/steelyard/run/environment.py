@@ -61,6 +61,7 @@ CONTAINER_FILES = {
 # What it leaves in the names of control groups.
 CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
 
+MOST_BYTES = 64 << 10  # of a file of the system that is read
 PRELOADS = ("LD_AUDIT", "LD_PRELOAD")
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -104,7 +105,7 @@ def package_hash(package: Path = PACKAGE) -> str:
 
 def machine(root: Path = Path("/")) -> str | None:
     """The product name that the firmware gives."""
-    return _text(root / "sys/class/dmi/id/product_name") or None
+    return system_text(root / "sys/class/dmi/id/product_name") or None
 
 
 def container(root: Path = Path("/")) -> str | None:
@@ -112,7 +113,7 @@ def container(root: Path = Path("/")) -> str | None:
     for name, runtime in CONTAINER_FILES.items():
         if (root / name).exists():
             return runtime
-    groups = _text(root / "proc/self/cgroup")
+    groups = system_text(root / "proc/self/cgroup")
     return next((runtime for mark, runtime in CONTAINER_GROUPS.items() if mark in groups), None)
 
 
@@ -179,10 +180,11 @@ def _os_name() -> str:
         return platform.platform()
 
 
-def _text(path: Path) -> str:
-    """A small file of the system, empty where it is absent or not ours to read."""
+def system_text(path: Path) -> str:
+    """Return the text of a small file of the system, empty if it is absent or not ours to read."""
     try:
-        return path.read_text(errors="replace").strip()
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(MOST_BYTES).strip()
     except OSError:
         return ""
 

@@ -38,7 +38,6 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 ROOT = Path("/")
 CPUS, NODES = "sys/devices/system/cpu", "sys/devices/system/node"
 CLOCK_SOURCE = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-MOST_BYTES = 64 << 10  # of a file that is read
 KIB = 1024
 
 
@@ -130,6 +129,7 @@ class Host:
         return made.model_copy(update={"software": Software(**software, agent_python=made.software.python)})
 
     def _devices(self, row: Accelerator) -> list[FoundDevice]:
+        claim = self.claims.claim
         free = row.free(self.found) if self.found else []  # none where something was wrong before they were looked for
         return [
             FoundDevice(
@@ -137,13 +137,10 @@ class Host:
                 uuid=device.uuid,
                 memory_bytes=device.memory_bytes,
                 free_bytes=bytes_,
-                busy=self._claim(row, device) if device in self.used else None,
+                busy=claim(f"device/{device.uuid or f'{row.name}:{device.index}'}") if device in self.used else None,
             )
             for device, bytes_ in zip(self.found, free, strict=True)
         ]
-
-    def _claim(self, row: Accelerator, device: Found) -> str | None:
-        return self.claims.claim(f"device/{device.uuid or f'{row.name}:{device.index}'}")
 
 
 def scrubbed(name: str) -> bool:
@@ -205,7 +202,7 @@ def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) ->
     memory, group = _memory(root), load.tightest_group(root)
     told = {
         "load_1m": _load_1m(root),
-        "cores": _count(_text(root / CPUS / "online")) or os.cpu_count(),
+        "cores": _count(environment.system_text(root / CPUS / "online")) or os.cpu_count(),
         "allowed": len(load.affinity()),
         "quota": None if group is None else group.quota,
         "memory_bytes": memory.get("MemTotal"),
@@ -213,8 +210,8 @@ def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) ->
         "swap_bytes": memory.get("SwapTotal"),
         "swap_used_bytes": _difference(memory.get("SwapTotal"), memory.get("SwapFree")),
         "governors": _governors(root),
-        "clock_source": _text(root / CLOCK_SOURCE) or None,
-        "numa_nodes": _count(_text(root / NODES / "online")) or None,
+        "clock_source": environment.system_text(root / CLOCK_SOURCE) or None,
+        "numa_nodes": _count(environment.system_text(root / NODES / "online")) or None,
         "devices": [DeviceState.model_validate(_known(one)) for one in accelerator.states(found)],
     }
     return HostState.model_validate(_known(told))
@@ -228,7 +225,7 @@ def _known(table: Mapping[str, object]) -> dict[str, object]:
 def _memory(root: Path) -> dict[str, int]:
     """The lines of /proc/meminfo, in bytes."""
     out = {}
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in environment.system_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         with suppress(ValueError, IndexError):
             out[name] = int(value.split()[0]) * KIB
@@ -237,7 +234,7 @@ def _memory(root: Path) -> dict[str, int]:
 
 def _load_1m(root: Path) -> float | None:
     with suppress(ValueError, IndexError):
-        found = float(_text(root / "proc/loadavg").split()[0])
+        found = float(environment.system_text(root / "proc/loadavg").split()[0])
         return found if isfinite(found) else None
     return None
 
@@ -249,7 +246,7 @@ def _difference(whole: int | None, part: int | None) -> int | None:
 def _governors(root: Path) -> list[str] | None:
     """The frequency governors of all cores, each once; None where the kernel has none, as in most virtual machines."""
     policies = sorted((root / CPUS / "cpufreq").glob("policy*/scaling_governor"))
-    names = {_text(path) for path in policies or (root / CPUS).glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    names = {environment.system_text(path) for path in policies or (root / CPUS).glob("cpu[0-9]*/cpufreq/scaling_governor")}
     return sorted(name for name in names if name) or None
 
 
@@ -261,12 +258,3 @@ def _count(ranges: str) -> int:
             first, _, last = part.partition("-")
             count += int(last or first) - int(first) + 1
     return count
-
-
-def _text(path: Path) -> str:
-    """A small file of the system, empty where it is absent or not ours to read."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(MOST_BYTES).strip()
-    except OSError:
-        return ""

@@ -83,7 +83,7 @@ class Run:
                 request.limit_s,
                 watch,
                 undisturbed,
-                begun=self.draft is not None,
+                begun=lambda: self.draft is not None,
             )
         except RequestError as error:
             if self.draft is None or self.stepped_down is None:

@@ -86,29 +86,31 @@ class Session:
         limit_s: float | None,
         watch: Watch | None,
         undisturbed: ExitStack,
-        begun: bool = False,
+        begun: Callable[[], bool] = lambda: False,
     ) -> Failure | None:
         """Lead a run from its first agent to the end of the last, and return why it failed, or None.
 
-        `prepare` opens the session, checks the hosts, and returns what to start. Ctrl-C raises KeyboardInterrupt while
-        nothing was started and the run has not `begun` before, and is a failure afterwards. From the end on, interrupts are
-        ignored until `undisturbed` is closed, so that the record is written.
+        `prepare` opens the session, checks the hosts, and returns what to start. Ctrl-C raises KeyboardInterrupt until
+        it has returned or `begun` says that there is a run to record, and is a failure afterwards. From the end on,
+        interrupts are ignored until `undisturbed` is closed, so that the record is written.
         """
         self._watch = watch
+        start: Start | None = None
+        failure: Failure | None = None
         try:
             start = prepare()
-            begun = True
             failure = self._follow(start, origin_s, hang_s, limit_s)
         except KeyboardInterrupt as error:
-            if not begun:
+            if start is None and not begun():
                 raise
             where = "" if self.progress is None else f", in phase {self.progress.phase!r}"
             failure = Failure("interrupted", f"interrupted by {str(error) or 'the user'}{where}")
         finally:
             undisturbed.enter_context(processes.ignore_interrupts())
             self.stop()
-        if failure is None:
-            failure = find_failure(self.results, start.world, lambda rank: self._name(rank, start.workers))
+        if failure is None and start is not None:
+            workers = start.workers
+            failure = find_failure(self.results, start.world, lambda rank: self._name(rank, workers))
         if not self.results.tail(None if failure is None else failure.rank):
             self.results.agent_output = "\n".join(filter(None, (one.said() for one in self.connections)))
         return failure

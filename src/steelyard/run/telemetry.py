@@ -1,6 +1,6 @@
 """Telemetry: the agent of a host samples its devices while workers run, the parent keeps what is sent."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -109,17 +109,6 @@ class Kept:
             severity=self.severity,
             columns=Columns(**columns),
         )
-
-
-def collect(sampler: Sampler, host: str, severity: Mapping[str, str]) -> list[Series]:
-    """What a sampler has read since it was last asked."""
-    out = []
-    period_s, rows = sampler.take()
-    for source, columns in zip(sampler.sources, rows, strict=True):
-        kept = Kept(host, source.device, dict(severity))
-        kept.add(period_s, columns)
-        out.append(kept.series())
-    return out
 
 
 def _largest(a: Any, b: Any) -> Any:
