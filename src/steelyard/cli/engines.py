@@ -135,6 +135,6 @@ def _dump(done: "list[Record]", left_out: list[LeftOut]) -> None:
 
     told = [group.model_dump(mode="json") for group in groups.engines(done)]
     lost = [asdict(one) for one in left_out]
-    tables = [record.to_table(made) for made in done]
+    tables = [record.printed(made) for made in done]
     engines_told = {"left_out": lost, "groups": told}
     dump({"records": tables, "repeats": repeats.as_json(done), "engines": engines_told}, tell)

@@ -321,7 +321,7 @@ def _run(requests: "list[Request]", output: Output) -> int:
             if interrupted(made):
                 break
     if output.json:
-        dump({"records": [record.to_table(made) for made in done], "repeats": repeats.as_json(done)}, tell)
+        dump({"records": [record.printed(made) for made in done], "repeats": repeats.as_json(done)}, tell)
     else:
         tell(paged(report.table(done), output.wide))
         repeats.show(done, output.wide)
@@ -359,6 +359,7 @@ def carry_out(one: "Ready", output: Output, allocation: "Allocation | None", pla
     """One run, with what a user sees of it; `place` is its number of how many."""
     from rich.console import Console
 
+    from steelyard import words
     from steelyard.cli.progress import Display
     from steelyard.run.parent import run_case
 
@@ -369,7 +370,7 @@ def carry_out(one: "Ready", output: Output, allocation: "Allocation | None", pla
     if not output.silent or (made.status != "valid" and not output.json):
         say(f"{made.status}: {path}")
         for reason in made.reasons:
-            say(f"  {one_line(f'{reason.code}: {reason.text}')}")
+            say(f"  {one_line(f'{reason.code}: {words.text(reason.text)}')}")
     if one.request.sign is not None:
         signed = _sign(path, one.request.sign)
         if not output.silent:

@@ -44,7 +44,7 @@ def spec(
     begin("preparing", output)
     from rich.console import Console
 
-    from steelyard import report
+    from steelyard import report, words
     from steelyard.cli import terminal
     from steelyard.cli.progress import Display
     from steelyard.record import spec as records
@@ -56,13 +56,13 @@ def spec(
         shown = display.show if console.is_terminal else _lines(output.silent)
         made, path = run.to_record(_whole(shown), lambda warning: say(f"warning: {one_line(warning)}"))
     if as_json:
-        dump({"records": [records.to_table(made)]}, tell)
+        dump({"records": [records.printed(made)]}, tell)
     else:
         tell(report.render_spec([made], "text", "en", terminal.columns(wide)))
         if not quiet or made.status != "valid":
             say(f"{made.status}: {path}")
         for reason in made.reasons:
-            say(f"  {one_line(f'{reason.code}: {reason.text}')}")
+            say(f"  {one_line(f'{reason.code}: {words.text(reason.text)}')}")
     return 0 if made.status == "valid" else 1
 
 

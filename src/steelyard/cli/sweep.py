@@ -136,5 +136,5 @@ def _dump(done: list[Done], axes: tuple[Axis, ...], over_devices: bool) -> None:
     keys = {axis.key: [resolve.typed(value) for value in axis.values] for axis in axes}
     scaled = [group.model_dump(mode="json") for group in groups.scaling(records)] if over_devices else []
     told = {"keys": keys, "points": points, "scaling": scaled}
-    tables = [record.to_table(one) for one in records]
+    tables = [record.printed(one) for one in records]
     dump({"records": tables, "repeats": repeats.as_json(_repeated(done)), "sweep": told}, tell)

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from steelyard import files
+from steelyard import files, words
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.ceilings import Group, Unit
 from steelyard.record import sealed
 from steelyard.record.facts import Environment, Number, RankFacts, Series
 from steelyard.record.record import Failure, Reason, Seconds
 from steelyard.schema import Frozen, first_problem
+from steelyard.words import Message
 
 Amount = Annotated[float, Field(ge=1, le=1e30)]
 Calls = Annotated[int, Field(ge=1, le=10**12)]
@@ -71,7 +72,7 @@ class Ceiling(Frozen):
     power_w: float | None = None
     peak: float | None = Field(None, description="the datasheet's rate of this")
     share: float | None = Field(None, description="of that")
-    note: str | None = None
+    note: str | Message | None = None
 
 
 class Limits(Frozen):
@@ -107,6 +108,17 @@ class SpecRecord(Frozen):
 
 def to_table(record: SpecRecord) -> dict[str, Any]:
     return record.model_dump(mode="json", by_alias=True)
+
+
+def printed(record: SpecRecord) -> dict[str, Any]:
+    """Return a record as `--json` prints it."""
+    return to_table(in_english(record))
+
+
+def in_english(record: SpecRecord) -> SpecRecord:
+    """Return a copy with an English sentence in the place of each note."""
+    said = [one.model_copy(update={"note": words.english(one.note)}) for one in record.ceilings]
+    return record.model_copy(update={"ceilings": said})
 
 
 def _hashes(table: dict[str, Any]) -> dict[str, str]:

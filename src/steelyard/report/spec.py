@@ -108,7 +108,7 @@ def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
 
 def _remark(bench: Bench, limits: Limits, say: Words) -> str:
     found = ceilings.remark(bench, limits)
-    return "" if found is None else words.text(found, say.lang)
+    return words.text(found or "", say.lang)
 
 
 def _group(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
