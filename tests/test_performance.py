@@ -9,7 +9,7 @@ from steelyard.metrics import compare, runs
 from steelyard.metrics.waterfall import waterfalls
 from steelyard.record import record, spec
 from steelyard.report.numbers import formed
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 TEXT = (Path(__file__).parent.parent / "docs/performance.md").read_text()
 BY_ID = {path.stem[-8:]: path for path in RUNS}

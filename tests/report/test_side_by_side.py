@@ -12,7 +12,7 @@ from steelyard.report.document import Bars, Contents, Fact, Facts, Fold, Heading
 from steelyard.report.machines import machines, measured
 from steelyard.report.runs import by_case
 from steelyard.report.side_by_side import table
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 EN = Words("en")
 PUBLISHED = {

@@ -9,7 +9,7 @@ from steelyard import report
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Heading, Paragraph, Table, walk
 from steelyard.report.stragglers import section
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 
 def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: int = 100) -> Record:

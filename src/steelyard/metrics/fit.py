@@ -73,7 +73,7 @@ def table(rows: list[Row]) -> list[dict[str, str | None]]:
             "name": words.text(row.name),
             "found": words.text(row.found),
             "level": row.level,
-            "step": words.english(row.step),
+            "step": words.in_english(row.step),
         }
         for row in rows
     ]

@@ -303,7 +303,7 @@ def in_english(record: Record) -> Record:
 
 
 def _noted(one: Noted) -> Noted:
-    return one.model_copy(update={"note": words.english(one.note)})
+    return one.model_copy(update={"note": words.in_english(one.note)})
 
 
 def file_name(record: Record, end: str = "") -> str:

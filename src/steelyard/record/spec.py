@@ -117,7 +117,7 @@ def printed(record: SpecRecord) -> dict[str, Any]:
 
 def in_english(record: SpecRecord) -> SpecRecord:
     """Return a copy with an English sentence in the place of each note."""
-    said = [one.model_copy(update={"note": words.english(one.note)}) for one in record.ceilings]
+    said = [one.model_copy(update={"note": words.in_english(one.note)}) for one in record.ceilings]
     return record.model_copy(update={"ceilings": said})
 
 

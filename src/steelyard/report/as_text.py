@@ -20,7 +20,7 @@ from steelyard.report.document import (
 )
 from steelyard.report.fit import GAP, MAX_CELL, Fitted, fit
 from steelyard.report.plain import clean, lines, pad, width, wrap
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 LINE = 100  # where nobody says how wide the terminal is
 MIN_TEXT = 20  # beside a label that takes the whole line

@@ -26,7 +26,7 @@ from steelyard.report.results import conventions, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, unit, with_unit
 from steelyard.report.setting import data, environment, model, setup, tuned
 from steelyard.report.side_by_side import table as side_by_side
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:

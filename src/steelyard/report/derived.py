@@ -14,8 +14,7 @@ from steelyard.metrics import table, validity
 from steelyard.metrics.result import Result
 from steelyard.metrics.validity import Judgement
 from steelyard.record.record import Reason, Record
-from steelyard.report.words import Words
-from steelyard.words import Message
+from steelyard.words import Message, Words
 
 KEPT = 8  # records whose texts are at hand: a page is made of one after the other
 

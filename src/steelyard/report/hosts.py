@@ -11,7 +11,7 @@ from steelyard.record.facts import HostFacts, RankFacts
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Cell, Column, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _HOST_UNITS = {"clock": "s", "mem": "GiB", "energy": "J"}
 

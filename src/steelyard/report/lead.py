@@ -11,7 +11,7 @@ from steelyard.report.machines import runs as count_runs
 from steelyard.report.numbers import counted, formed
 from steelyard.report.runs import CaseName, Run, accelerator
 from steelyard.report.side_by_side import unit
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 Rows = dict[CaseName, list[Row]]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from steelyard.record.record import Record
 from steelyard.report.document import Fact, Facts, Paragraph
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 

@@ -6,12 +6,11 @@ from steelyard.metrics.table import row as metric_row
 from steelyard.report.document import Block, Cell, Column, Fold, Heading, Table, TableRow
 from steelyard.report.numbers import UNKNOWN
 from steelyard.report.runs import CaseName, Run
-from steelyard.report.settings import SETTINGS
-from steelyard.report.words import Words
 from steelyard.tasks.task import Task
+from steelyard.words import Words
 
 # Settings that are compared, and the phrase that heads their column.
-_SETTINGS = {"parallel": "side.plan", "precision": "side.precision", "division": "side.division", "fix_hp": "side.tune"}
+_SETTINGS = {"precision": "side.precision", "division": "side.division", "parallel": "side.plan", "fix_hp": "side.tune"}
 _RATES = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
 
 
@@ -25,7 +24,7 @@ def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[B
     compared |= {"mfu", "mem", "energy_per_token"}
     known = [name for name in in_order(set(tasks)) if name in compared]
     rest = [name for name in in_order(set(tasks)) if name not in compared]
-    settings = [(*one.words(say.lang), say(_SETTINGS[one.name])) for one in SETTINGS if one.name in _SETTINGS]
+    settings = [(*say.meaning(f"setting.{name}"), say(head)) for name, head in _SETTINGS.items()]
     out: list[Block] = [_table([*settings, *(_words(name, tasks[name], say) for name in known)], say)]
     if rest:
         folded = _table([_words(name, tasks[name], say) for name in rest], say)

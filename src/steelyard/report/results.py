@@ -17,7 +17,7 @@ from steelyard.report.numbers import UNKNOWN, formed, real, spelled
 from steelyard.report.runs import Run, scope, shown, unit
 from steelyard.report.setting import changed, parallel
 from steelyard.report.stages import stages
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _SETTINGS: dict[str, Callable[[Record], str]] = {
     "precision": lambda record: record.case.precision,

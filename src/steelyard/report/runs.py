@@ -14,7 +14,7 @@ from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record, Value
 from steelyard.report.document import Lang, Tone
 from steelyard.report.numbers import UNKNOWN, formed, spelled
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 T = TypeVar("T", bound=Hashable)
 CaseName = tuple[str, ...]  # name, size, what was changed of the question, and what of the case

@@ -11,7 +11,7 @@ from steelyard.report.document import Block, Fact, Facts, Paragraph
 from steelyard.report.identity import FRAMEWORKS
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
 from steelyard.report.runs import Run, distinct, labels
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _DATA = {
     "score": ("source", "rows", "subjects", "tokens", "shortened", "tokenizer", "fingerprint"),

@@ -9,7 +9,7 @@ from steelyard.metrics.stragglers import RankTime, Stragglers, Unknown
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Cell, Column, Paragraph, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 MOST = 16  # rows
 

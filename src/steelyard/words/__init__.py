@@ -6,27 +6,31 @@ Other packages bring the texts of their own codes through the entry-point group 
 
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
+from dataclasses import dataclass
 from math import isclose, isfinite
 from typing import Any, overload
 
 from steelyard import plugins
-from steelyard.words import cases, checks, failures, machine, metrics, notes, units, version_1
+from steelyard.words import chinese, english, version_1
 from steelyard.words.message import LANGS, Lang, Message, Text, Value, Values
 
 __all__ = [
     "GROUP",
     "LANGS",
     "Lang",
+    "Meaning",
     "Message",
     "Text",
     "Value",
     "Values",
+    "Words",
     "all_among",
     "both",
     "case_text",
-    "english",
+    "in_english",
     "items",
+    "meaning",
+    "pair",
     "storable",
     "stored",
     "table",
@@ -35,30 +39,45 @@ __all__ = [
 ]
 
 GROUP = "steelyard.words"
-SHIPPED: dict[str, tuple[str, str]] = {
-    **checks.TABLE,
-    **notes.TABLE,
-    **metrics.TABLE,
-    **machine.TABLE,
-    **failures.TABLE,
-    **units.TABLE,
-}
-_LISTED: dict[Lang, str] = {"en": ", ", "zh": "、"}
+Meaning = tuple[str, str]  # what something is called, and what it means
+SHIPPED = {code: Text(code, english.TEXTS[code], chinese.TEXTS[code]) for code in english.TEXTS}
 WORDINGS = (1, 2, 3)  # 1 and 2 are English sentences, which older records store; from 3 on a record stores messages
 
 
-@cache
-def _shipped() -> dict[str, Text]:
-    return {code: Text(code, *both_languages) for code, both_languages in SHIPPED.items()}
+@dataclass(frozen=True)
+class Words:
+    """The words of a page in its language."""
+
+    lang: Lang
+
+    def __call__(self, code: str, *values: str) -> str:
+        return SHIPPED[code].of(self.lang).format(*values)
+
+    def known(self, code: str, fallback: str) -> str:
+        """Return the words of a code, or the bare name that a record uses where there are none."""
+        return self(code) if code in SHIPPED else fallback
+
+    def meaning(self, code: str) -> Meaning:
+        return meaning(code)[LANGS.index(self.lang)]
+
+
+def pair(code: str) -> tuple[str, str]:
+    """Return a text in English and in Chinese, as rows hold it."""
+    return SHIPPED[code].en, SHIPPED[code].zh
+
+
+def meaning(code: str) -> tuple[Meaning, Meaning]:
+    """Return what a metric, a score or a setting is called and means, in English and in Chinese."""
+    return english.MEANINGS[code], chinese.MEANINGS[code]
 
 
 def table() -> dict[str, Text]:
     """Every text by its code: the shipped ones, and those of other packages."""
-    return plugins.table(list(_shipped().values()), GROUP, Text, "text")
+    return plugins.table(list(SHIPPED.values()), GROUP, Text, "text")
 
 
 def _known(code: str) -> Text | None:
-    return _shipped().get(code) or table().get(code)
+    return SHIPPED.get(code) or table().get(code)
 
 
 def text(said: Message | str, lang: Lang = "en", wording: int = WORDINGS[-1]) -> str:
@@ -78,7 +97,7 @@ def text(said: Message | str, lang: Lang = "en", wording: int = WORDINGS[-1]) ->
     return " ".join(map(str, [said.code, *values.values()]))
 
 
-def english(said: Message | str | None) -> str | None:
+def in_english(said: Message | str | None) -> str | None:
     return None if said is None else text(said)
 
 
@@ -86,7 +105,7 @@ def _shown(value: Value, lang: Lang, wording: int) -> Any:
     if isinstance(value, Message):
         return text(value, lang, wording)
     if isinstance(value, tuple):
-        return _LISTED[lang].join(text(one, lang, wording) for one in value)
+        return SHIPPED["listed"].of(lang).join(text(one, lang, wording) for one in value)
     return value
 
 
@@ -156,4 +175,4 @@ def unit(name: str, lang: Lang) -> str:
 def case_text(told: str, lang: Lang) -> str:
     """A text of a shipped case: its title, what it is about, the source and the note of a published row. Texts of a user's own
     case file stay as they are."""
-    return cases.CHINESE.get(told, told) if lang == "zh" else told
+    return chinese.CASES.get(told, told) if lang == "zh" else told

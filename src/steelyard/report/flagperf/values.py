@@ -12,7 +12,7 @@ from steelyard.report import identity
 from steelyard.report.numbers import UNKNOWN, bare, spelled
 from steelyard.report.setting import changed, parallel
 from steelyard.report.stages import stages
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 DATA = ("source", "rows", "tokens", "fingerprint")
 DEGREES = ("tp", "pp", "dp")

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from steelyard.schema import GrownTable
 from steelyard.tasks.task import Breakdown, Differences, Many, Selected, Tally
+from steelyard.words import pair
 
 LETTERS = "ABCD"
 ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
@@ -203,5 +204,5 @@ def breakdowns(outputs: MmluOutputs) -> list[Breakdown]:
     if not subjects:
         return []
     rows = tuple((subject, *(found[name].get(subject) for name in passes)) for subject in subjects)
-    columns = (("Subject", "学科"), *((name, name) for name in passes))
-    return [Breakdown(("Accuracy by subject", "各学科准确率"), columns, rows)]
+    columns = (pair("breakdown.subject"), *((name, name) for name in passes))
+    return [Breakdown(pair("breakdown.by_subject"), columns, rows)]

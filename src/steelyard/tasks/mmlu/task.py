@@ -3,27 +3,25 @@
 from steelyard.tasks.mmlu import score
 from steelyard.tasks.mmlu.fields import MmluData
 from steelyard.tasks.task import ACCURACY, Score, Task
+from steelyard.words import meaning
 
 SCORES = (
     *ACCURACY,
     Score(
         "acc_choice",
         "choice",
-        ("Accuracy among the choices", "argmax over the four letters only, as the field's common harness does"),
-        ("选项内准确率", "仅在四个选项字母间取 argmax，与常用评测工具一致"),
+        *meaning("mmlu.acc_choice"),
     ),
     Score(
         "acc_choice_val",
         "choice",
-        ("Accuracy among the choices, reference pass", "the same of the reference pass"),
-        ("选项内准确率（验证）", "同上，参考遍"),
+        *meaning("mmlu.acc_choice_val"),
         of="val",
     ),
     Score(
         "acc_macro",
         "macro",
-        ("Accuracy, mean of subjects", "every subject counts the same"),
-        ("学科平均准确率", "各学科权重相同"),
+        *meaning("mmlu.acc_macro"),
     ),
 )
 
