@@ -18,11 +18,11 @@ from steelyard.record import spec
 from steelyard.record.facts import Environment, Weights
 from steelyard.record.record import EngineFacts, Failure, Nothing, Published, Record, Scope
 from steelyard.record.spec import Bench, SpecRecord
-from steelyard.report import groups, identity
+from steelyard.report import groups
 from steelyard.report.columns import layout
 from steelyard.report.groups import EnginesData, RepeatsData, ScalingData
 from steelyard.report.results import published
-from steelyard.report.runs import Run, by_case
+from steelyard.report.runs import Run, by_case, changes, engine_version, framework_version, tuned
 from steelyard.schema import Frozen
 from steelyard.tasks.task import DataFacts
 
@@ -201,14 +201,14 @@ def schema() -> dict[str, Any]:
 
 
 def _summary(record: Record) -> SummaryRow:
-    case, plan, framework = record.case, layout(record.task.kind), identity.framework(record)
-    engine = identity.engine(record)
+    case, plan, framework = record.case, layout(record.task.kind), framework_version(record)
+    engine = engine_version(record)
     names = (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "mem_total", "e2e_time")
     return SummaryRow(
         id=record.id,
         case=case.name,
         size=case.size,
-        changed=identity.changes(record),
+        changed=changes(record),
         division=case.division,
         precision=case.precision,
         scope=record.scope,
@@ -220,7 +220,7 @@ def _summary(record: Record) -> SummaryRow:
         accelerators=record.plan.world,
         nodes=record.plan.nodes,
         plan=str(record.plan),
-        tuned=identity.tuned(record),
+        tuned=tuned(record),
         status=record.status,
         reasons=list(dict.fromkeys(reason.code for reason in record.reasons)),
         evaluated=record.quality.evaluated,
@@ -259,7 +259,7 @@ def _run(run: Run, explain: bool) -> RunData:
             "division": record.case.division,
             "precision": record.case.precision,
             "tune": record.tune.model_dump(mode="json", exclude_unset=True),
-            "tuned": identity.tuned(record),
+            "tuned": tuned(record),
             "metrics": _metrics(record, in_order(set(record.metrics))),
             "explain": _explained(record) if explain else None,
         }

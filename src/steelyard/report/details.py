@@ -5,7 +5,7 @@ from typing import Any
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Quality, Record
-from steelyard.report import charts, derived, hosts, stragglers, waterfall
+from steelyard.report import charts, derived, hosts, waterfall
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
@@ -24,7 +24,7 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("budget", _budget(record, say)),
         ("hosts", hosts.hosts(record, say)),
         ("ranks", hosts.ranks(record, say)),
-        ("stragglers", stragglers.section(record, say)),
+        ("stragglers", hosts.straggler_section(record, say)),
         ("explain", waterfall.section(record, say, whole=False)),
         ("checks", _checks(record, say)),
     )
