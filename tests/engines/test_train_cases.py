@@ -36,7 +36,8 @@ def test_a_loss_that_is_no_number_ends_the_run(shell: Shell) -> None:
     losses = [s["values"]["loss"] for s in steps(found)]
     bad = losses.index(None)
     assert found["status"] == "invalid"
-    assert found["reasons"][0] == {"code": "nan", "text": f"step {bad}: the loss is not finite"}
+    said = {"code": "check.finite_loss.bad", "values": {"step": bad}}
+    assert found["reasons"][0] == {"code": "nan", "text": said}
     assert len(losses) == bad + 1 < 40
     assert found["metrics"]["loss"]["value"] is None
     assert f"nan: step {bad}" in done.err
@@ -50,7 +51,8 @@ def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
     assert losses[0] > 5.0
     assert len(losses) == 1
     [reason] = [one for one in found["reasons"] if one["code"] == "loss_bound"]
-    assert reason["text"] == f"step 0: the loss {losses[0]} exceeds the bound 5.0; the run was stopped"
+    told = {"step": 0, "value": str(losses[0]), "bound": "5.0"}
+    assert reason["text"] == {"code": "check.loss_bound.bad", "values": told}
 
 
 @pytest.fixture

@@ -170,6 +170,6 @@ def test_a_case_file_of_ones_own_with_a_shipped_name(tmp_path: Path, shell: Shel
     path.write_text(re.sub(r"(?ms)^\[gate\]\n.*?\n\n", "", text))
     done = shell("run", path, *SMOKE[2:], "--passes", "val", "--out", shell.out)
     assert done.code == 0, done.err
-    notes = [note for note in shell.records()[0]["notes"] if "case" in note]  # others are about processes beside it
-    assert notes == [f"modified case: differs from the shipped case {CASE} in gate"]
+    notes = [note for note in shell.records()[0]["notes"] if note["code"] == "note.modified"]
+    assert notes == [{"code": "note.modified", "values": {"parts": ["gate"], "case": CASE}}]
     assert "case: modified" in done.out

@@ -17,6 +17,7 @@ from hosts.cluster import Cluster
 from hosts.host import network_of
 from hosts.runs import Runs
 from steelyard.metrics import stragglers, verify
+from steelyard.words import Message
 
 PACKAGES = Path(__file__).parents[1] / "fixtures" / "packages"
 TRAIN = ("llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu")
@@ -121,8 +122,8 @@ def test_a_slow_rank_is_named_with_its_host(runs: Runs) -> None:
     done = runs("run", *TRAIN, *small, "--engine", "slowed", "--nodes", "2", "--steps", "6", **path)
     assert done.code == 0, done.err
     record = verify.read(next(runs.out.glob("*.json")))
-    [note] = [one for one in record.notes if "slow" in one]
-    assert note.startswith("rank 1 on host node2 is slow: ")
+    [note] = [one for one in record.notes if isinstance(one, Message) and one.code == "note.slow"]
+    assert note.values["who"] == Message("slow.rank_at", {"rank": 1, "host": "node2"})
     found = stragglers.find(record)
     assert isinstance(found, stragglers.Stragglers)
     assert (found.rank, found.slow) == (1, True)

@@ -62,37 +62,41 @@ def codes(found: Record) -> list[str]:
     return [reason.code for reason in found.reasons]
 
 
-TEXT = "host here: other processes took {} of the 4 cores of the run, over 10.0 s around the measurement"
+def taken(share: float) -> Message:
+    return Message("busy.taken", {"host": "here", "share": pytest.approx(share), "cores": 4, "time": 10.0})
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "others", "told", "noted", "valid"),
+    ("accelerator", "others", "share", "noted", "valid"),
     [
-        ("cpu", 0.1, "2.5%", False, True),
-        ("cpu", 0.2, "5.0%", True, True),
-        ("cpu", 0.8, "20.0%", True, False),
-        ("cuda", 0.8, "20.0%", False, True),
-        ("cuda", 1.2, "30.0%", True, True),
-        ("cuda", 3.2, "80.0%", True, False),
-        ("another", 3.2, "80.0%", True, False),
+        ("cpu", 0.1, 0.025, False, True),
+        ("cpu", 0.2, 0.05, True, True),
+        ("cpu", 0.8, 0.2, True, False),
+        ("cuda", 0.8, 0.2, False, True),
+        ("cuda", 1.2, 0.3, True, True),
+        ("cuda", 3.2, 0.8, True, False),
+        ("another", 3.2, 0.8, True, False),
     ],
 )
-def test_bounds_of_full_runs(accelerator: str, others: float, told: str, noted: bool, valid: bool) -> None:
+def test_bounds_of_full_runs(accelerator: str, others: float, share: float, noted: bool, valid: bool) -> None:
     found = run(others, accelerator)
     limits = busy.CORES_ARE_THE_DEVICE if accelerator == "cpu" else busy.CORES_SERVE_A_DEVICE
     (check,) = [one for one in found.checks if one.name == "quiet"]
-    limit = f", within the allowed {limits.most:.0%}" if valid else f"; at most {limits.most:.0%} is allowed"
-    assert (check.ok, check.detail) == (valid, f"{TEXT.format(told)}{limit}")
+    code = "check.quiet.ok" if valid else "check.quiet.bad"
+    assert (check.ok, check.detail) == (valid, Message(code, {"taken": taken(share), "most": limits.most}))
     assert ("busy" in codes(found)) is not valid
-    said = f"busy: {TEXT.format(told)}; above {limits.note:.0%} is noted"
-    assert (said in found.notes) is noted
+    assert (Message("note.busy", {"taken": taken(share), "least": limits.note}) in found.notes) is noted
+
+
+def busy_notes(found: Record) -> list[Message | str]:
+    return [note for note in found.notes if isinstance(note, Message) and note.code == "note.busy"]
 
 
 def test_smoke_gets_a_note_alone() -> None:
     found = run(3.8, "cpu", "smoke")
     assert "busy" not in codes(found)
-    assert [note for note in found.notes if note.startswith("busy")] == [f"busy: {TEXT.format('95.0%')}; above 3% is noted"]
-    assert not [note for note in run(0.1, "cpu", "smoke").notes if note.startswith("busy")]
+    assert busy_notes(found) == [Message("note.busy", {"taken": taken(0.95), "least": 0.03})]
+    assert busy_notes(run(0.1, "cpu", "smoke")) == []
 
 
 def test_a_record_of_before_is_not_judged() -> None:
@@ -105,8 +109,7 @@ def test_a_record_of_before_is_not_judged() -> None:
 def test_what_is_unknown_is_said() -> None:
     late = HostFacts(name="here", ranks=[0], load=load(1.0, t_s=[31.0, 32.0, 33.0, 34.0, 35.0, 36.0]))
     found = made(facts=facts(hosts=[late]))
-    said = "host here: use of its cores by other processes is unknown: there is no reading of CPU time before or after it"
-    assert said in found.notes
+    assert Message("note.busy_unknown", {"host": "here", "why": Message("busy.no_reading")}) in found.notes
 
 
 def test_readings_out_of_order_contradict() -> None:

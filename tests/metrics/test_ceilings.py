@@ -10,6 +10,7 @@ from steelyard.errors import RequestError
 from steelyard.metrics import ceilings
 from steelyard.record import sealed, spec
 from steelyard.record.spec import Checked
+from steelyard.words import Message
 
 
 def one(**over):
@@ -34,7 +35,7 @@ def test_what_is_not_steady_says_so():
     times = [1.0] * 6 + [1.0, 0.5] * 3
     found = one(stretches=stretches(*times))
     assert found.value == pytest.approx(6e12 / 4.5, rel=1e-12)
-    assert (found.steady, found.note) == (False, "not steady: the last 5 stretches differ by more than 1%")
+    assert (found.steady, found.note) == (False, Message("ceiling.not_steady", {"last": 5, "within": 0.01}))
     assert found.interval is not None
     assert found.interval[0] < 6e12 / 4.5 < found.interval[1]
 
@@ -48,9 +49,9 @@ def test_the_border_of_steady():
 @pytest.mark.parametrize(
     ("checked", "note"),
     [
-        (Checked(error=0.05, bound=0.04), "its result is wrong: 0.05 from fp64; 0.04 is allowed"),
-        (Checked(error=None, bound=0.04), "its result is not finite"),
-        (Checked(error=-1.0, bound=0.04), "its result is wrong: -1 from fp64; 0.04 is allowed"),
+        (Checked(error=0.05, bound=0.04), Message("ceiling.wrong", {"error": 0.05, "bound": 0.04})),
+        (Checked(error=None, bound=0.04), Message("ceiling.not_finite")),
+        (Checked(error=-1.0, bound=0.04), Message("ceiling.wrong", {"error": -1.0, "bound": 0.04})),
     ],
 )
 def test_a_wrong_result_has_no_rate(checked, note):
@@ -59,9 +60,9 @@ def test_a_wrong_result_has_no_rate(checked, note):
 
 
 def test_what_there_is_not_has_its_reason():
-    assert one(reason="a CPU has no TF32", stretches=[]).note == "a CPU has no TF32"
-    assert one(amount=None).note == "nothing was measured"
-    assert one(stretches=stretches(*[0.0] * 5)).note == "its time was too short for the clock"
+    assert one(reason="a CPU has no TF32", stretches=[]).note == Message("ceiling.text", {"text": "a CPU has no TF32"})
+    assert one(amount=None).note == Message("ceiling.nothing")
+    assert one(stretches=stretches(*[0.0] * 5)).note == Message("ceiling.short")
 
 
 def test_shares_are_of_the_same_thing():
@@ -74,7 +75,7 @@ def test_shares_are_of_the_same_thing():
 
 def test_an_amount_is_no_rate():
     found = one(group="capacity", unit="B", amount=2e9, stretches=[], detail={"how": "allocated"})
-    assert (found.value, found.interval, found.note) == (2e9, None, "allocated")
+    assert (found.value, found.interval, found.note) == (2e9, None, Message("ceiling.text", {"text": "allocated"}))
 
 
 def test_a_rank_without_readings_has_none():

@@ -9,7 +9,7 @@ from steelyard.metrics import energy, table
 from steelyard.metrics.energy import Used, of_device
 from steelyard.record.facts import Columns, Series
 from steelyard.record.record import Record
-from steelyard.words import Message, text
+from steelyard.words import Message
 
 T_S = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 POWER = [100.0, 100.0, 200.0, 400.0, 200.0, 100.0]
@@ -73,7 +73,7 @@ def integrated() -> Series:
 def test_the_note_says_that_it_was_integrated() -> None:
     found = made(facts=facts(telemetry=[integrated()]))
     value = found.metrics["energy"]
-    assert (value.value, value.note) == (600.0, "integrated from 2 power readings of 1 device(s)")
+    assert (value.value, value.note) == (600.0, Message("energy.integrated", {"readings": 2, "devices": 1}))
     assert found.metrics["tokens_per_joule"].value == 1.0
     assert found.metrics["energy_per_token"].note == value.note
 
@@ -81,7 +81,7 @@ def test_the_note_says_that_it_was_integrated() -> None:
 def test_records_of_before_keep_their_formula() -> None:
     found = made(facts=facts(telemetry=[integrated()])).model_copy(update={"formulas": None})
     assert table.derive(found)["energy"].value is None
-    assert table.derive(found)["energy"].note == text(energy.NOTHING)
+    assert table.derive(found)["energy"].note == energy.NOTHING
     counted = made().model_copy(update={"formulas": None})
     assert table.derive(counted)["energy"].value == made().metrics["energy"].value == 600.0
 
@@ -101,4 +101,4 @@ def test_a_device_that_ranks_share_is_counted_once() -> None:
 
 def test_a_rank_whose_device_was_not_read() -> None:
     found = made(rank_file(), rank_file(1), facts=facts(2, telemetry=[series()]))
-    assert found.metrics["energy"].note == "there are no readings of the device of rank 1"
+    assert found.metrics["energy"].note == Message("energy.no_device", {"rank": 1})

@@ -11,6 +11,7 @@ from steelyard.metrics import fit
 from steelyard.metrics.busy import CORES_SERVE_A_DEVICE, Share
 from steelyard.metrics.fit import GIB, Level, Machine, judge
 from steelyard.record.facts import DeviceState, HostFacts, HostState
+from steelyard.record.record import Record
 from steelyard.words import Message, text
 
 DEVICE = {
@@ -207,11 +208,16 @@ def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> Non
     assert all(row.step for row in judge(bad) if row.level in ("warn", "bad"))
 
 
+def settings(found: Record) -> list[Message | str]:
+    return [note for note in found.notes if isinstance(note, Message) and note.code == "note.setting"]
+
+
 def test_a_record_notes_what_was_set_otherwise() -> None:
     states = [DeviceState(**{**DEVICE, "power_limit_w": 400.0, "temperature_c": 99, "processes": 4})]
     told = HostFacts(name="here", ranks=[0], state=HostState(**HOST, devices=states))
     found = made(facts=facts(hosts=[told]))
-    assert "host here: power limit of cuda:0: 400 W; the default is 700 W" in found.notes
-    assert [note for note in found.notes if note.startswith("host here")] == found.notes[1:2]
+    what, limit = {"device": "cuda:0"}, {"limit": 400.0, "default": 700.0}
+    said = {"host": "here", "what": Message("fit.name.power", what), "found": Message("fit.power.limit", limit)}
+    assert settings(found) == [Message("note.setting", said)]
     good = HostFacts(name="here", ranks=[0], state=GOOD.host)
-    assert not [note for note in made(facts=facts(hosts=[good])).notes if note.startswith("host here")]
+    assert settings(made(facts=facts(hosts=[good]))) == []

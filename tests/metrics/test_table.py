@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from steelyard import words
 from steelyard.case import resolve
 from steelyard.metrics import table as metrics
 from steelyard.plan.degrees import Plan
@@ -14,6 +15,7 @@ from steelyard.record.record import Record, Scope
 from steelyard.run import assemble
 from steelyard.run.boundary import RankFile
 from steelyard.run.failure import Failure, RankResults
+from steelyard.words import Message
 
 GIB = 1 << 30
 TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank
@@ -150,7 +152,7 @@ def test_hidden_time_lowers_the_whole_rate_and_is_caught():
     assert value(found, "p_infer_whole") == 600 / 12.0
     assert found.status == "invalid"
     assert {reason.code for reason in found.reasons} == {"unaccounted"}
-    assert "50.0%" in found.reasons[1].text
+    assert found.reasons[1].text.values["share"] == 0.5
 
 
 def test_two_ranks_add_their_work_and_the_slower_one_sets_the_time():
@@ -201,13 +203,16 @@ def test_the_achievable_rate_is_that_of_the_cases_own_shapes():
 def test_without_a_datasheet_row_there_is_no_mfu():
     found = made(facts=facts(peak=None))
     assert value(found, "mfu") is None
-    assert found.metrics["mfu"].note == "this accelerator has no datasheet row"
+    assert found.metrics["mfu"].note == Message("metric.no_peak")
     assert value(found, "mfu_achievable") is not None
 
 
 def test_a_precision_without_a_datasheet_rate_has_no_mfu():
     found = made(resolved=resolved(precision="tf32"))
-    assert (value(found, "mfu"), found.metrics["mfu"].note) == (None, "the datasheet row of chip has no tf32 rate")
+    assert (value(found, "mfu"), found.metrics["mfu"].note) == (
+        None,
+        Message("metric.no_peak_rate", {"row": "chip", "precision": "tf32"}),
+    )
 
 
 def test_memory_and_energy_are_those_of_the_headline_pass():
@@ -227,14 +232,14 @@ def test_a_pass_between_two_readings_has_the_memory_around_it():
     late = series(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])  # the pass is from 30 s to 36 s, a reading every 2 s
     found = made(facts=facts(telemetry=[late]))
     assert value(found, "mem") == 7.0
-    assert found.metrics["mem"].note == "read just before and after the pass, which ended between two readings"
+    assert found.metrics["mem"].note == Message("metric.memory_around")
 
 
 def test_a_device_that_tells_nothing_has_null_with_a_reason():
     found = made(facts=facts(telemetry=[series(memory_bytes=[None] * 5, energy_j=[None] * 5)]))
     assert (value(found, "mem"), value(found, "energy")) == (None, None)
-    assert found.metrics["mem"].note == "there is no memory reading within the pass"
-    assert found.metrics["energy"].note == "device cuda:0: it has neither an energy counter nor power readings"
+    assert found.metrics["mem"].note == Message("metric.no_memory")
+    assert found.metrics["energy"].note == Message("energy.device", {"device": "cuda:0", "why": Message("energy.nothing")})
     assert found.metrics["tokens_per_joule"].note == found.metrics["energy"].note
 
 
@@ -245,7 +250,7 @@ def test_quality_is_worked_out_from_the_answers():
     assert value(found, "acc_se") == pytest.approx((0.25 * 0.75 / 12) ** 0.5)
     assert value(found, "agreement") == 1.0
     assert (found.quality.evaluated, found.quality.value) == (False, 0.25)
-    assert found.quality.note == "the weights are random; the data are not the published set"
+    assert found.quality.note == words.both(Message("quality.random"), Message("quality.other_data"))
 
 
 def real(**answers: Any) -> Record:
@@ -264,17 +269,17 @@ def test_a_changed_question_is_not_judged_and_says_so():
     rank = rank_file()
     rank["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
     found = made(rank, resolved=one)
-    assert found.quality.note == "the question was changed on the command line"
+    assert found.quality.note == Message("quality.changed")
     assert found.notes[-3:] == [
-        "different question: question.data.shots changed on the command line",
-        "different limits: max_interval, gate.within changed on the command line",
-        "modified case: differs from the shipped case llama2-7b-mmlu in gate, max_interval",
+        Message("note.question", {"keys": ("question.data.shots",)}),
+        Message("note.limits", {"keys": ("max_interval", "gate.within")}),
+        Message("note.modified", {"case": "llama2-7b-mmlu", "parts": ("gate", "max_interval")}),
     ]
 
 
 def test_a_sample_of_open_says_that_it_shares_less():
     found = made(resolved=resolved(division="open"), facts=facts(scope=Scope(kind="window", sample=12)))
-    assert found.notes[-1] == "a sample shares fewer tokens than the whole set; its rate is not comparable with a full run"
+    assert found.notes[-1] == Message("note.sample")
 
 
 def test_the_gate_passes_and_fails():
@@ -283,18 +288,20 @@ def test_the_gate_passes_and_fails():
     wrong = real(infer=two_right, val=two_right)
     assert wrong.status == "invalid"
     assert [reason.code for reason in wrong.reasons] == ["quality"]
-    assert wrong.reasons[0].text == "acc is 0.1667, more than 0.01 from the target 0.25"
+    told = {"metric": "acc", "value": 2 / 12, "target": 0.25, "within": 0.01}
+    assert wrong.reasons[0].text == Message("check.gate.bad", told)
 
 
 def test_infer_and_val_must_agree():
     apart = real(val={"best": [9] * 12})
     assert [reason.code for reason in apart.reasons] == ["quality"]
-    assert apart.reasons[0].text == "infer and val differ by 0.2500; at most 0.005 is allowed"
+    assert apart.reasons[0].text == Message("check.gate_agree.bad", {"apart": 0.25, "most": 0.005})
 
 
 def test_a_power_cap_is_a_note_and_a_thermal_slowdown_invalidates():
     assert made().status == "valid"
-    assert "sw_power_cap in 67% of the readings" in made().notes[0]
+    told = {"device": "cuda:0", "reason": "sw_power_cap", "share": 2 / 3}
+    assert made().notes[0] == Message("note.slowdown", told)
     hot = made(facts=facts(telemetry=[series(reasons=[[], [], ["hw_thermal_slowdown"], [], []])]))
     assert [reason.code for reason in hot.reasons] == ["slowdown"]
 
@@ -325,7 +332,8 @@ def test_wrong_counts_are_caught():
     rank = rank_file()
     rank["samples"][0]["counts"]["tokens"] = 101
     found = made(rank)
-    assert [(r.code, r.text) for r in found.reasons] == [("tokens", "val: the samples count 601 tokens; the data have 600")]
+    told = {"pass": "val", "tokens": 601, "wanted": 600}
+    assert [(r.code, r.text) for r in found.reasons] == [("tokens", Message("check.counted.bad", told))]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +353,8 @@ def test_bad_answers_are_caught(table, code):
 def test_a_loss_that_is_not_a_number_is_caught():
     rank = rank_file()
     rank["samples"][7]["values"] = {"loss": None}
-    assert [(r.code, r.text) for r in made(rank).reasons] == [("nan", "infer: step 1 on rank 0 has a value that is not finite")]
+    said = Message("check.finite_values.bad", {"pass": "infer", "step": 1, "rank": 0})
+    assert [(r.code, r.text) for r in made(rank).reasons] == [("nan", said)]
 
 
 def test_a_failed_run_keeps_what_there_is():
@@ -374,7 +383,7 @@ def test_harness_overhead_compares_with_the_bare_pass():
         {"pass": "bare", "rank": 0, "start_s": 40.0, "wall_s": 5.0, "allocated_bytes": 0, "reserved_bytes": 0}
     )
     assert value(made(rank), "harness_overhead") == pytest.approx(0.2)
-    assert made().metrics["harness_overhead"].note == "the bare pass was not requested (--passes infer,bare)"
+    assert made().metrics["harness_overhead"].note == Message("metric.no_bare")
 
 
 def test_padding_is_recorded_and_never_counted():

@@ -7,6 +7,7 @@ import pytest
 
 from fixtures.commands import Shell
 from steelyard.metrics import stragglers, verify
+from steelyard.words import Message
 
 PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "slow_engine"
 RUN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu", "--engine", "slowed", "--devices", "2")
@@ -36,8 +37,8 @@ def test_a_slow_rank_is_named_with_its_cost(shell: Shell) -> None:
     assert other.wait_s is not None
     assert slow.wait_s is not None
     assert other.wait_s - slow.wait_s == pytest.approx(COST_S, rel=0.25)  # what one is late the other waits
-    [note] = [one for one in record.notes if "slow" in one]
-    assert note.startswith("rank 1")
+    [note] = [one for one in record.notes if isinstance(one, Message) and one.code == "note.slow"]
+    assert note.values["who"] == Message("slow.rank", {"rank": 1})
     assert record.metrics["straggler_share"].value == found.share
     page = shell("report", shell.out, "--full")
     assert "Stragglers" in page.out

@@ -8,7 +8,7 @@ from steelyard.report import details
 from steelyard.report.document import Code, Table
 from steelyard.report.hosts import hosts, ranks
 from steelyard.report.runs import Run
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 EN = Words("en")
 

@@ -9,10 +9,10 @@ from steelyard import report
 from steelyard.record.record import Record
 from steelyard.report import bars, plot
 from steelyard.report.document import Bars, Contents, Fact, Facts, Fold, Heading, Link, Panel, Paragraph, Reference, Table
-from steelyard.report.machines import machines, measured
+from steelyard.report.lead import machines, measured
 from steelyard.report.runs import by_case
 from steelyard.report.side_by_side import table
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 EN = Words("en")
 PUBLISHED = {

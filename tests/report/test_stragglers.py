@@ -8,8 +8,8 @@ from fixtures.report import COUNTS, training
 from steelyard import report
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Heading, Paragraph, Table, walk
-from steelyard.report.stragglers import section
-from steelyard.report.words import Words
+from steelyard.report.hosts import straggler_section
+from steelyard.words import Words
 
 
 def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: int = 100) -> Record:
@@ -26,7 +26,7 @@ def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: i
 
 
 def shown(record: Record, lang: Any = "en") -> tuple[str, Table]:
-    sentence, found = section(record, Words(lang))
+    sentence, found = straggler_section(record, Words(lang))
     assert isinstance(sentence, Paragraph)
     assert isinstance(found, Table)
     return sentence.text, found
@@ -86,9 +86,9 @@ def test_of_many_ranks_the_slowest_are_shown():
 
 
 def test_why_nothing_can_be_told():
-    [reason] = section(training(((2.0, 1.0, 1.0),) * 2), Words("en"))
+    [reason] = straggler_section(training(((2.0, 1.0, 1.0),) * 2), Words("en"))
     assert reason == Paragraph("the engine does not mark where ranks wait for one another", "muted")
-    assert section(training(), Words("en")) == []
+    assert straggler_section(training(), Words("en")) == []
 
 
 def headings(blocks: tuple[Block, ...]) -> list[str]:

@@ -4,8 +4,8 @@ import pytest
 
 from fixtures.report import everything, failed, make
 from steelyard import report
+from steelyard.report.as_text import fit
 from steelyard.report.document import Cell, Code, Column, Heading, Page, Paragraph, Priority, Table, TableRow
-from steelyard.report.fit import fit
 from steelyard.report.plain import width
 
 AFTER_RUNS = """\

@@ -6,7 +6,7 @@ from steelyard.metrics.waterfall import Waterfall
 from steelyard.record.profile import KernelFacts
 from steelyard.report.numbers import UNKNOWN
 from steelyard.report.waterfall import _kernel, plain_name
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def test_a_process_that_spins_beside_a_run_is_seen(spinning: "subprocess.Popen[s
     done = shell(*SMOKE, "--out", shell.out)
     assert done.code == 0, done.err
     (found,) = shell.records()
-    assert [note for note in found["notes"] if note.startswith("busy: host localhost: other processes took ")]
+    (busy,) = [note for note in found["notes"] if note["code"] == "note.busy"]
+    assert busy["values"]["taken"]["values"]["host"] == "localhost"
     told = found["hosts"][0]["load"]
     assert told["busy_s"] == sorted(told["busy_s"])
     assert 0 < told["agent_s"][-1] < told["own_s"][-1] < told["busy_s"][-1]

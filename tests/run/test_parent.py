@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Done, Shell, finish, kill_hard, wait_for
+from fixtures.records import sentence
 from steelyard.run.failure import ILLEGAL_HINT
 
 FAULTY = (*SMOKE, "--engine", "faulty")
@@ -33,12 +34,12 @@ def run_faulty(shell: Shell, fault: str, *options: str, **variables: str) -> dic
     record = sole_record(shell, done)
     status = f"{record['status']}: records" if not shell.out.is_absolute() else f"{record['status']}: {shell.out}"
     assert done.lines[0].startswith(status)
-    assert done.lines[1:] == [f"  {reason['code']}: {reason['text']}" for reason in record["reasons"]]
+    assert done.lines[1:] == [f"  {reason['code']}: {sentence(reason['text'])}" for reason in record["reasons"]]
     return record
 
 
 def reason(record: dict[str, Any]) -> tuple[str, str, str]:
-    return record["status"], record["reasons"][0]["code"], record["reasons"][0]["text"]
+    return record["status"], record["reasons"][0]["code"], sentence(record["reasons"][0]["text"])
 
 
 def test_third_party_engine_runs_and_its_children_end(faulty: Shell) -> None:

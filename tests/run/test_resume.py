@@ -14,6 +14,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from fixtures.commands import SMOKE, Done, Shell, finish, kill_hard, wait_for
+from fixtures.records import sentence
 from steelyard.case.request import Request
 from steelyard.case.resolve import Resolved, resolve
 from steelyard.engines.transformers.score import config
@@ -144,7 +145,7 @@ def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Call
     for name in ("loss", "loss_first", "loss_before", "loss_after"):
         assert again["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
     assert len([s for s in again["samples"] if s["pass"] == "train" and s["counts"]]) == STEPS - EVERY
-    assert "resumed from record" in " ".join(again["notes"])
+    assert "resumed from record" in " ".join(map(sentence, again["notes"]))
     assert shell("verify", next((shell.folder / "again").glob("*.json"))).code == 0
 
 
@@ -253,7 +254,8 @@ def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str,
     [again] = records(shell.folder / "again")
     assert (again["restarts"][0]["step"], losses(again)) == (6, losses(unbroken))
     assert again["restarts"][0]["passed_over"] == [checkpoints.name_of(9)]
-    assert f"damaged checkpoints skipped: {checkpoints.name_of(9)}" in again["notes"][-1]
+    assert again["notes"][-1]["code"] == "note.resumed_past"
+    assert again["notes"][-1]["values"]["damaged"] == [checkpoints.name_of(9)]
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from fixtures.commands import SMOKE, Done, Shell
 
 AUTO = (*SMOKE, "--engine", "faulty", "--passes", "infer", "--set", "tune.batch_tokens=auto")
 ERROR = "rank 0: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-NOTE = "the first attempt ran out of memory with batch_tokens=65536 (auto); this is the second, with batch_tokens=32768"
+TRIED = {"tried": ["batch_tokens=65536"], "ran": ["batch_tokens=32768"]}
 NOTE_ZH = "首次尝试以 batch_tokens=65536（auto）运行时内存不足；本结果为第二次尝试，batch_tokens=32768"
 
 
@@ -30,7 +30,7 @@ def test_a_size_that_was_chosen_steps_down_once(faulty: Shell, where: str) -> No
     assert record["tune"]["batch_tokens"] == 32768
     assert record["case"]["origins"]["tune.batch_tokens"] == "auto (command line)"
     assert record["stepped_down"] == {"tune": {"batch_tokens": 65536}, "error": ERROR}
-    assert NOTE in record["notes"]
+    assert {"code": "note.stepped_down", "values": TRIED} in record["notes"]
     assert "warning: out of memory with tune.batch_tokens=65536; once more with tune.batch_tokens=32768\n" in done.err
     parts = record["budget"]
     assert list(parts)[:2] == ["first_attempt", "start"]

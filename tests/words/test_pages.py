@@ -15,7 +15,7 @@ from steelyard import report
 from steelyard.metrics import ceilings
 from steelyard.record import record, spec
 from steelyard.report import derived
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 # Three words and more in a row. What touches a digit, a sign of a path or an equals sign is an identifier.
 ENGLISH = re.compile(r"(?<![\w.=/\\-])[A-Za-z]{2,}(?:[,;:]? [A-Za-z]{2,}){2,}(?![\w=/])")

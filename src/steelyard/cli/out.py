@@ -92,9 +92,11 @@ def say(text: str) -> None:
 
 def say_status(made: "Record | SpecRecord", path: object) -> None:
     """Print on stderr how a run ended, where its record is, and the reasons."""
+    from steelyard import words
+
     say(f"{made.status}: {path}")
     for reason in made.reasons:
-        say(f"  {one_line(f'{reason.code}: {reason.text}')}")
+        say(f"  {one_line(f'{reason.code}: {words.text(reason.text)}')}")
 
 
 def begin(what: str, output: Output) -> None:

@@ -84,7 +84,7 @@ def _after(base: Side, done: list[Record], before: tuple[Field, ...], threshold:
         raise RequestError(f"not the same run: {fields.line(other)}; the new run is kept as record {ids}")
     compared = compare.compare(base, compare.side("reproduced", done), [], threshold)
     if output.json:
-        told: dict[str, Any] = {"records": [record.to_table(made) for made in done], "here": [field(one) for one in before]}
+        told: dict[str, Any] = {"records": [record.printed(made) for made in done], "here": [field(one) for one in before]}
         dump(told | {"remarks": again.remarks(found), "comparison": table(compared)}, tell)
     else:
         tell(paged(report.comparison(compared), output.wide))

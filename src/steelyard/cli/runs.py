@@ -246,7 +246,7 @@ def _finish(
     Return 0 where as many runs as were wanted are valid, otherwise 1."""
     records = [one.record for one in made]
     if output.json:
-        tables = [record.to_table(one) for one in records]
+        tables = [record.printed(one) for one in records]
         dump({"records": tables, "repeats": _tables(groups.repeats(records))} | table(records), tell)
     else:
         show(records)

@@ -56,7 +56,7 @@ def spec(
         shown = display.show if console.is_terminal else _lines(output.silent)
         made, path = run.to_record(_whole(shown), lambda warning: say(f"warning: {one_line(warning)}"))
     if as_json:
-        dump({"records": [records.to_table(made)]}, tell)
+        dump({"records": [records.printed(made)]}, tell)
     else:
         tell(report.render_spec([made], "text", "en", terminal.columns(wide)))
         if not quiet or made.status != "valid":

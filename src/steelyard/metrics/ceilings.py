@@ -8,7 +8,7 @@ from steelyard.metrics import readings, stats
 from steelyard.record import spec
 from steelyard.record.facts import PeakFacts, Series
 from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord, Stretch
-from steelyard.words import Message, english
+from steelyard.words import Message, storable
 
 SHORTEST_S = 1e-9  # no clock tells less
 LEAST = 1.0  # of a datasheet's rate: below, a share of it would be no number
@@ -23,7 +23,8 @@ def derive(record: SpecRecord) -> list[Ceiling]:
 
 
 def _ceiling(bench: Bench, limits: Limits, peak: PeakFacts | None, series: Series | None) -> Ceiling:
-    note = english(remark(bench, limits))
+    said = remark(bench, limits)
+    note = said and storable(said)
     if _why_absent(bench) is not None or bench.amount is None:
         return Ceiling(value=None, note=note)
     if bench.unit == "B":

@@ -69,7 +69,12 @@ def fit(rows: list[Row]) -> bool:
 def table(rows: list[Row]) -> list[dict[str, str | None]]:
     """In English, as `--json` prints it."""
     return [
-        {"name": words.text(row.name), "found": words.text(row.found), "level": row.level, "step": words.english(row.step)}
+        {
+            "name": words.text(row.name),
+            "found": words.text(row.found),
+            "level": row.level,
+            "step": words.in_english(row.step),
+        }
         for row in rows
     ]
 

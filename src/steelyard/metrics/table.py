@@ -36,13 +36,13 @@ def derive(record: Record) -> dict[str, Value]:
 
 
 def values(record: Record, found_by_name: dict[str, Result]) -> dict[str, Value]:
-    """As a record stores them: with their units, and what is said of them in English."""
+    """Return metrics as a record stores them, with their units and notes."""
     units = {metric.name: metric.unit for metric in of_task(record.task)}
     out = {}
     for name, found in found_by_name.items():
         unit = units[name]
         told = unit if isinstance(unit, str) else unit(record)
-        out[name] = Value(value=found.value, unit=told, interval=found.interval, note=words.english(found.note))
+        out[name] = Value(value=found.value, unit=told, interval=found.interval, note=words.stored(found.note, record.wording))
     return out
 
 

@@ -28,12 +28,15 @@ class Judgement:
     unevaluated: Message | None  # why the quality is not evaluated
 
 
-def judge(record: Record, values: dict[str, Value]) -> tuple[list[Check], list[Reason], list[str], Quality]:
-    """Checks, reasons against validity (none: valid), notes and the quality, in English; notes in the record's wording."""
+Notes = list[str | Message]
+
+
+def judge(record: Record, values: dict[str, Value]) -> tuple[list[Check], list[Reason], Notes, Quality]:
+    """Return checks, reasons against validity (none: valid), notes and the quality, as a record of its wording stores them."""
     found = findings(record, values)
-    checks = [Check(name=one.name, ok=one.ok, detail=words.text(one.said)) for one in found.checks]
-    reasons = [Reason(code=code, text=words.text(said)) for code, said in found.reasons]
-    notes = [words.text(one, wording=record.wording or 1) for one in found.notes]
+    checks = [Check(name=one.name, ok=one.ok, detail=words.stored(one.said, record.wording)) for one in found.checks]
+    reasons = [Reason(code=code, text=words.stored(said, record.wording)) for code, said in found.reasons]
+    notes: Notes = [words.stored(one, record.wording) for one in found.notes]
     return checks, reasons, notes, found.quality
 
 
@@ -54,7 +57,8 @@ def quality(record: Record, values: dict[str, Value]) -> Quality:
     """The case's quality, and whether the gate may be applied to it."""
     metric, value = _quality(record, values)
     why = _unevaluated(record, values)
-    return Quality(metric=metric, value=value, gate=record.case.gate, evaluated=why is None, note=words.english(why))
+    note = words.stored(why, record.wording)
+    return Quality(metric=metric, value=value, gate=record.case.gate, evaluated=why is None, note=note)
 
 
 def _quality(record: Record, values: dict[str, Value]) -> tuple[str, float | None]:

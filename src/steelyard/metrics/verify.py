@@ -3,6 +3,7 @@
 from math import isclose
 from pathlib import Path
 
+from steelyard import words
 from steelyard.case import resolve
 from steelyard.case.key import key_of
 from steelyard.case.precision import name_of, presets
@@ -50,7 +51,7 @@ def _wrong(path: Path, found: Record) -> list[str]:
     wrong = record.integrity(path) + _question(found) + _metrics(found, values)
     told, again = _by_name(found.checks), _by_name(checks)
     wrong += [f"check {name!r} does not follow from the samples" for name, every in told.items() if again.get(name) != every]
-    if not set(found.notes) <= set(notes):
+    if not words.all_among(found.notes, notes):
         wrong.append("the notes are not those that follow from the samples")
     if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
         wrong.append(f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}")

@@ -6,11 +6,11 @@ value, which the hash shows, or a different spelling of the same, which `integri
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
-from steelyard import files, tasks
+from steelyard import files, tasks, words
 from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Reference, Tune
 from steelyard.case.question import Question
@@ -24,6 +24,7 @@ from steelyard.record.profile import Profile
 from steelyard.record.sealed import SCHEMA, canonical_bytes
 from steelyard.schema import Frozen, GrownTable, OpenTable, first_problem
 from steelyard.tasks.task import DataFacts, GroupName, RowId, Selected, Task
+from steelyard.words import Message
 
 KEPT = "steelyard-kept-"  # begins the name of a folder that keeps what could not be written where it belongs
 Status = Literal["valid", "invalid", "failed"]
@@ -34,14 +35,14 @@ RAW = "samples"  # the key of what was measured
 LATER_HASHES = ("bytes",)  # which older records do not have
 LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")  # where nothing is known of them
 FORMULAS = 4  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
-WORDING = 2  # the version of the English of its notes: a record is verified by that of its time, 1 where it says nothing
+WORDING = 3  # how texts are stored: 3 as codes and values, 1 (where none is stated) and 2 as the English of their time
 
 
 class Reason(Frozen):
     """Why a run is not valid. Codes are listed in docs/metrics.md."""
 
     code: str
-    text: str
+    text: str | Message = Field(description="a message; of a failed run, what was reported then")
 
 
 class Sample(Frozen):
@@ -139,7 +140,7 @@ class Scope(GrownTable):
 class Check(Frozen):
     name: str
     ok: bool
-    detail: str
+    detail: str | Message
 
 
 class Quality(Frozen):
@@ -147,7 +148,7 @@ class Quality(Frozen):
     value: float | None
     gate: GateFacts | None
     evaluated: bool
-    note: str | None
+    note: str | Message | None
 
 
 class Value(Frozen):
@@ -156,7 +157,10 @@ class Value(Frozen):
     value: float | None
     unit: str
     interval: tuple[float, float] | None = None
-    note: str | None = None
+    note: str | Message | None = None
+
+
+Noted = TypeVar("Noted", Quality, Value)
 
 
 class Failure(Frozen):
@@ -178,14 +182,16 @@ class Record(Frozen):
     formulas: Literal[2, 3, 4] | None = Field(
         None, description="version of the formulas that its metrics follow (docs/records.md); left out where it is 1"
     )
-    wording: Literal[2] | None = Field(
-        None, description="version of the English of its notes (docs/records.md); left out where it is 1"
+    wording: Literal[2, 3] | None = Field(
+        None,
+        description="3: notes, checks and reasons are messages, of a code and values (docs/records.md); 2, or left out: they "
+        "are English sentences",
     )
     id: str
     created: str
     status: Status
     reasons: list[Reason]
-    notes: list[str]
+    notes: list[str | Message]
     case: CaseFacts
     scope: Scope
     tune: Tune
@@ -262,6 +268,27 @@ def to_table(record: Record) -> dict[str, Any]:
         if not table[name]:
             del table[name]
     return table
+
+
+def printed(record: Record) -> dict[str, Any]:
+    """Return a record as `--json` prints it."""
+    return to_table(in_english(record))
+
+
+def in_english(record: Record) -> Record:
+    """Return a copy with an English sentence in the place of each message."""
+    texts = {
+        "reasons": [one.model_copy(update={"text": words.text(one.text)}) for one in record.reasons],
+        "notes": [words.text(one) for one in record.notes],
+        "checks": [one.model_copy(update={"detail": words.text(one.detail)}) for one in record.checks],
+        "quality": _noted(record.quality),
+        "metrics": {name: _noted(one) for name, one in record.metrics.items()},
+    }
+    return record.model_copy(update=texts)
+
+
+def _noted(one: Noted) -> Noted:
+    return one.model_copy(update={"note": words.in_english(one.note)})
 
 
 def file_name(record: Record, end: str = "") -> str:

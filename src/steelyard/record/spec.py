@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from steelyard import words
 from steelyard.errors import RequestError
 from steelyard.plan.ceilings import Group, Unit
 from steelyard.record import sealed
 from steelyard.record.facts import Environment, Number, RankFacts, Series
 from steelyard.record.record import Failure, Reason, Seconds
 from steelyard.schema import Frozen
+from steelyard.words import Message
 
 Amount = Annotated[float, Field(ge=1, le=1e30)]
 Calls = Annotated[int, Field(ge=1, le=10**12)]
@@ -68,7 +70,7 @@ class Ceiling(Frozen):
     power_w: float | None = None
     peak: float | None = Field(None, description="the datasheet's rate of this")
     share: float | None = Field(None, description="of that")
-    note: str | None = None
+    note: str | Message | None = None
 
 
 class Limits(Frozen):
@@ -104,6 +106,17 @@ class SpecRecord(Frozen):
 
 def to_table(record: SpecRecord) -> dict[str, Any]:
     return record.model_dump(mode="json", by_alias=True)
+
+
+def printed(record: SpecRecord) -> dict[str, Any]:
+    """Return a record as `--json` prints it."""
+    return to_table(in_english(record))
+
+
+def in_english(record: SpecRecord) -> SpecRecord:
+    """Return a copy with an English sentence in the place of each note."""
+    said = [one.model_copy(update={"note": words.in_english(one.note)}) for one in record.ceilings]
+    return record.model_copy(update={"ceilings": said})
 
 
 def seal(record: SpecRecord) -> SpecRecord:

@@ -15,9 +15,8 @@ from steelyard.metrics import runs
 from steelyard.metrics.table import in_order, of_task
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report import identity
-from steelyard.report.identity import Version, tuned
 from steelyard.report.plain import clean
+from steelyard.report.runs import Version, changes, engine_version, framework_version, tuned
 
 Field = str | int | float | None
 # What a spreadsheet takes for a formula at the start of a cell, in full width too.
@@ -39,7 +38,7 @@ IDENTITY: dict[str, Callable[[Record], Field]] = {
     "created": lambda record: record.created,
     "case": lambda record: record.case.name,
     "size": lambda record: record.case.size,
-    "changed": lambda record: _several(identity.changes(record)),
+    "changed": lambda record: _several(changes(record)),
     "key": lambda record: record.case.key,
     "division": lambda record: record.case.division,
     "precision": lambda record: record.case.precision,
@@ -49,9 +48,9 @@ IDENTITY: dict[str, Callable[[Record], Field]] = {
     "sample": lambda record: record.scope.sample,
     "steps": lambda record: record.scope.steps,
     "engine": lambda record: record.engine.name,
-    "engine_version": lambda record: _version(identity.engine(record)),
-    "framework": lambda record: None if (found := identity.framework(record)) is None else found.name,
-    "framework_version": lambda record: _version(identity.framework(record)),
+    "engine_version": lambda record: _version(engine_version(record)),
+    "framework": lambda record: None if (found := framework_version(record)) is None else found.name,
+    "framework_version": lambda record: _version(framework_version(record)),
     "accelerator": lambda record: _several(runs.kinds(record)),
     "accelerators": lambda record: record.plan.world,
     "nodes": lambda record: record.plan.nodes,

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from steelyard.report import plot
 from steelyard.report.document import Block, Fold, Page
 from steelyard.report.plain import lines
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 
 def html(page: Page) -> str:

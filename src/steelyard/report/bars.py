@@ -14,7 +14,7 @@ from steelyard.report.results import PublishedRow, published
 from steelyard.report.runs import Run, scope
 from steelyard.report.setting import tuned
 from steelyard.report.side_by_side import MFU_CONVENTIONS, Side, place, published_rate, sides, unit
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 MOST = 10  # rows of a chart; the table has them all
 _ALIKE = 0.1  # values that differ by less of the highest could not be told apart on an axis from 0

@@ -1,5 +1,7 @@
-"""Records to pages: the whole page, comparison first."""
+"""The page of runs: its head, a part for each case with its runs, and what the metrics mean."""
 
+from steelyard.metrics.result import work_name
+from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report import engines, repeats, scaling
@@ -8,6 +10,8 @@ from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import (
     Block,
+    Cell,
+    Column,
     Contents,
     Figure,
     Figures,
@@ -17,16 +21,17 @@ from steelyard.report.document import (
     Link,
     Page,
     Paragraph,
+    Table,
+    TableRow,
 )
-from steelyard.report.lead import summary
-from steelyard.report.machines import machines, measured
-from steelyard.report.meanings import meanings
+from steelyard.report.lead import machines, measured, summary
 from steelyard.report.numbers import UNKNOWN
 from steelyard.report.results import conventions, values
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, unit, with_unit
 from steelyard.report.setting import data, environment, model, setup, tuned
 from steelyard.report.side_by_side import table as side_by_side
-from steelyard.report.words import Words
+from steelyard.tasks.task import Task
+from steelyard.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:
@@ -124,3 +129,36 @@ def _figures(run: Run, say: Words) -> Figures:
 def _unevaluated(record: Record, name: str) -> bool:
     """Whether a quality is there that says nothing, such as that of random weights."""
     return name == record.quality.metric and not record.quality.evaluated and name in record.metrics
+
+
+# Settings that are compared, and the phrase that heads their column.
+_SETTINGS = {"precision": "side.precision", "division": "side.division", "parallel": "side.plan", "fix_hp": "side.tune"}
+_RATES = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
+
+
+def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[Block]:
+    runs = [run for every in cases.values() for run in every]
+    tasks: dict[str, Task] = {}
+    for run in runs:
+        for name in run.record.metrics:
+            tasks.setdefault(name, run.record.task)
+    compared = {_RATES[work_name(run.record)] for run in runs} | {run.record.quality.metric for run in runs}
+    compared |= {"mfu", "mem", "energy_per_token"}
+    known = [name for name in in_order(set(tasks)) if name in compared]
+    rest = [name for name in in_order(set(tasks)) if name not in compared]
+    settings = [(*say.meaning(f"setting.{name}"), say(head)) for name, head in _SETTINGS.items()]
+    out: list[Block] = [_table([*settings, *(_words(name, tasks[name], say) for name in known)], say)]
+    if rest:
+        folded = _table([_words(name, tasks[name], say) for name in rest], say)
+        out.append(Fold(Heading(level, say("page.meanings.rest")), "", "plain", (folded,)))
+    return out
+
+
+def _words(name: str, task: Task, say: Words) -> tuple[str, str, str]:
+    metric = metric_row(name, task=task)
+    return *metric.words(say.lang), metric.index
+
+
+def _table(rows: list[tuple[str, str, str]], say: Words) -> Table:
+    heads = tuple(Column(say(f"metrics.{key}")) for key in ("name", "index", "meaning"))
+    return Table(heads, tuple(TableRow((Cell(title), Cell(index), Cell(text or UNKNOWN))) for title, text, index in rows))

@@ -10,7 +10,7 @@ from steelyard.record.record import Record, Sample
 from steelyard.report.columns import layout
 from steelyard.report.document import Block, Curve, Lines, Point, Share, Stack
 from steelyard.report.numbers import formed, real
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 MAX_POINTS = 400  # more than a page has pixels for
 MAX_SERIES = 8

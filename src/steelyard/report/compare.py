@@ -10,7 +10,7 @@ from steelyard.metrics.table import row as metric_row
 from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Table, TableRow, Tone
 from steelyard.report.engines import apart, of_items
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 EMPTY = Cell(UNKNOWN)
 SHOWN_RECORDS = 5  # of a side, by name; a page is for readers

@@ -3,6 +3,7 @@
 The shape has a version, `schema`. Fields may be added to a version; one that goes or changes its meaning makes a new one.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny
@@ -12,18 +13,40 @@ from steelyard.metrics.table import in_order
 from steelyard.metrics.waterfall import Row, waterfalls
 from steelyard.plan.ceilings import Group, Unit
 from steelyard.plan.degrees import Plan
+from steelyard.record import record as stored
+from steelyard.record import spec
 from steelyard.record.facts import Environment, Weights
-from steelyard.record.record import Check, EngineFacts, Failure, Nothing, Published, Quality, Reason, Record, Scope, Value
-from steelyard.record.spec import Bench, Ceiling, SpecRecord
-from steelyard.report import groups, identity
+from steelyard.record.record import EngineFacts, Failure, Nothing, Published, Record, Scope
+from steelyard.record.spec import Bench, SpecRecord
+from steelyard.report import groups
 from steelyard.report.columns import layout
 from steelyard.report.groups import EnginesData, RepeatsData, ScalingData
 from steelyard.report.results import published
-from steelyard.report.runs import Run, by_case
+from steelyard.report.runs import Run, by_case, changes, engine_version, framework_version, tuned
 from steelyard.schema import Frozen
 from steelyard.tasks.task import DataFacts
 
 VERSION: Literal[1] = 1
+
+
+class Reason(stored.Reason):
+    """Why a run is not valid. Codes are listed in docs/metrics.md."""
+
+    text: str
+
+
+class Check(stored.Check):
+    detail: str
+
+
+class Quality(stored.Quality):
+    note: str | None
+
+
+class Value(stored.Value):
+    """A derived number. Null has its reason in `note`."""
+
+    note: str | None = None
 
 
 class SummaryRow(Frozen):
@@ -104,6 +127,12 @@ class CaseData(Frozen):
     published: list[Published]
 
 
+class Ceiling(spec.Ceiling):
+    """What follows from a bench. Null has its reason in `note`; `steady`: whether its last stretches agree."""
+
+    note: str | None = None
+
+
 class CeilingData(Frozen):
     group: Group
     name: str
@@ -172,14 +201,14 @@ def schema() -> dict[str, Any]:
 
 
 def _summary(record: Record) -> SummaryRow:
-    case, plan, framework = record.case, layout(record.task.kind_row), identity.framework(record)
-    engine = identity.engine(record)
+    case, plan, framework = record.case, layout(record.task.kind_row), framework_version(record)
+    engine = engine_version(record)
     names = (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "mem_total", "e2e_time")
     return SummaryRow(
         id=record.id,
         case=case.name,
         size=case.size,
-        changed=identity.changes(record),
+        changed=changes(record),
         division=case.division,
         precision=case.precision,
         scope=record.scope,
@@ -191,12 +220,17 @@ def _summary(record: Record) -> SummaryRow:
         accelerators=record.plan.world,
         nodes=record.plan.nodes,
         plan=str(record.plan),
-        tuned=identity.tuned(record),
+        tuned=tuned(record),
         status=record.status,
         reasons=list(dict.fromkeys(reason.code for reason in record.reasons)),
         evaluated=record.quality.evaluated,
-        metrics={name: record.metrics[name] for name in names if name in record.metrics},
+        metrics=_metrics(record, [name for name in names if name in record.metrics]),
     )
+
+
+def _metrics(record: Record, names: Iterable[str]) -> dict[str, Value]:
+    every = stored.in_english(record).metrics
+    return {name: Value(**every[name].model_dump()) for name in names}
 
 
 def _case(name: tuple[str, ...], runs: list[Run], explain: bool) -> CaseData:
@@ -215,6 +249,7 @@ def _case(name: tuple[str, ...], runs: list[Run], explain: bool) -> CaseData:
 def _run(run: Run, explain: bool) -> RunData:
     record = run.record
     told = {name: getattr(record, name) for name in RunData.model_fields if name in type(record).model_fields}
+    told |= stored.in_english(record).model_dump(include={"reasons", "notes", "checks", "quality"})
     return RunData(
         **told
         | {
@@ -224,8 +259,8 @@ def _run(run: Run, explain: bool) -> RunData:
             "division": record.case.division,
             "precision": record.case.precision,
             "tune": record.tune.model_dump(mode="json", exclude_unset=True),
-            "tuned": identity.tuned(record),
-            "metrics": {name: record.metrics[name] for name in in_order(set(record.metrics))},
+            "tuned": tuned(record),
+            "metrics": _metrics(record, in_order(set(record.metrics))),
             "explain": _explained(record) if explain else None,
         }
     )
@@ -247,10 +282,12 @@ def _explained(record: Record) -> list[Explained]:
 
 def _spec(record: SpecRecord) -> SpecData:
     told = {name: getattr(record, name) for name in SpecData.model_fields if name != "ceilings"}
-    rows = [_ceiling(bench, ceiling) for bench, ceiling in zip(record.benches, record.ceilings, strict=True)]
+    told |= record.model_dump(include={"reasons"})
+    found = spec.in_english(record).ceilings
+    rows = [_ceiling(bench, ceiling) for bench, ceiling in zip(record.benches, found, strict=True)]
     return SpecData(**told, ceilings=rows)
 
 
-def _ceiling(bench: Bench, ceiling: Ceiling) -> CeilingData:
+def _ceiling(bench: Bench, ceiling: spec.Ceiling) -> CeilingData:
     named = {name: getattr(bench, name) for name in CeilingData.model_fields if name != "ceiling"}
-    return CeilingData(**named, ceiling=ceiling)
+    return CeilingData(**named, ceiling=Ceiling(**ceiling.model_dump()))

@@ -1,8 +1,8 @@
 """What a record says in words, in the language of a page.
 
-A record holds its checks, reasons and notes in English. All of it follows from the samples, so a page derives it again and
-renders it in its own language. What cannot be derived, the failure of a run, has a sentence for its code, and the stored text
-stands beside it as it is.
+A record stores its checks, reasons and notes as codes and values, and an older one as English sentences. All of it follows
+from the samples, so a page derives it again and renders it in its own language. What cannot be derived, the failure of a run,
+has a sentence for its code, and the stored text stands beside it as it is.
 """
 
 from collections import Counter
@@ -14,8 +14,7 @@ from steelyard.metrics import table, validity
 from steelyard.metrics.result import Result
 from steelyard.metrics.validity import Judgement
 from steelyard.record.record import Reason, Record
-from steelyard.report.words import Words
-from steelyard.words import Message
+from steelyard.words import Message, Words
 
 KEPT = 8  # records whose texts are at hand: a page is made of one after the other
 
@@ -42,7 +41,7 @@ class ReasonLine:
 def checks(record: Record, say: Words) -> list[CheckLine]:
     found = _of(record)
     if not found.same_checks:
-        return [CheckLine(one.name, one.ok, one.detail) for one in record.checks]
+        return [CheckLine(one.name, one.ok, words.text(one.detail, say.lang)) for one in record.checks]
     return [CheckLine(one.name, one.ok, words.text(one.said, say.lang)) for one in found.judged.checks]
 
 
@@ -51,7 +50,8 @@ def reasons(record: Record, say: Words) -> list[ReasonLine]:
     first = [failure(one, say) for one in record.reasons[:1]] if record.failure is not None else []
     found = _of(record)
     if not found.same_reasons:
-        return [*first, *(ReasonLine(one.code, one.text) for one in record.reasons[len(first) :])]
+        own = record.reasons[len(first) :]
+        return [*first, *(ReasonLine(one.code, words.text(one.text, say.lang)) for one in own)]
     return [*first, *(ReasonLine(code, words.text(said, say.lang)) for code, said in found.judged.reasons)]
 
 
@@ -59,28 +59,28 @@ def failure(reason: Reason, say: Words) -> ReasonLine:
     """A reason that does not follow from samples: of a run, or of a measurement of a machine."""
     code = f"failure.{reason.code}"
     known = code if code in words.table() else "failure.other"
-    return ReasonLine(reason.code, words.text(Message(known), say.lang), reason.text or None)
+    return ReasonLine(reason.code, words.text(Message(known), say.lang), words.text(reason.text, say.lang) or None)
 
 
 def notes(record: Record, say: Words) -> list[str]:
     found = _of(record)
-    return [words.text(one, say.lang) for one in found.judged.notes] if found.same_notes else list(record.notes)
+    return [words.text(one, say.lang) for one in (found.judged.notes if found.same_notes else record.notes)]
 
 
 def metric_note(record: Record, name: str, say: Words) -> str:
     """The note of a metric; empty where there is none."""
     told, found = record.metrics.get(name), _of(record).results.get(name)
     if found is None or (told is not None and (told.value is None) != (found.value is None)):
-        return (told.note or "") if told is not None else ""
-    return "" if found.note is None else words.text(found.note, say.lang)
+        return words.text(told.note or "", say.lang) if told is not None else ""
+    return words.text(found.note or "", say.lang)
 
 
 def quality_note(record: Record, say: Words) -> str:
     """Why the quality was not evaluated; empty where it was."""
     judged = _of(record).judged
     if judged.quality.evaluated != record.quality.evaluated:
-        return record.quality.note or ""
-    return "" if judged.unevaluated is None else words.text(judged.unevaluated, say.lang)
+        return words.text(record.quality.note or "", say.lang)
+    return words.text(judged.unevaluated or "", say.lang)
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ def _derived(same: _Same) -> _Derived:
     told = [(one.name, one.ok) for one in record.checks]
     again = [(one.name, one.ok) for one in judged.checks]
     own = record.reasons[1:] if record.failure is not None else record.reasons
-    said = {words.text(one, wording=record.wording or 1) for one in judged.notes}
+    notes = [words.stored(one, record.wording) for one in judged.notes]
     return _Derived(
         judged=judged,
         results=results,
         same_checks=not Counter(told) - Counter(again),
         same_reasons=[one.code for one in own] == [code for code, _ in judged.reasons],
-        same_notes=set(record.notes) <= said,
+        same_notes=words.all_among(record.notes, notes),
     )

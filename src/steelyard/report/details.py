@@ -5,12 +5,11 @@ from typing import Any
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Quality, Record
-from steelyard.report import charts, derived, hosts, stragglers, waterfall
+from steelyard.report import charts, derived, hosts, waterfall
 from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
-from steelyard.report.words import Words
-from steelyard.words import LANGS
+from steelyard.words import LANGS, Words
 
 IDS = 40  # that a page shows of a scope's
 
@@ -25,7 +24,7 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
         ("budget", _budget(record, say)),
         ("hosts", hosts.hosts(record, say)),
         ("ranks", hosts.ranks(record, say)),
-        ("stragglers", stragglers.section(record, say)),
+        ("stragglers", hosts.straggler_section(record, say)),
         ("explain", waterfall.section(record, say, whole=False)),
         ("checks", _checks(record, say)),
     )
@@ -80,11 +79,11 @@ def _failure(record: Record, say: Words) -> list[Block]:
     if failure is None:
         return []
     known = (("rank", failure.rank), ("host", failure.host), ("exit", failure.exit_code), ("error", failure.error))
-    out: list[Block] = [Facts(tuple(Fact(say(f"failure.{key}"), spelled(value)) for key, value in known))]
+    out: list[Block] = [Facts(tuple(Fact(say(f"failed_run.{key}"), spelled(value)) for key, value in known))]
     if failure.stderr_tail.strip():
-        out += [Paragraph(say("failure.stderr"), "muted"), Code(failure.stderr_tail)]
+        out += [Paragraph(say("failed_run.stderr"), "muted"), Code(failure.stderr_tail)]
     for rank, stack in sorted(failure.stacks.items()):
-        out += [Paragraph(say("failure.stack", counted(rank)), "muted"), Code(stack)]
+        out += [Paragraph(say("failed_run.stack", counted(rank)), "muted"), Code(stack)]
     return out
 
 

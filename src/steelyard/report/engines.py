@@ -12,8 +12,8 @@ from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, 
 from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import Run, by_case, labels, scope, unit
 from steelyard.report.setting import parallel
-from steelyard.report.words import Words
 from steelyard.tasks.task import Differences
+from steelyard.words import Words
 
 EMPTY = Cell(UNKNOWN)
 

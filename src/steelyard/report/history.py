@@ -20,7 +20,7 @@ from steelyard.report.document import (
 )
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 REVISION = 12  # characters of one
 _PRIORITY: dict[str, Priority] = {

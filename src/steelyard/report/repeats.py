@@ -9,7 +9,7 @@ from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, 
 from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import Run, by_case, labels, scope
 from steelyard.report.setting import parallel
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _COLUMNS = ("metric", "runs", "mean", "interval", "source", "deviation", "lowest", "highest")
 _TEXT = ("metric", "source")

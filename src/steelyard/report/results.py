@@ -14,10 +14,9 @@ from steelyard.record.record import Published, Record
 from steelyard.report.columns import Field, layout
 from steelyard.report.document import Cell, Column, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, formed, real, spelled
-from steelyard.report.runs import Run, scope, shown, unit
+from steelyard.report.runs import Run, scope, shown, stages, unit
 from steelyard.report.setting import changed, parallel
-from steelyard.report.stages import stages
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _SETTINGS: dict[str, Callable[[Record], str]] = {
     "precision": lambda record: record.case.precision,

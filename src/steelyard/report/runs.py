@@ -1,4 +1,4 @@
-"""Records as a page sees them: numbered within their case, with the cells that several tables share."""
+"""Records as a page sees them: what ran, numbered within its case, with the cells that several tables share."""
 
 import re
 from collections import Counter
@@ -8,13 +8,16 @@ from typing import Any, TypeVar
 
 from steelyard import words
 from steelyard.case.resolve import changed_question
+from steelyard.metrics.rates import rank_mem
 from steelyard.metrics.runs import kinds
 from steelyard.metrics.shipped import apart
+from steelyard.metrics.spans import headline, windows
 from steelyard.metrics.table import row as metric_row
+from steelyard.plan import degrees
 from steelyard.record.record import Record, Value
 from steelyard.report.document import Lang, Tone
 from steelyard.report.numbers import UNKNOWN, formed, spelled
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 T = TypeVar("T", bound=Hashable)
 CaseName = tuple[str, ...]  # name, size, what was changed of the question, and what of the case
@@ -125,3 +128,55 @@ def unit(name: str, value: Value | None, lang: Lang = "en") -> str:
 def with_unit(name: str, value: Value | None, lang: Lang = "en") -> str:
     text = shown(name, value)
     return text if text == UNKNOWN else f"{text} {unit(name, value, lang)}".rstrip()
+
+
+# Packages that are the framework of an engine, best known name first; the others are dependent software.
+FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", "mindspore")
+
+
+@dataclass(frozen=True)
+class Version:
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.version}"
+
+
+def framework_version(record: Record) -> Version | None:
+    packages = record.environment.software.packages
+    return next((Version(name, packages[name]) for name in FRAMEWORKS if name in packages), None)
+
+
+def engine_version(record: Record) -> Version | None:
+    """The package that bears the engine's name, or the first whose name has it in it: engine megatron is megatron-core. None
+    where the engine is no package of its own."""
+    packages, name = record.environment.software.packages, record.engine.name
+    found = [name] if name in packages else sorted(one for one in packages if name in one)
+    return Version(found[0], packages[found[0]]) if found else None
+
+
+def tuned(record: Record) -> dict[str, Any]:
+    """Settings whose value is not the default, by name."""
+    return record.tune.model_dump(mode="json", exclude_defaults=True)
+
+
+def changes(record: Record) -> list[str]:
+    """What makes its question or its case another than the shipped one of its name."""
+    return [*changed_question(record.case.origins), *(words.text(one) for one in apart(record))]
+
+
+def stages(record: Record) -> str:
+    """GiB of the fullest rank of each stage times the ranks of the stage: 46.80*2 + 38.93*2."""
+    name = headline(record)
+    by_stage: dict[int, list[float | None]] = {}
+    for rank in sorted({window.rank for window in windows(record, name)} if name else ()):
+        by_stage.setdefault(degrees.place(record.plan, rank).pp, []).append(rank_mem(record, rank))
+    if sum(map(len, by_stage.values())) < 2:
+        return UNKNOWN
+    return " + ".join(f"{_fullest(sizes)}*{len(sizes)}" for _, sizes in sorted(by_stage.items()))
+
+
+def _fullest(sizes: list[float | None]) -> str:
+    known = [size for size in sizes if size is not None]
+    return f"{max(known):.2f}" if known else UNKNOWN

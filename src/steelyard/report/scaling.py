@@ -8,7 +8,7 @@ from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, 
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import Run, by_case, labels, scope
 from steelyard.report.setting import parallel
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _COLUMNS = ("config", "plan", "runs", "rate", "speedup", "efficiency", "source")
 _TEXT = ("config", "plan", "source")

@@ -8,10 +8,9 @@ from steelyard.case.case import AUTO
 from steelyard.record.facts import Hardware, PeakFacts, SourceFacts
 from steelyard.record.record import Record
 from steelyard.report.document import Block, Fact, Facts, Paragraph
-from steelyard.report.identity import FRAMEWORKS
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
-from steelyard.report.runs import Run, distinct, labels
-from steelyard.report.words import Words
+from steelyard.report.runs import FRAMEWORKS, Run, distinct, labels
+from steelyard.words import Words
 
 _WEIGHTS = ("source", "header_sha256")
 

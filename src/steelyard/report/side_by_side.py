@@ -15,7 +15,7 @@ from steelyard.report.numbers import UNKNOWN, counted, formed, real, spelled
 from steelyard.report.results import PublishedRow, published
 from steelyard.report.runs import STATUS_TONE, Run, accelerator, scope
 from steelyard.report.setting import parallel, tuned
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 _ORDER = ("valid", "invalid", "failed")
 _CONFIG = re.compile(r"(\d+)x ([^,(]+?)(?: \([^)]*\))?(?:, (.*))?$", re.S)  # 8x NVIDIA A100 (1x8), the rest

@@ -11,7 +11,7 @@ from steelyard.report import derived
 from steelyard.report.document import Block, Cell, Column, Fact, Facts, Heading, Lang, Page, Paragraph, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
 from steelyard.report.runs import STATUS_TONE
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 SCALES = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "B": (float(1 << 30), "GiB")}
 
@@ -107,7 +107,7 @@ def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
 
 def _remark(bench: Bench, limits: Limits, say: Words) -> str:
     found = ceilings.remark(bench, limits)
-    return "" if found is None else words.text(found, say.lang)
+    return words.text(found or "", say.lang)
 
 
 def _group(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:

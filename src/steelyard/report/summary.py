@@ -17,7 +17,7 @@ from steelyard.report.columns import layout
 from steelyard.report.document import Align, Block, Cell, Column, Heading, Lang, Page, Paragraph, Priority, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.runs import STATUS_TONE, by_case, scope, shown, with_unit
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 UNCHECKED = "*"
 _EXPLAINED = ("size", "terminal.plan")

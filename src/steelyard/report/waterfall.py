@@ -9,7 +9,7 @@ from steelyard.record.record import Record
 from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Share, Stack, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import Run, by_case
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 MOST = 12  # kernels that are shown
 WORTH = 0.005  # a part that is smaller is not worth trying anything

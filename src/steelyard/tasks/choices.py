@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from steelyard.schema import Frozen, GrownTable
 from steelyard.tasks.task import ACCURACY, Breakdown, Differences, Many, Score, Selected, Tally, Task
+from steelyard.words import meaning, pair
 
 LETTERS = "ABCD"
 ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
@@ -205,31 +206,15 @@ def breakdowns(outputs: ChoiceOutputs) -> list[Breakdown]:
     if not subjects:
         return []
     rows = tuple((subject, *(found[name].get(subject) for name in passes)) for subject in subjects)
-    columns = (("Subject", "学科"), *((name, name) for name in passes))
-    return [Breakdown(("Accuracy by subject", "各学科准确率"), columns, rows)]
+    columns = (pair("breakdown.subject"), *((name, name) for name in passes))
+    return [Breakdown(pair("breakdown.by_subject"), columns, rows)]
 
 
 SCORES = (
     *ACCURACY,
-    Score(
-        "acc_choice",
-        "choice",
-        ("Accuracy among the choices", "argmax over the four letters only, as the field's common harness does"),
-        ("选项内准确率", "仅在四个选项字母间取 argmax，与常用评测工具一致"),
-    ),
-    Score(
-        "acc_choice_val",
-        "choice",
-        ("Accuracy among the choices, reference pass", "the same of the reference pass"),
-        ("选项内准确率（验证）", "同上，参考遍"),
-        of="val",
-    ),
-    Score(
-        "acc_macro",
-        "macro",
-        ("Accuracy, mean of subjects", "every subject counts the same"),
-        ("学科平均准确率", "各学科权重相同"),
-    ),
+    Score("acc_choice", "choice", *meaning("mmlu.acc_choice")),
+    Score("acc_choice_val", "choice", *meaning("mmlu.acc_choice_val"), of="val"),
+    Score("acc_macro", "macro", *meaning("mmlu.acc_macro")),
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from steelyard.schema import Frozen
 from steelyard.tasks.kind import TRAIN
 from steelyard.tasks.task import BatchUnit, Many, Score, Stopped, Task
+from steelyard.words import meaning
 
 
 class Steps(Frozen):
@@ -83,8 +84,7 @@ SCORES = (
     Score(
         "loss_before",
         "loss",
-        ("Held-out loss before", "mean cross-entropy per target of rows never trained on, before the first step"),
-        ("训练前留出集损失", "从不参与训练的行，首步之前每个目标 token 的平均交叉熵"),
+        *meaning("held_out.loss_before"),
         unit="nats",
         better="",
         form="number",
@@ -93,8 +93,7 @@ SCORES = (
     Score(
         "loss_after",
         "loss",
-        ("Held-out loss after", "the same after the last step"),
-        ("训练后留出集损失", "同上，末步之后"),
+        *meaning("held_out.loss_after"),
         unit="nats",
         better="lower",
         form="number",

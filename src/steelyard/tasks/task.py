@@ -20,6 +20,7 @@ from steelyard.errors import RequestError
 from steelyard.schema import Frozen, OpenTable
 from steelyard.tasks import kind as kinds
 from steelyard.tasks.kind import Kind
+from steelyard.words import meaning
 
 Many = Annotated[int, Field(ge=0, le=10**18)]  # a count of outputs: no formula overflows
 Meaning = tuple[str, str]  # a title, and what it means
@@ -256,21 +257,18 @@ ACCURACY = (
     Score(
         "acc",
         "acc",
-        ("Accuracy", "answers right by argmax over the whole vocabulary, from the same pass that was timed"),
-        ("准确率", "整个词表上的 argmax 答对的比例，取自被计时的同一遍"),
+        *meaning("score.acc"),
     ),
     Score(
         "acc_val",
         "acc",
-        ("Accuracy, reference pass", "the same of the reference pass"),
-        ("验证结果", "同上，参考遍"),
+        *meaning("score.acc_val"),
         of="val",
     ),
     Score(
         "acc_se",
         "se",
-        ("Standard error of accuracy", "from the number of questions"),
-        ("准确率标准误", "由题目数得出"),
+        *meaning("score.acc_se"),
         better="",
     ),
 )

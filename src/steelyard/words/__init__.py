@@ -1,81 +1,154 @@
 """Every text that is made of a record, in English and in Chinese: one catalogue of templates by code.
 
-Whoever finds something makes a Message: a code and values. It becomes text where it is stored, which is always English, or
-shown. Other packages bring the texts of their own codes through the entry-point group `steelyard.words`, one Text each.
+Whoever finds something makes a Message: a code and values. A record stores it so, and it becomes text where it is shown.
+Other packages bring the texts of their own codes through the entry-point group `steelyard.words`, one Text each.
 """
 
-from functools import cache
-from typing import Any
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isclose, isfinite
+from typing import Any, overload
 
 from steelyard import plugins
-from steelyard.words import cases, checks, failures, machine, metrics, notes, units, version_1
+from steelyard.words import chinese, english, version_1
 from steelyard.words.message import LANGS, Lang, Message, Text, Value, Values
 
 __all__ = [
     "GROUP",
     "LANGS",
     "Lang",
+    "Meaning",
     "Message",
     "Text",
     "Value",
     "Values",
+    "Words",
+    "all_among",
     "both",
     "case_text",
-    "english",
+    "in_english",
     "items",
+    "meaning",
+    "pair",
+    "storable",
+    "stored",
     "table",
     "text",
     "unit",
 ]
 
 GROUP = "steelyard.words"
-SHIPPED: dict[str, tuple[str, str]] = {
-    **checks.TABLE,
-    **notes.TABLE,
-    **metrics.TABLE,
-    **machine.TABLE,
-    **failures.TABLE,
-    **units.TABLE,
-}
-_LISTED: dict[Lang, str] = {"en": ", ", "zh": "、"}
-WORDINGS = (1, 2)  # version 1 is kept for the notes of published records
+Meaning = tuple[str, str]  # what something is called, and what it means
+SHIPPED = {code: Text(code, english.TEXTS[code], chinese.TEXTS[code]) for code in english.TEXTS}
+WORDINGS = (1, 2, 3)  # 1 and 2 are English sentences, which older records store; from 3 on a record stores messages
 
 
-@cache
-def _shipped() -> dict[str, Text]:
-    return {code: Text(code, *both_languages) for code, both_languages in SHIPPED.items()}
+@dataclass(frozen=True)
+class Words:
+    """The words of a page in its language."""
+
+    lang: Lang
+
+    def __call__(self, code: str, *values: str) -> str:
+        return SHIPPED[code].of(self.lang).format(*values)
+
+    def known(self, code: str, fallback: str) -> str:
+        """Return the words of a code, or the bare name that a record uses where there are none."""
+        return self(code) if code in SHIPPED else fallback
+
+    def meaning(self, code: str) -> Meaning:
+        return meaning(code)[LANGS.index(self.lang)]
+
+
+def pair(code: str) -> tuple[str, str]:
+    """Return a text in English and in Chinese, as rows hold it."""
+    return SHIPPED[code].en, SHIPPED[code].zh
+
+
+def meaning(code: str) -> tuple[Meaning, Meaning]:
+    """Return what a metric, a score or a setting is called and means, in English and in Chinese."""
+    return english.MEANINGS[code], chinese.MEANINGS[code]
 
 
 def table() -> dict[str, Text]:
     """Every text by its code: the shipped ones, and those of other packages."""
-    return plugins.table(list(_shipped().values()), GROUP, Text, "text")
+    return plugins.table(list(SHIPPED.values()), GROUP, Text, "text")
 
 
 def _known(code: str) -> Text | None:
-    return _shipped().get(code) or table().get(code)
+    return SHIPPED.get(code) or table().get(code)
 
 
-def text(message: Message, lang: Lang = "en", wording: int = WORDINGS[-1]) -> str:
-    """The message in a language. `wording` 1 is the English of older records, as far as it is kept."""
-    old = version_1.NOTES.get(message.code) if wording == 1 else None
-    found = _known(message.code)
-    if old is None and found is None:  # of a package whose texts are not installed
-        old = " ".join([message.code, *(f"{{{name}}}" for name in message.values)])
-    template = old if old is not None or found is None else found.of(lang)
-    return (template or "").format_map({name: _shown(value, lang, wording) for name, value in message.values.items()})
+def text(said: Message | str, lang: Lang = "en", wording: int = WORDINGS[-1]) -> str:
+    """Return a message as a sentence; a sentence, as older records store it, is returned as it is.
+
+    `wording` 1 is the English of older records, where it was another. A message that no template fits (of a package that
+    is not installed, or of a record that was changed by hand) is shown as its code and values."""
+    if isinstance(said, str):
+        return said
+    values = {name: _shown(value, lang, wording) for name, value in said.values.items()}
+    found = _known(said.code)
+    old = version_1.NOTES.get(said.code) if wording == 1 else None
+    template = old or (None if found is None else found.of(lang))
+    with suppress(LookupError, ValueError):
+        if template is not None:
+            return template.format_map(values)
+    return " ".join(map(str, [said.code, *values.values()]))
 
 
-def english(message: Message | None) -> str | None:
-    """As a record stores it."""
-    return None if message is None else text(message)
+def in_english(said: Message | str | None) -> str | None:
+    return None if said is None else text(said)
 
 
 def _shown(value: Value, lang: Lang, wording: int) -> Any:
     if isinstance(value, Message):
         return text(value, lang, wording)
     if isinstance(value, tuple):
-        return _LISTED[lang].join(str(_shown(one, lang, wording)) for one in value)
+        return SHIPPED["listed"].of(lang).join(text(one, lang, wording) for one in value)
     return value
+
+
+@overload
+def stored(message: Message, wording: int | None) -> Message | str: ...
+@overload
+def stored(message: Message | None, wording: int | None) -> Message | str | None: ...
+def stored(message: Message | None, wording: int | None) -> Message | str | None:
+    """Return a message as a record of this wording stores it: from 3 on as it is, before as an English sentence."""
+    if message is None or wording == WORDINGS[-1]:
+        return message and storable(message)
+    return text(message, wording=wording or 1)
+
+
+def storable(message: Message) -> Message:
+    """Return the message with numbers that JSON has: one that is not finite becomes its name."""
+    return Message(message.code, {name: _finite(value) for name, value in message.values.items()})
+
+
+def _finite(value: Value) -> Value:
+    if isinstance(value, Message):
+        return storable(value)
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def all_among(told: Iterable[Message | str], every: Iterable[Message | str]) -> bool:
+    """Return whether each of the first messages equals one of the others, numbers but for their last bits."""
+    return all(any(_same(one, other) for other in every) for one in told)
+
+
+def _same(one: Value, other: Value) -> bool:
+    if isinstance(one, Message) and isinstance(other, Message):
+        names = one.values.keys()
+        return (
+            one.code == other.code
+            and names == other.values.keys()
+            and all(_same(one.values[name], other.values[name]) for name in names)
+        )
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return isclose(one, other, rel_tol=1e-9)
+    return one == other
 
 
 def both(*messages: Message | None) -> Message | None:
@@ -102,4 +175,4 @@ def unit(name: str, lang: Lang) -> str:
 def case_text(told: str, lang: Lang) -> str:
     """A text of a shipped case: its title, what it is about, the source and the note of a published row. Texts of a user's own
     case file stay as they are."""
-    return cases.CHINESE.get(told, told) if lang == "zh" else told
+    return chinese.CASES.get(told, told) if lang == "zh" else told

@@ -1,18 +1,23 @@
-"""A text before it has a language: a code and its values. The catalogue has a template for each code and language."""
+"""A text before it has a language: a code and its values. Each language has a template for each code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import ClassVar, Literal, Union
+
+from pydantic import ConfigDict
 
 Lang = Literal["en", "zh"]
 LANGS: tuple[Lang, ...] = ("en", "zh")
-Value = Union[str, int, float, "Message", tuple["Value", ...]]  # a tuple is a list in words
+Value = Union[str, int, float, "Message", tuple[Union[str, "Message"], ...]]  # a tuple is shown as a list
 Values = dict[str, Value]
 
 
 @dataclass(frozen=True)
 class Message:
-    """What is said, and with which numbers and names. Numbers are given as they are: the template rounds them."""
+    """What is said, and with which numbers and names. Numbers are not rounded: the template rounds them. A record stores
+    messages in this form, so pydantic reads and writes them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     code: str
     values: Mapping[str, Value] = field(default_factory=dict)

@@ -6,6 +6,8 @@ said in Steelyard's own words. A name in braces stands for values of the records
 
 from dataclasses import dataclass
 
+from steelyard.words import pair
+
 Text = tuple[str, str]  # in English, in Chinese
 
 
@@ -85,7 +87,8 @@ def same(text: str) -> Text:
 
 
 def see(index: str) -> Text:
-    return f'{index}, see "Performance"', f"{index},见“性能指标”"
+    en, zh = pair("form.see")
+    return en.format(index), zh.format(index)
 
 
 def metric(title: str, metric: str = "", unit: str = "", form: str = "") -> Column:
@@ -98,18 +101,5 @@ def setting(title: str, setting: str = "") -> Column:
 
 MEM = Column(same("mem"), metrics=("mem", "mem_total"))
 
-SOFTWARE = Lines(
-    """\
-   - OS version: {os}
-   - OS kernel version: {kernel}
-   - Accelerator driver version: {driver}
-   - Docker version: {docker}
-   - Training framework version: {framework}""",
-    """\
-   - OS版本：{os}
-   - OS kernel版本: {kernel}
-   - 加速卡驱动版本：{driver}
-   - Docker 版本：{docker}
-   - 训练框架版本：{framework}""",
-)
-MFU = Entry(("Accelerator utilization", "计算卡使用率"), same("*MFU"), "mfu_nominal", strong=True)
+SOFTWARE = Lines(*pair("form.os_version_os_kernel"))
+MFU = Entry(pair("form.accelerator_utilization"), same("*MFU"), "mfu_nominal", strong=True)

@@ -19,9 +19,8 @@ from steelyard.report.flagperf.training import ALPACA, OPENWEBTEXT, RECORD
 from steelyard.report.flagperf.values import ROW, device, is_made, page_values
 from steelyard.report.numbers import UNKNOWN, bare
 from steelyard.report.runs import by_case, distinct, scope
-from steelyard.report.settings import SETTINGS
-from steelyard.report.words import Words
-from steelyard.words import LANGS
+from steelyard.words import LANGS, Words
+from steelyard.words.english import MEANINGS
 
 # By the name of the task.
 LAYOUTS: dict[str, PageLayout] = {
@@ -157,9 +156,9 @@ def _entry(entry: Entry, source: Source) -> str:
 
 def _meaning(name: str, source: Source) -> str:
     """What a setting or a metric is, in Steelyard's words."""
-    setting = next((one for one in SETTINGS if one.name == name), None)
-    row = setting or metric_row(name, task=source.records[0].task)
-    return row.words(source.say.lang)[1]
+    if f"setting.{name}" in MEANINGS:
+        return source.say.meaning(f"setting.{name}")[1]
+    return metric_row(name, task=source.records[0].task).words(source.say.lang)[1]
 
 
 def _table(table: ValueTable, source: Source) -> list[str]:

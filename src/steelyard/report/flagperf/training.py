@@ -16,88 +16,32 @@ from steelyard.report.flagperf.form import (
     see,
     setting,
 )
+from steelyard.words import pair
 
-_CONFIG = Column(("configuration", "配置"), "config")
-_COMMON = (("Metric", "指标名称"), ("Value", "指标值"), ("Notes", "特殊说明"))
+_CONFIG = Column(pair("form.configuration"), "config")
+_COMMON = (pair("form.metric"), pair("form.value"), pair("form.notes"))
 _TRAIN_ENVIRONMENT = (
-    Lines(
-        """\
-### {device} configuration and run information
-#### Environment
-- ##### Hardware environment
-    - Machine model: {machine}
-    - Accelerator model: {device}
-    - CPU model: {cpu}
-    - Network type and bandwidth between machines: {network}
-- ##### Software environment""",
-        """\
-### {device}配置与运行信息参考
-#### 环境配置
-- ##### 硬件环境
-    - 机器型号: {machine}
-    - 加速卡型号: {device}
-    - CPU型号: {cpu}
-    - 多机网络类型、带宽: {network}
-- ##### 软件环境""",
-    ),
+    Lines(*pair("form.configuration_and_run_information")),
     SOFTWARE,
 )
-_DEPENDENT = Lines("   - Dependent software versions: {packages}", "   - 依赖软件版本：{packages}")
-_GENERAL = Lines("* General metrics\n", "* 通用指标\n")
-_PERFORMANCE = Lines("\n* Performance\n", "\n* 性能指标\n")
+_DEPENDENT = Lines(*pair("form.dependent_software_versions_2"))
+_GENERAL = Lines(*pair("form.general_metrics"))
+_PERFORMANCE = Lines(*pair("form.performance"))
 
 
-_TASK = Entry(("Task", "任务类别"), same("{category}"))
-_MODEL = Entry(("Model", "模型"), same("{model}"))
-_DATASET = Entry(("Dataset", "数据集"), same("{dataset}"))
-_FIX_HP = Entry(("Changed hyper-parameters", "超参修改"), see("fix_hp"), "fix_hp")
-_DEVICE = Entry(("Accelerator, short name", "硬件设备简称"), same("{device}"))
-_PRECISION_SEE = Entry(("Precision", "数据精度"), see("precision"), "precision")
+_TASK = Entry(pair("form.task"), same("{category}"))
+_MODEL = Entry(pair("form.model"), same("{model}"))
+_DATASET = Entry(pair("form.dataset"), same("{dataset}"))
+_FIX_HP = Entry(pair("form.changed_hyper_parameters"), see("fix_hp"), "fix_hp")
+_DEVICE = Entry(pair("form.accelerator_short_name"), same("{device}"))
+_PRECISION_SEE = Entry(pair("form.precision"), see("precision"), "precision")
 
 ALPACA = PageLayout(
     blocks=(
         *_TRAIN_ENVIRONMENT,
-        Lines(
-            """
-- ##### Parallel strategy
-
-   - Parallel technique: {techniques}
-   - Implemented by: {engine}
-   - Implementation details: {plans}
-
-- ##### Optimization strategy
-""",
-            """
-- ##### 并行策略
-
-   - 并行技术：{techniques}
-   - 实施者：{engine}
-   - 实施细节：{plans}
-
-- ##### 优化策略
-""",
-        ),
+        Lines(*pair("form.parallel_strategy_parallel_technique")),
         Each("   - ", "optimization"),
-        Lines(
-            """
-### Results
-
-* Input batch sizes
-  1. local_batchsize(micro_batchsize), LBS: {micro_batch}
-  2. seqlength(max_position_embedding), MPE: {length}
-  3. gradient_accumulate_steps, GAS: {accumulation}
-  4. global_batchsize, GBS: {global_batch}
-""",
-            """
-### 运行情况
-
-* 输入批尺寸
-  1. local_batchsize(micro_batchsize)，简写为LBS：{micro_batch}
-  2. seqlength(max_position_embedding)，简写为MPE：{length}
-  3. gradient_accumulate_steps，简写为GAS：{accumulation}
-  4. global_batchsize，简写为GBS：{global_batch}
-""",
-        ),
+        Lines(*pair("form.results_input_batch_sizes")),
         _GENERAL,
         MetricList(
             _COMMON,
@@ -105,13 +49,13 @@ ALPACA = PageLayout(
                 _TASK,
                 _MODEL,
                 _DATASET,
-                Entry(("Precision", "数据精度"), same("{precision}"), "precision"),
-                Entry(("Changed hyper-parameters", "超参修改"), see("parallel"), "parallel"),
+                Entry(pair("form.precision"), same("{precision}"), "precision"),
+                Entry(pair("form.changed_hyper_parameters"), see("parallel"), "parallel"),
                 _FIX_HP,
                 _DEVICE,
-                Entry(("Device memory", "硬件存储使用"), see("mem"), "mem"),
-                Entry(("Compute utilization", "计算使用率"), see("MFU"), "mfu_nominal"),
-                Entry(("Throughput", "吞吐量"), see("token/p/s"), "tokens_per_device_s", strong=True),
+                Entry(pair("form.device_memory"), see("mem"), "mem"),
+                Entry(pair("form.compute_utilization"), see("MFU"), "mfu_nominal"),
+                Entry(pair("form.throughput"), see("token/p/s"), "tokens_per_device_s", strong=True),
             ),
         ),
         _PERFORMANCE,
@@ -129,22 +73,19 @@ ALPACA = PageLayout(
     ),
     addresses=(),
     data_noted=True,
-    dataset=("alpaca, fine-tuning dataset", "alpaca微调数据集"),
-    category=("natural language understanding", "自然语言理解"),
+    dataset=pair("form.alpaca_fine_tuning_dataset"),
+    category=pair("form.natural_language_understanding"),
 )
 
 OPENWEBTEXT = PageLayout(
     blocks=(
-        Lines(
-            "### Model checkpoint\n* {weights_loaded}\n\n### Test dataset",
-            "### 模型Checkpoint下载\n* {weights_loaded}\n\n### 测试数据集下载",
-        ),
+        Lines(*pair("form.model_checkpoint_test_dataset")),
         Lines("{data_line}\n```", "{data_line}\n```"),
         Each("", "address"),
         Lines("```\n", "```\n"),
         *_TRAIN_ENVIRONMENT,
         _DEPENDENT,
-        Lines("\n#### Results\n", "\n#### 运行情况\n"),
+        Lines(*pair("form.results")),
         _GENERAL,
         MetricList(
             _COMMON,
@@ -152,19 +93,19 @@ OPENWEBTEXT = PageLayout(
                 _TASK,
                 _MODEL,
                 _DATASET,
-                Entry(("Configuration file", "配置文件"), same("config")),
+                Entry(pair("form.configuration_file"), same("config")),
                 _PRECISION_SEE,
                 _FIX_HP,
-                Entry(("Parallel strategy", "并行策略"), see("parallel_strategy"), "parallel"),
+                Entry(pair("form.parallel_strategy_2"), see("parallel_strategy"), "parallel"),
                 _DEVICE,
-                Entry(("Device memory", "硬件存储使用"), see("memory(actual/total)"), "mem"),
-                Entry(("Throughput", "吞吐量"), see("throughput"), "tokens_per_device_s"),
+                Entry(pair("form.device_memory"), see("memory(actual/total)"), "mem"),
+                Entry(pair("form.throughput"), see("throughput"), "tokens_per_device_s"),
             ),
         ),
         _PERFORMANCE,
         ValueTable(
             (
-                Column(("configuration", "配置"), "config_memory"),
+                Column(pair("form.configuration"), "config_memory"),
                 setting("config", "case"),
                 setting("precision"),
                 setting("fix_hp", "batch"),
@@ -180,20 +121,17 @@ OPENWEBTEXT = PageLayout(
         same("wget https://bj.bcebos.com/paddlenlp/models/transformers/llama/data/llama_openwebtext_100k_idx.npz"),
     ),
     dataset=same("openwebtext"),
-    category=("text classification, text generation", "文本分类、文本生成"),
+    category=pair("form.text_classification_text_generation"),
 )
 
 RECORD = PageLayout(
     blocks=(
-        Lines(
-            "### Model checkpoint\n{weights_loaded}\n### Test dataset",
-            "### 模型Checkpoint下载\n{weights_loaded}\n### 测试数据集下载",
-        ),
+        Lines(*pair("form.model_checkpoint_test_dataset_2")),
         Each("", "address"),
         Lines("", ""),
         *_TRAIN_ENVIRONMENT,
         _DEPENDENT,
-        Lines("\n### Results", "\n### 运行情况"),
+        Lines(*pair("form.results_2")),
         _GENERAL,
         MetricList(
             _COMMON,
@@ -204,14 +142,14 @@ RECORD = PageLayout(
                 _PRECISION_SEE,
                 _FIX_HP,
                 _DEVICE,
-                Entry(("Device memory", "硬件存储使用"), see("mem(actual/total)"), "mem"),
-                Entry(("End-to-end time", "端到端时间"), see("e2e_time"), "e2e_time"),
-                Entry(("Total throughput", "总吞吐量"), see("p_whole"), "p_whole"),
-                Entry(("Training throughput", "训练吞吐量"), see("p_train"), "p_train"),
-                Entry(("Compute throughput", "计算吞吐量"), see("p_core"), "p_core", strong=True),
+                Entry(pair("form.device_memory"), see("mem(actual/total)"), "mem"),
+                Entry(pair("form.end_to_end_time"), see("e2e_time"), "e2e_time"),
+                Entry(pair("form.total_throughput"), see("p_whole"), "p_whole"),
+                Entry(pair("form.training_throughput"), see("p_train"), "p_train"),
+                Entry(pair("form.compute_throughput"), see("p_core"), "p_core", strong=True),
                 MFU,
-                Entry(("Training result", "训练结果"), see("acc"), "acc"),
-                Entry(("Other changes", "额外修改项"), same("{changes}")),
+                Entry(pair("form.training_result"), see("acc"), "acc"),
+                Entry(pair("form.other_changes"), same("{changes}")),
             ),
         ),
         _PERFORMANCE,
@@ -230,16 +168,8 @@ RECORD = PageLayout(
             )
         ),
     ),
-    addresses=(
-        (
-            "[Test dataset](../../benchmarks/glm/README.md#数据集)",
-            "[测试数据集下载](../../benchmarks/glm/README.md#数据集)",
-        ),
-    ),
+    addresses=(pair("form.test_dataset_benchmarks_glm"),),
     data_noted=True,
     dataset=same("superglue"),
-    category=(
-        "natural language understanding, unconditional and conditional text generation",
-        "自然语言理解、无条件文本生成、有条件文本生成",
-    ),
+    category=pair("form.natural_language_understanding_unconditional"),
 )

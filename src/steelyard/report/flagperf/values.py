@@ -8,11 +8,10 @@ from steelyard.metrics import runs
 from steelyard.metrics.result import GIB
 from steelyard.record.facts import Software
 from steelyard.record.record import Record
-from steelyard.report import identity
 from steelyard.report.numbers import UNKNOWN, bare, spelled
+from steelyard.report.runs import engine_version, framework_version, stages, tuned
 from steelyard.report.setting import changed, parallel
-from steelyard.report.stages import stages
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 DATA = ("source", "rows", "tokens", "fingerprint")
 DEGREES = ("tp", "pp", "dp")
@@ -51,14 +50,14 @@ def _packages(record: Record, say: Words) -> list[str]:
     """What lies below the framework, and the engine where it is a package beside it."""
     software: Software = record.environment.software
     found = {**software.libraries, **software.collectives}
-    engine = identity.engine(record)
-    if engine is not None and engine != identity.framework(record):
+    engine = engine_version(record)
+    if engine is not None and engine != framework_version(record):
         found[engine.name] = engine.version
     return [f"{name}: {version}" for name, version in found.items() if version]
 
 
 def _toolkit(record: Record, say: Words) -> list[str]:
-    version = identity.engine(record)
+    version = engine_version(record)
     return [record.engine.name if version is None else f"{record.engine.name} ({version})"]
 
 
@@ -67,7 +66,7 @@ def _implementation(record: Record, say: Words) -> list[str]:
 
 
 def _framework_name(record: Record, say: Words) -> list[str]:
-    found = identity.framework(record)
+    found = framework_version(record)
     return [] if found is None else [found.name]
 
 
@@ -107,7 +106,7 @@ def _techniques(record: Record, say: Words) -> list[str]:
 
 def _optimization(record: Record, say: Words) -> list[str]:
     """Settings that are not the default, and the attention kernel that the engine chose."""
-    told = {"attention": record.engine.details.attention, **identity.tuned(record)}
+    told = {"attention": record.engine.details.attention, **tuned(record)}
     chosen = {name: value for name, value in told.items() if name != "parallel" and value is not None}
     return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items()] or [say("flagperf.none")]
 
@@ -143,7 +142,7 @@ PAGE: dict[str, Values] = {
     "kernel": _software("kernel"),
     "driver": _software("driver"),
     "docker": lambda record, say: [],  # a record knows that a container is around it, and not its version
-    "framework": _one(identity.framework),
+    "framework": _one(framework_version),
     "framework_name": _framework_name,
     "packages": _packages,
     "toolkit": _toolkit,

@@ -17,6 +17,7 @@ from steelyard.schema import Frozen
 from steelyard.tasks.held_out import first_stop
 from steelyard.tasks.kind import TRAIN
 from steelyard.tasks.task import Breakdown, Differences, Stopped, Tally
+from steelyard.words import pair
 
 if TYPE_CHECKING:
     from steelyard.data.cloze import Cloze
@@ -211,5 +212,5 @@ def stopped(outputs: RecordOutputs) -> Stopped | None:
 def breakdowns(outputs: RecordOutputs) -> list[Breakdown]:
     """Accuracy on the way to a target, before the first step and after every so many samples."""
     rows = tuple(one for name in ("before", "train", "after") for one in history(outputs, name))
-    columns = (("after step", "步数之后"), ("samples trained on", "已训练样本数"), ("acc", "acc"))
-    return [Breakdown(("Evaluations", "评估过程"), columns, rows)] if rows else []
+    columns = (pair("breakdown.after_step"), pair("breakdown.samples"), ("acc", "acc"))
+    return [Breakdown(pair("breakdown.evaluations"), columns, rows)] if rows else []

@@ -1,0 +1,15 @@
+"""All texts in Chinese, by their codes."""
+
+from steelyard.words.chinese import cases, checks, comparing, flagperf, machine, meanings, metrics, notes, pages
+
+MEANINGS = meanings.MEANINGS
+CASES = cases.CHINESE
+TEXTS: dict[str, str] = {
+    **checks.TEXTS,
+    **comparing.TEXTS,
+    **flagperf.TEXTS,
+    **machine.TEXTS,
+    **metrics.TEXTS,
+    **notes.TEXTS,
+    **pages.TEXTS,
+}

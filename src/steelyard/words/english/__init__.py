@@ -1,0 +1,14 @@
+"""All texts in English, by their codes."""
+
+from steelyard.words.english import checks, comparing, flagperf, machine, meanings, metrics, notes, pages
+
+MEANINGS = meanings.MEANINGS
+TEXTS: dict[str, str] = {
+    **checks.TEXTS,
+    **comparing.TEXTS,
+    **flagperf.TEXTS,
+    **machine.TEXTS,
+    **metrics.TEXTS,
+    **notes.TEXTS,
+    **pages.TEXTS,
+}

@@ -1,0 +1,45 @@
+"""Every text in each language, with sample values, as it stands in golden/: one file a language. The texts are checked here, so
+other tests compare codes and values. Write the files again with: python -m words.test_golden (in tests/)."""
+
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+from steelyard import words
+from steelyard.words import LANGS, Lang, chinese, english
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def sample(name: str, form: str) -> str | float:
+    """A value that a placeholder takes: a number for a numeric form, else its own name."""
+    if form.endswith(("%", "f")):
+        return 0.25
+    return 1234 if form else f"<{name}>"
+
+
+def rendered(template: str) -> str:
+    fields = [(name, form or "") for _, name, form, _ in Formatter().parse(template) if name is not None]
+    values = {name: sample(name, form) for name, form in fields}
+    places = [values[str(number)] for number in range(sum(name.isdigit() for name in values))]
+    return template.format(*places, **{name: value for name, value in values.items() if not name.isdigit()})
+
+
+def golden(lang: Lang) -> str:
+    meanings = english.MEANINGS if lang == "en" else chinese.MEANINGS
+    texts = [f"{code}: {rendered(words.SHIPPED[code].of(lang))}" for code in sorted(words.SHIPPED)]
+    texts += [f"{code}: {title}: {about}" for code, (title, about) in sorted(meanings.items())]
+    return "".join(f"{text.replace(chr(10), chr(10) + '    ')}\n" for text in texts)
+
+
+@pytest.mark.parametrize("lang", LANGS)
+def test_texts_are_those_of_the_golden_file(lang: Lang) -> None:
+    assert golden(lang).splitlines() == (GOLDEN / f"{lang}.txt").read_text().splitlines(), (
+        "cd tests && python -m words.test_golden"
+    )
+
+
+if __name__ == "__main__":
+    for one in LANGS:
+        (GOLDEN / f"{one}.txt").write_text(golden(one))
