@@ -25,7 +25,7 @@ from steelyard.report.numbers import UNKNOWN, counted, formed
 from steelyard.report.runs import scope, shown, unit
 from steelyard.report.setting import tuned
 from steelyard.report.spec import SCALES
-from steelyard.report.words import Words
+from steelyard.words import Words
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

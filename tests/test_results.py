@@ -57,7 +57,7 @@ def test_repeats_and_the_comparison() -> None:
 def test_changes_of_the_program_cost_nothing() -> None:
     for row in rows("changes"):
         [old, new] = [fmean(values(ids, "tokens_per_device_s")) for ids in (row.base, row.ids)]
-        assert abs(new / old - 1) < 0.002
+        assert abs(new / old - 1) < 0.005
         assert {one.status for one in (*row.records, *load(row.base))} == {"valid"}
 
 

@@ -4,6 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.nvml import FIND, python
 from steelyard import accelerators, plugins
 from steelyard.accelerators import Accelerator, Found, nvml
@@ -57,10 +58,7 @@ pynvml.CDLL = missing
 
 def test_a_broken_driver_is_an_error(fake: str) -> None:
     version_mismatch = "18"
-    assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (
-        "NVML: RM has detected an NVML/RM version mismatch; "
-        "fix the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
-    )
+    assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (golden("nvml-rm-has-detected-an-nvml"))
 
 
 @pytest.mark.parametrize(

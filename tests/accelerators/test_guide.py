@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import CASE, Shell
+from fixtures.golden import golden
 from steelyard.accelerators.row import Accelerator, FrameworkDevice, TorchDevice
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
@@ -78,6 +79,6 @@ def test_the_guides_package_runs(shell: Shell) -> None:
 def test_what_it_refuses(shell: Shell) -> None:
     options = ("--size", "smoke", "--accelerator", "abacus", "--precision", "fp16", "--out", shell.out)
     done = shell("run", CASE, *options)
-    assert (done.code, done.lines) == (2, ["error: an abacus has no precision 'fp16'; choose fp32 with --precision"])
+    assert (done.code, done.lines) == (2, [golden("error-an-abacus-has-no-precision")])
     done = shell("run", CASE, "--size", "smoke", "--accelerator", "abacus", "--devices", "2", "--out", shell.out)
     assert done.lines == ["error: --devices 2: 1 abacus device(s) here; allowed: 1 to 1"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.case import new, resolve, toml
 from steelyard.cli import own
 from steelyard.errors import RequestError
@@ -108,10 +109,10 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
     assert resolve.resolve(made.source).case.question.data.context == 1024
     assert resolve.resolve(made.source).case.question.precision.name == "fp16"
     assert made.assumed == (
-        "data.context 1024 instead of 2048: the model has no more positions",
-        "precision fp16, as the weights are stored",
-        "no gate: no accuracy of this model is known here, so none can be missed",
-        "data, training and tune: as in the shipped case llama2-7b-mmlu",
+        golden("data-context-1024-instead-of-2048"),
+        golden("precision-fp-16-as-the-weights"),
+        golden("no-gate-no-accuracy-of-this"),
+        golden("data-training-and-tune-as-in"),
     )
     assert "precision bf16, as in llama2-7b-mmlu" in made_of(tmp_path, dtype="absent").assumed
     trained = made_of(tmp_path, "openwebtext", max_position_embeddings=512)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Shell, finish
+from fixtures.golden import golden
 from steelyard.case import resolve
+from steelyard.record import record
 
 
 def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) -> None:
@@ -33,7 +35,8 @@ def test_run_json(shell: Shell) -> None:
     assert (done.code, done.err) == (0, "")
     found = done.json()
     assert found.keys() == {"records", "repeats"}
-    assert sorted(found["records"], key=lambda one: one["id"]) == sorted(shell.records(), key=lambda one: one["id"])
+    stored = [record.printed(record.read(path)) for path in sorted(shell.out.iterdir())]
+    assert sorted(found["records"], key=lambda one: one["id"]) == sorted(stored, key=lambda one: one["id"])
     assert len({one["id"] for one in found["records"]}) == 2
     [group] = found["repeats"]
     assert (group["case"], group["config"], group["not_valid"]) == (CASE, "1x1", [])
@@ -115,7 +118,7 @@ def test_mistakes_get_one_line(shell: Shell, arguments: tuple[str, ...], said: s
 def test_page_that_cannot_be_written(shell: Shell, smoke: dict[str, Path]) -> None:
     done = shell("report", smoke["closed"], "--to", shell.folder / "no" / "page.html")
     assert (done.code, len(done.lines)) == (2, 1)
-    assert "cannot be written: No such file or directory" in done.err
+    assert golden("cannot-be-written-no-such-file") in done.err
 
 
 def test_reader_that_has_gone(shell: Shell) -> None:
@@ -134,7 +137,7 @@ def test_stdout_that_is_full(shell: Shell) -> None:
         command = [sys.executable, "-m", "steelyard", "show", CASE]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=shell.env(), text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "error: stdout cannot be written: No space left on device\n"
+    assert done.stderr == golden("error-stdout-cannot-be-written-no")
 
 
 LIST = """

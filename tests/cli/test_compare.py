@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import Shell
+from fixtures.golden import golden
 from fixtures.records import published
 from fixtures.series import geometric, series
 from steelyard.record import index
@@ -61,7 +62,7 @@ def test_different_questions_end_with_exit_code_2(sides: Shell) -> None:
     published("llama2-7b-mmlu-smoke-open", sides.folder / "open")
     done = sides.ask("compare", "old", "open")
     assert done.code == 2
-    assert done.err.startswith("error: the questions differ: question.division: closed / open; ")
+    assert done.err.startswith(golden("error-the-questions-differ-question-division"))
     across = sides.ask("compare", "old", "open", "--across", "question.division", "--json")
     assert across.json()["across"] == [{"field": "question.division", "base": ["closed"], "new": ["open"]}]
     assert across.json()["unit"] == "questions/s"
@@ -141,7 +142,7 @@ def test_history_without_an_index_or_with_another(sides: Shell) -> None:
     assert (sides.folder / "all.index").is_file()
     assert not own_index(sides).exists()
     both = sides.ask("history", "old", "--no-index", "--index", "all.index")
-    assert (both.code, both.err) == (2, "error: --index and --no-index cannot be combined; drop one\n")
+    assert (both.code, both.err) == (2, golden("error-index-and-no-index-cannot"))
     (sides.folder / "mine.txt").write_text("mine")
     other = sides.ask("history", "old", "--index", "mine.txt")
     assert (other.code, (sides.folder / "mine.txt").read_text()) == (2, "mine")
@@ -158,5 +159,5 @@ def test_history_without_a_cache_keeps_no_index(sides: Shell, monkeypatch: pytes
 
 def test_an_empty_folder_is_a_wrong_request(shell: Shell) -> None:
     (shell.folder / "none").mkdir()
-    assert shell.ask("history", "nowhere").err == "error: 'nowhere' does not exist; give folders of records\n"
-    assert shell.ask("history", "none").err == "error: no records in none; give records or a folder of them\n"
+    assert shell.ask("history", "nowhere").err == golden("error-nowhere-does-not-exist-give")
+    assert shell.ask("history", "none").err == golden("error-no-records-in-none-give")

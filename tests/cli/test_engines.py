@@ -9,6 +9,7 @@ import pytest
 
 from fixtures.commands import CASE, SMOKE, Shell
 from fixtures.engines import scored
+from fixtures.golden import golden
 from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import resolve
 from steelyard.cli import runs as verb
@@ -77,34 +78,31 @@ def test_a_plan_that_an_engine_cannot_divide_leaves_it_out() -> None:
     runs, left_out = verb.able(asked("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2))
     assert [one.engine.name for one in runs] == ["torch"]
     assert left_out[0].engine == "transformers"
-    assert left_out[0].reason.startswith("engine transformers holds a whole model on each device; asked: TP2")
+    assert left_out[0].reason.startswith(golden("engine-transformers-holds-whole-model-on"))
 
 
 def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
     runs, left_out = verb.able(asked(case="llama1-7b-openwebtext", precision="bf16-pure"))
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
     reasons = {one.engine: one.reason for one in left_out}
-    assert reasons["paddle"] == "engine paddle does not train in bf16-pure; allowed: fp32, tf32, fp16-o2, bf16-o2"
+    assert reasons["paddle"] == golden("engine-paddle-does-not-train-in")
 
 
 def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out(tmp_path: Path) -> None:
     runs, left_out = verb.able(asked(case="llama1-7b-openwebtext"))
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
     reasons = {one.engine: one.reason for one in left_out}
-    assert reasons["flagscale"] == "engine flagscale runs a checkout of FlagScale; name it: --set engine.checkout=DIR"
+    assert reasons["flagscale"] == golden("engine-flagscale-runs-checkout-of-flagscale")
     (tmp_path / "run.py").touch()
     *others, flagscale = asked(case="llama1-7b-openwebtext", passes=("train", "after"))
     runs, left_out = verb.able([*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))])
-    assert {one.engine: one.reason for one in left_out}["flagscale"] == "--passes: no pass 'after'; allowed: train"
+    assert {one.engine: one.reason for one in left_out}["flagscale"] == golden("passes-no-pass-after-allowed-train")
 
 
 def test_what_no_engine_can_is_a_wrong_request() -> None:
     with pytest.raises(RequestError) as caught:
         verb.able([request for request in asked(division="open") if request.engine in ("transformers", "paddle")])
-    assert str(caught.value) == (
-        f"{CASE}: no engine can do it: transformers: {CASE} has no division 'open' with engine transformers; allowed: closed; "
-        f"paddle: engine 'paddle' does not run {CASE}; allowed: torch, transformers, megatron"
-    )
+    assert str(caught.value) == (golden("no-engine-can-do-it-transformers", CASE, CASE, CASE))
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
@@ -186,7 +184,7 @@ def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
         "case": CASE,
         "reason": "weights of another layout",
     }
-    assert told.err.splitlines()[-1] == "left out: transformers: weights of another layout"
+    assert told.err.splitlines()[-1] == golden("left-out-transformers-weights-of-another")
     unable = {"torch", "transformers"}
     with pytest.raises(RequestError, match="no engine can do it: torch: weights of another layout; transformers: weights"):
         verb.run_engines(asked(), 2, Output(json=True))
@@ -197,7 +195,7 @@ def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, c
     assert verb.run_engines(asked(division="open"), 1, Output()) == 0
     told = capsys.readouterr()
     assert told.out.startswith(f"{CASE} · size full · closed · torch · bf16\n")
-    assert told.err.splitlines()[-1] == "no engine table: it needs finished runs of two engines"
+    assert told.err.splitlines()[-1] == golden("no-engine-table-it-needs-finished")
 
 
 def test_where_each_engine_lives() -> None:

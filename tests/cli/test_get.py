@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fixtures.commands import Shell, finish, wait_for
+from fixtures.golden import golden
 from fixtures.hub import FILES as MODEL
 from fixtures.hub import REVISION, publish
 from fixtures.web import Page, Server, serving
@@ -70,13 +71,12 @@ def test_auto_without_data_says_what_to_get(shell: Shell, cache: Path) -> None:
     done = shell.ask(*FULL, "--data", "auto")
     assert (done.code, done.err) == (
         2,
-        "error: --data auto: openwebtext is not here yet; run steelyard data get openwebtext first\n",
+        golden("error-data-auto-openwebtext-is-not"),
     )
     done = shell.ask(*FULL)
     assert (done.code, done.err) == (
         2,
-        "error: llama1-7b-openwebtext at size full needs its data: give their folder with --data (or auto, after steelyard "
-        "data get openwebtext), or try --size smoke\n",
+        golden("error-llama-1-7-openwebtext-at"),
     )
 
 
@@ -97,9 +97,7 @@ def test_a_download_that_fails_is_one_line_and_code_1(shell: Shell, server: Serv
     server.pages[f"/m/openwebtext/{STEM}_idx.npz"].content = b"other"
     done = shell.ask("data", "get", "lambada", "--from", shell.folder)
     assert (done.code, done.out) == (2, "")
-    assert done.err.splitlines()[-1].startswith(
-        f"error: --from {shell.folder}: no lambada_test.jsonl in it, nor in its lambada/;"
-    )
+    assert done.err.splitlines()[-1].startswith(golden("error-from-no-lambada_test-jsonl-in", shell.folder))
     (shell.folder / "lambada_test.jsonl").write_bytes(b"x" * 1_819_752)
     done = shell.ask("data", "get", "lambada", "--from", shell.folder, "--quiet")
     assert (done.code, done.out) == (1, "")
@@ -141,7 +139,7 @@ def test_an_interrupt_keeps_the_part_and_the_same_command_goes_on(shell: Shell, 
     assert wait_for(lambda: (part.exists() and part.stat().st_size == 500) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     done = finish(process)
-    assert (done.code, done.out, done.lines[-1]) == (1, "", "interrupted; run the same command again to go on")
+    assert (done.code, done.out, done.lines[-1]) == (1, "", golden("interrupted-run-the-same-command-again"))
     assert part.stat().st_size == 500
     row = next(one for one in shell.ask("data", "list", "--json").json()["sources"] if one["name"] == "openwebtext")
     assert (row["here"], row["partial_bytes"] >= 500) == (False, True)

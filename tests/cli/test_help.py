@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from fixtures.commands import Shell
+from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.cli import VERBS, app, terminal
 from steelyard.cli.options import Command
@@ -219,7 +220,7 @@ def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:
     assert {run["case"] for run in runs} == set(resolve.names())
     assert {run["precision"] for run in runs} == {"fp32"}
     lines = shell("show", "smoke").out.splitlines()
-    assert lines[0] == f"{len(runs)} runs: every case at size smoke, with engine torch"
+    assert lines[0] == golden("runs-every-case-at-size-smoke", len(runs))
     assert [line.split()[0] for line in lines[2:-1]] == [run["case"] for run in runs]
     assert lines[-1] == "run them: steelyard run smoke"
 

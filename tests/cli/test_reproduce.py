@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fixtures.commands import SMOKE, Shell
+from fixtures.golden import golden
 from fixtures.records import changed, published
 from fixtures.series import series
 from steelyard.cli import reproduce as verb
@@ -32,7 +33,7 @@ def test_what_is_asked_cannot_be_changed(shell: Shell) -> None:
     path = published(NAME, shell.folder)
     done = shell.ask("reproduce", path, "--set", "tune.batch_tokens=4")
     assert (done.code, shell.records()) == (2, [])
-    assert done.err == ("error: --set 'tune.batch_tokens=4': reproduce takes only engine.KEY=VALUE; all else is the record's\n")
+    assert done.err == (golden("error-set-tune-batch_tokens-4-reproduce"))
     assert shell.ask("reproduce", path, "--repeat", "0", "--accelerator", "cpu").code == 2
     assert shell.ask("reproduce", path, "--data", "x").code == 2
     assert shell.ask("reproduce", "none.json").code == 2
@@ -55,7 +56,7 @@ def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
     digest = shell("weights", "inspect", "hf", "--json").json()["header_sha256"]
     done = shell.ask("reproduce", other, "--weights", "hf")
     assert (done.code, shell.records()) == (2, [])
-    assert done.err == (f"error: other weights: weights.header_sha256: {'ab' * 32} / {digest}; give those of the record\n")
+    assert done.err == (golden("error-other-weights-weights-header_sha-256", "ab" * 32, digest))
     same = read(trained(shell.folder / "same", digest))
     verb._check_weights(same, ready(again.request(same, again.Where(weights=shell.folder / "hf"))))
     (shell.folder / "none").mkdir()
@@ -69,7 +70,7 @@ def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
     base = compare.side("record", [read(one)])
     with pytest.raises(RequestError) as caught:
         verb._after(base, [read(other)], (), 0.01, Output(), 1)
-    assert str(caught.value) == "not the same run: weights.seed: 0 / 3; the new run is kept as record 02000200"
+    assert str(caught.value) == golden("not-the-same-run-weights-seed")
 
 
 def test_the_comparison_is_printed_and_its_exit_code_is_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +120,6 @@ def test_a_case_that_does_not_ship_is_asked_again(shell: Shell) -> None:
     [first] = (shell.folder / "first").iterdir()
     done = shell("reproduce", first, "--out", "second")
     assert done.code == 0, done.err
-    assert done.lines[0] == "no case 'mine' comes with this version: the question is the record's own"
+    assert done.lines[0] == golden("no-case-mine-comes-with-this")
     [second] = (shell.folder / "second").iterdir()
     assert read(second).case.key == read(first).case.key

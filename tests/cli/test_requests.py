@@ -50,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool = Fal
     """A machine whose only accelerator has so many devices."""
     found = [Found("Abacus", None, None, i, None) for i in range(devices)]
     row = Accelerator("abacus", lambda: found, accelerators.CPU.sources, {}, divisible)
-    monkeypatch.setattr(accelerators, "table", lambda: {row.name: row})
+    monkeypatch.setattr(accelerators, "table", lambda: {row.name: row, "cpu": accelerators.CPU})
 
 
 Asked = Callable[..., list[Request]]

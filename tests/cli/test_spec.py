@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import Shell
+from fixtures.golden import golden
 from fixtures.specs import record
 from steelyard.plan.ceilings import GROUPS
 from steelyard.record import spec
@@ -80,4 +81,4 @@ def test_a_damaged_one_gets_one_line(shell: Shell, tmp_path: Path):
     for verb in ("verify", "report"):
         done = shell(verb, path)
         assert (done.code, len(done.lines)) == (2, 1)
-        assert done.lines[0].startswith(f"error: {path}: not a spec record: benches.0.group: Input should be ")
+        assert done.lines[0].startswith(golden("error-not-spec-record-benches-0", path))

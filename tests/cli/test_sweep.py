@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Shell
+from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.case.request import Request
 from steelyard.cli import app
@@ -49,9 +50,7 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
     (shell.out / "notes.json").write_text("{}")
     third = shell(*TWO, "--out", shell.out, "--json")
     assert third.code == 0
-    assert third.lines == [
-        f"warning: {shell.out / 'notes.json'}: schema is None; this version reads 1; it is not counted as a run"
-    ]
+    assert third.lines == [golden("warning-schema-is-none-this-version", shell.out / "notes.json")]
     told = third.json()
     assert [one["tune"]["batch_tokens"] for one in told["records"]] == [4096, 8192]
     assert told["records"][0] == json.loads(found[0].read_text())
@@ -185,7 +184,7 @@ def test_several_cases_have_all_points_each(shell: Shell, carried: list[Ready]) 
         (CASE, 1),
     ]
     assert done.lines[0] == f"point 1 of 4: {TRAIN[1]} closed nodes=1 tune.warmup=0"
-    assert "no scaling table: it needs valid records with two device counts" in done.lines
+    assert golden("no-scaling-table-it-needs-valid") in done.lines
 
 
 def test_a_failure_goes_on_and_an_interrupt_does_not(

@@ -15,6 +15,7 @@ import rich.console
 
 from fixtures import glm_checkpoints
 from fixtures.commands import CASE
+from fixtures.golden import golden
 from steelyard import cli
 from steelyard.case import resolve
 from steelyard.errors import RequestError
@@ -130,7 +131,7 @@ def test_inspect(run: Run, worker: Worker) -> None:
         "tied        false",
         "files       mp_rank_00/m.pt  6.00 GiB",
         "            mp_rank_01/m.pt  700 bytes",
-        "note        values are stored for an interleaved rotary patch",
+        golden("note-values-are-stored-for-an"),
         "note        one more",
     ]
 
@@ -208,7 +209,7 @@ def test_convert_that_went_on(run: Run, worker: Worker) -> None:
     worker.made = Conversion([("mp_rank_00/m.pt", 5 << 10), ("mp_rank_01/m.pt", 5 << 10)], 10 << 10, 1)
     out = run("convert", "src", "dst", "--to", "megatron", "--tp", "2", "--case", CASE)[1]
     assert worker.asked == [(Path("src"), Path("dst"), "megatron", 2, resolve.resolve(CASE).case.question.model)]
-    assert out.splitlines()[-1] == "megatron TP2: 2 file(s), 10.00 KiB, 1 of them kept from an earlier conversion, in dst"
+    assert out.splitlines()[-1] == golden("megatron-tp-2-2-file-10")
 
 
 def test_convert_that_was_done(run: Run, worker: Worker) -> None:
@@ -290,7 +291,7 @@ def test_mistakes_get_one_line(run: Run, worker: Worker, arguments: tuple[str, .
 @pytest.mark.parametrize("arguments", [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")], ids=lambda one: one[0])
 def test_refusals_of_the_work_get_one_line(run: Run, worker: Worker, arguments: tuple[str, ...]) -> None:
     worker.error = RequestError("'src' holds no weights;\nlook elsewhere")
-    assert run(*arguments) == (2, "", "error: 'src' holds no weights; look elsewhere\n")
+    assert run(*arguments) == (2, "", golden("error-src-holds-no-weights-look"))
 
 
 @pytest.mark.parametrize("arguments", [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")], ids=lambda one: one[0])
@@ -298,5 +299,5 @@ def test_without_torch(run: Run, worker: Worker, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("steelyard.cli.weights.find_spec", lambda name: None)
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert err == "error: torch is not installed, which weights need; run pip install 'steelyard[torch]'\n"
+    assert err == golden("error-torch-is-not-installed-which")
     assert worker.asked == []

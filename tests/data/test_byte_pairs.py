@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
+from fixtures.golden import golden
 from fixtures.vocabularies import TEXTS, gpt2, refusal
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import BytePairTokenizer, JsonTokenizer
@@ -148,11 +149,7 @@ def test_a_special_token_that_is_none(special: str, number: int, shown: str, tmp
 
 def test_byte_level_bpe_needs_its_merges(tmp_path: Path) -> None:
     path = bpe_folder(tmp_path, merges=None) / "vocab.json"
-    assert (
-        refusal(path)
-        == refusal(tmp_path)
-        == (f"{path}: no merges.txt beside it; put it there, or name another tokenizer with --tokenizer")
-    )
+    assert refusal(path) == refusal(tmp_path) == (golden("no-merges-txt-beside-it-put", path))
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "special_tokens.txt"])

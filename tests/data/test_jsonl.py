@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.data import jsonl
 from steelyard.errors import RequestError
 
@@ -44,7 +45,7 @@ def test_limits_count_what_stands_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345\n12345")
     assert len(list(jsonl.read(path, "", 5, 11))) == 2
-    assert refusal(path, 4) == "line 1 has more than 4 bytes, the limit for a line; a line is 1"
+    assert refusal(path, 4) == golden("line-1-has-more-than-4")
     assert refusal(path, 5, 10) == "larger than 10 bytes; it has 2 MB"
 
 
@@ -69,7 +70,7 @@ def test_refusals(content: bytes, reason: str, tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == "cannot be read: Is a directory"
-    assert refusal(tmp_path / "x") == "cannot be read: No such file or directory"
+    assert refusal(tmp_path / "x") == golden("cannot-be-read-no-such-file")
 
 
 def test_half_a_character() -> None:

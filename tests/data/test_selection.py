@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.data import selection
 from steelyard.data.sample import chosen
 from steelyard.errors import RequestError
@@ -140,4 +141,4 @@ def test_a_sample_of_a_selection_is_of_it() -> None:
     assert chosen(40, None, 7, pool=pool) == pool
     with pytest.raises(RequestError) as caught:
         chosen(40, 6, 7, pool=pool)
-    assert str(caught.value) == "--sample 6: of those chosen there are 5 questions; allowed: 1 to 5"
+    assert str(caught.value) == golden("sample-6-of-those-chosen-there")

@@ -14,6 +14,7 @@ from tokenizers.normalizers import Prepend, Replace
 from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.processors import TemplateProcessing
 
+from fixtures.golden import golden
 from fixtures.vocabularies import TEXTS, gpt2, refusal
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import JsonTokenizer, MadeTokenizer, SentencePieceTokenizer
@@ -77,7 +78,7 @@ def test_made_vocabularies_are_told_apart() -> None:
 def test_made_vocabulary_has_a_least_size(vocab: int) -> None:
     with pytest.raises(RequestError) as caught:
         MadeTokenizer(vocab)
-    assert str(caught.value) == f"question.model.vocab={vocab} has no room for made data; allowed: 7 or more"
+    assert str(caught.value) == golden("question-model-vocab-has-no-room", vocab)
 
 
 def test_llama_ids(data_dir: Path) -> None:
@@ -143,10 +144,7 @@ def test_vocabularies_that_fit(size: int) -> None:
 def test_vocabularies_that_do_not_fit(size: int, vocab: int, allowed: str) -> None:
     with pytest.raises(RequestError) as caught:
         tokenizer.check_vocab(MadeTokenizer(size), vocab)
-    assert str(caught.value) == (
-        f"tokenizer made has {size} tokens and the model {vocab}; allowed: {allowed}; "
-        "name the model's own tokenizer with --tokenizer"
-    )
+    assert str(caught.value) == (golden("tokenizer-made-has-tokens-and-the", size, vocab, allowed))
 
 
 def test_search_order(data_dir: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from fixtures.golden import golden
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import BytePairTokenizer, JsonTokenizer, WordPieceTokenizer
 from steelyard.errors import RequestError
@@ -59,15 +60,13 @@ def test_ids_are_lines_whatever_ends_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["[PAD]", "[UNK]", "[CLS]", "[MASK]"])
 def test_a_vocabulary_needs_its_special_pieces(name: str, tmp_path: Path) -> None:
     path = vocabulary(tmp_path, *(piece for piece in PIECES if piece != name))
-    assert refusal(tmp_path) == (
-        f"{path}: no piece {name}; BERT's vocab.txt has [PAD], [UNK], [CLS], [MASK]; name that with --tokenizer"
-    )
+    assert refusal(tmp_path) == (golden("no-piece-bert-vocab-txt-has", path, name))
 
 
 @pytest.mark.parametrize(("piece", "shown"), [("", "''"), (" os", "' os'"), ("two words ", "'two words '"), ("os", "'os'")])
 def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
     path = vocabulary(tmp_path, piece, *PIECES)
-    assert refusal(path) == (f"{path}: line 1 is {shown}; allowed: one piece a line, with no space around it, each once")
+    assert refusal(path) == (golden("line-1-is-allowed-one-piece", path, shown))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +112,7 @@ def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> 
     path.unlink()
     with pytest.raises(RequestError) as caught:
         tokenizer.load_pieces([tmp_path])
-    assert str(caught.value) == (
-        f"no tokenizer found (looked in: {tmp_path}); put BERT's vocab.txt beside the weights or the data, "
-        "or name it with --tokenizer"
-    )
+    assert str(caught.value) == (golden("no-tokenizer-found-looked-in-put", tmp_path))
 
 
 def test_the_real_vocabulary(data_dir: Path) -> None:

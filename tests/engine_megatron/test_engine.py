@@ -12,6 +12,7 @@ if find_spec("megatron") is None:
 
 from engine_megatron.plans import CORPUS, MMLU, build
 from fixtures.commands import Shell
+from fixtures.golden import golden
 from steelyard.engines.megatron.score import MegatronScore
 from steelyard.engines.megatron.train import MegatronTrain
 from steelyard.errors import RequestError
@@ -78,9 +79,7 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     checkpoints.write(place / checkpoints.STATE, state)
     with pytest.raises(RequestError) as caught:
         build(told() | {"resume": str(tmp_path)}, 0, 1, MegatronTrain)
-    assert str(caught.value) == (
-        "--resume: engine megatron goes on under the plan that it began with, TP2PP1DP1; asked: TP1PP1DP1"
-    )
+    assert str(caught.value) == (golden("resume-engine-megatron-goes-on-under"))
 
 
 @pytest.fixture

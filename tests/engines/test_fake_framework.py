@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Shell
+from fixtures.golden import golden
 
 PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "fake_framework"
 
@@ -25,10 +26,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_torch_cannot_be_imported_here(shell: Shell) -> None:
     done = shell(*SMOKE, "--out", shell.out)
     assert (done.code, done.out) == (2, "")
-    assert done.lines == [
-        "error: engine 'torch' cannot be imported (torch was imported); install what it needs again: "
-        "pip install --force-reinstall 'steelyard[torch]'"
-    ]
+    assert done.lines == [golden("error-engine-torch-cannot-be-imported")]
 
 
 @pytest.mark.parametrize("options", [(), ("--passes", "val,infer,bare"), ("--sample", "20")])

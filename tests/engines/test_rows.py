@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fixtures.commands import Shell
+from fixtures.golden import golden
 from steelyard.case.request import Request
 from steelyard.case.resolve import names, resolve
 from steelyard.engine import rows as engine_rows
@@ -79,17 +80,14 @@ def test_precisions_are_refused_by_the_row(monkeypatch: pytest.MonkeyPatch) -> N
     narrow = replace(engine_rows.TORCH, precisions=("fp32", "bf16"))
     monkeypatch.setattr(engine_rows, "TORCH", narrow)
     monkeypatch.setattr(engine_rows, "row", lambda name: narrow)
-    assert refusal(asked(MMLU, "torch", precision="fp16")) == "engine torch has no matmuls in fp16; allowed: fp32, bf16"
+    assert refusal(asked(MMLU, "torch", precision="fp16")) == golden("engine-torch-has-no-matmuls-in")
     assert ready(asked(MMLU, "torch", precision="bf16")).engine is narrow
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(engine_rows.TRANSFORMERS, needs=("torch", "no_such_module_here"))
     monkeypatch.setattr(engine_rows, "row", lambda name: row)
-    assert refusal(asked(MMLU, "transformers")) == (
-        "no_such_module_here is not installed, and engine transformers needs it; pip install 'steelyard[transformers]', "
-        "then run again"
-    )
+    assert refusal(asked(MMLU, "transformers")) == (golden("no_such_module_here-is-not-installed-and-engine"))
 
 
 def test_what_a_row_says_is_ready() -> None:
@@ -103,9 +101,7 @@ def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "megatron", None)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     assert engine_rows.MEGATRON.missing() == "megatron.core"
-    assert refusal(asked(MMLU, "megatron")) == (
-        "megatron.core is not installed, and engine megatron needs it; pip install 'steelyard[megatron]', then run again"
-    )
+    assert refusal(asked(MMLU, "megatron")) == (golden("megatron-core-is-not-installed-and"))
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.score", raising=False)
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.config", raising=False)
     with pytest.raises(RequestError) as caught:

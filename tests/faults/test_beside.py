@@ -11,6 +11,7 @@ from faults.faults import CHECKED, END_S, INT, KILL, LOCAL, SLURM, SSH
 from faults.scenes import Scene, read
 from faults.table import NO_RECORD, REFUSED, Seen, Table
 from fixtures.commands import wait_for
+from fixtures.golden import golden
 from hosts.cluster import kill
 
 LONE = ("--accelerator", "lone")
@@ -35,7 +36,7 @@ def test_two_runs_on_the_same_devices(scene: Scene, options: tuple[str, ...], ho
     done = scene.again(*LONE, *options)
     after_s = time.monotonic() - began
     assert (done.code, done.out) == (2, "")
-    assert done.lines[-1].startswith(f"error: host {host}: Lone (LONE-0) is in use by another run, of process ")
+    assert done.lines[-1].startswith(golden("error-host-lone-lone-0-is", host))
     assert not list((scene.stage.folder / "other").glob("*"))
     assert scene.command.poll() is None
     scene.command.send_signal(signal.SIGINT)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.attacks import Attacks
+from fixtures.golden import golden
 from fixtures.records import published
 from steelyard.data import archive
 from steelyard.errors import RequestError
@@ -66,7 +67,7 @@ def test_rows_have_a_limit_over_all_files(tmp_path: Path, monkeypatch: pytest.Mo
     path = tar_gz(
         tmp_path / "x.tar.gz", *((name, tarfile.REGTYPE, own, len(own)) for name, own in zip(names, rows, strict=True))
     )
-    assert refusal(data.read, path) == "test/a_test.csv: with it there are more than 9 rows; MMLU has 14,327"
+    assert refusal(data.read, path) == golden("test-a_test-csv-with-it-there")
     monkeypatch.setattr(data, "MAX_ROWS", 10)
     assert len(data.read(path)[0].test) == 5
 
@@ -80,7 +81,7 @@ def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytes
     assert record.read(path).plan.world == 2
     monkeypatch.setattr(sealed, "RANK_BYTES", (size - 1000) // 2 - 1)
     most = 1000 + 2 * ((size - 1000) // 2 - 1)
-    assert refusal(record.read, path) == f"{path}: {size} bytes; the limit for a record of 2 rank(s) is {most}"
+    assert refusal(record.read, path) == golden("bytes-the-limit-for-record-of-2", path, size, most)
     monkeypatch.setattr(sealed, "MAX_RECORD_BYTES", size - 1)
     assert refusal(record.integrity, path) == f"{path}: {size} bytes; the limit for a record is {size - 1}"
 
@@ -164,7 +165,7 @@ def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(240):
             file.write(b"[],[" * (MIB // 4))
     monkeypatch.setattr(json, "loads", None)  # a call would raise
-    assert refusal(record.read, path) == f"{path}: {240 * MIB} bytes; the limit for a record of 0 rank(s) is {48 * MIB}"
+    assert refusal(record.read, path) == golden("bytes-the-limit-for-record-of", path, 240 * MIB, 48 * MIB)
 
 
 def test_a_pickle_of_millions_of_opcodes_is_left_early(tmp_path: Path) -> None:

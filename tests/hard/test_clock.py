@@ -11,6 +11,7 @@ import pytest
 from fixtures import report
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
+from fixtures.golden import golden
 from fixtures.records import sentence
 from steelyard import words
 from steelyard.metrics import clocks
@@ -109,7 +110,7 @@ def test_clocks_of_a_rank(told: dict[str, float], ok: bool) -> None:
 
 def test_the_reason_names_rank_and_clocks() -> None:
     text = verdict(with_clocks(monotonic=37.0, raw=37.0, uptime=99.9))[1]
-    assert text == ("rank 0: the monotonic clock counted 37.000 s and clock uptime 99.900 s; they may differ by 0.5%")
+    assert text == (golden("rank-0-the-monotonic-clock-counted"))
 
 
 @pytest.mark.parametrize(("device_s", "ok"), [(10.0, True), (10.07, True), (10.08, False), (27.0, False)])

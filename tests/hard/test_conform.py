@@ -73,7 +73,7 @@ def test_a_run_that_did_not_finish_shows_nothing(
         runs.append(request)
         return failed, Path()
 
-    monkeypatch.setattr("steelyard.run.parent.run_case", run_case)
+    monkeypatch.setattr("steelyard.cli.conform.run_case", run_case)
     done = shell.ask("conform", "transformers")
     assert done.code == code
     assert ("interrupted" in done.lines) == (reasons == ("interrupted",))

@@ -12,6 +12,7 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
+from fixtures.golden import golden
 from steelyard.run import load
 from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.host import scrubbed
@@ -130,9 +131,7 @@ def test_the_kernel_ends_a_rank_for_lack_of_memory(faulty: Shell, small_group: P
     assert done.returncode == 1, done.stderr
     (record,) = faulty.records()
     assert record["reasons"][0]["code"] == "killed"
-    assert record["reasons"][0]["text"] == (
-        "rank 0 was ended by SIGKILL; meanwhile the kernel ended 1 process(es) of its control group for lack of memory"
-    )
+    assert record["reasons"][0]["text"] == (golden("rank-0-was-ended-by-sigkill"))
     assert record["failure"]["exit_code"] == -signal.SIGKILL
     attacks.add("rank ended by the kernel for lack of memory", 1, "a guess at any SIGKILL", "what its control group counted")
 
@@ -169,7 +168,7 @@ def test_processes_that_cannot_be_started(faulty: Shell, place: str, number: int
     (record,) = one.records()
     assert record["reasons"][0] == {
         "code": "not_started",
-        "text": f"host localhost: the ranks could not be started: {why}",
+        "text": golden("host-localhost-the-ranks-could-not", why),
     }
     assert one.nothing_left(1.0)
 
@@ -208,7 +207,7 @@ def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks)
     command = [*words, *SMOKE, "--out", str(shell.out)]
     done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: the working directory no longer exists; change to one that does (cd), and run again\n"
+    assert done.stderr == golden("error-the-working-directory-no-longer")
     assert not shell.out.exists()
     attacks.add("working directory deleted", 1, "`killed`", "refused, exit code 2")
 
@@ -223,4 +222,4 @@ def test_without_proc(shell: Shell) -> None:
         pytest.skip("no unshare command")
     done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: /proc is not mounted; a run needs it; mount it and run again\n"
+    assert done.stderr == golden("error-proc-is-not-mounted-run")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import SMOKE, Shell, finish, wait_for
+from fixtures.golden import golden
 from fixtures.records import published
 from steelyard import cli
 from steelyard.errors import LostError
@@ -65,7 +66,7 @@ def test_without_any_room_it_is_printed(
     printed, line = capsys.readouterr().err.splitlines()
     assert (ended.value.code, json.loads(printed)) == (1, record.to_table(made))
     why = f"error: the record cannot be written to {str(tmp_path / 'out')!r}: File too large; nor can {str(tmp_path / 'tmp')!r}"
-    assert line == f"{why}: File too large; it stands above, as JSON"
+    assert line == golden("file-too-large-it-stands-above", why)
 
 
 @pytest.mark.full

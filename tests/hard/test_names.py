@@ -9,6 +9,7 @@ import pytest
 
 from fixtures.cases import OWN, own
 from fixtures.commands import SMOKE, Shell
+from fixtures.golden import golden
 from fixtures.records import RESULTS, RUNS, changed, published
 from steelyard import report
 from steelyard.case.precision import name_of, presets
@@ -71,7 +72,7 @@ def test_a_record_that_calls_fp16_fp32_does_not_verify(tmp_path: Path) -> None:
         table["case"]["question"]["precision"]["matmul"] = "fp16"
         table["case"]["key"] = verify.key_of(table["case"]["question"], table["data"]["fingerprint"])
 
-    assert "the precision is called fp32, and is matmul fp16, weights fp32" in verify.verify(changed(path, lie))
+    assert golden("the-precision-is-called-fp-32") in verify.verify(changed(path, lie))
 
 
 def no_gate(table: dict) -> None:
@@ -126,10 +127,7 @@ def test_a_record_of_an_earlier_question_verifies_and_says_so(name: str) -> None
     fields = "question.data.joint, question.data.last_target"
     assert verify.verify(path) == []
     found = verify.read(path)
-    assert verify.remarks(path) == [
-        f"the key is {found.case.key}, of aquila2-7b-alpaca as it was before {fields}: "
-        "the shipped case has another question now"
-    ]
+    assert verify.remarks(path) == [golden("the-key-is-of-aquila-2", found.case.key, fields)]
     note = f"case: earlier: the shipped case aquila2-7b-alpaca has another question now: {fields} came later"
     assert note in validity.judge(found, derive(found))[2]
     for lang, word in (("en", "case: earlier"), ("zh", "旧版用例")):

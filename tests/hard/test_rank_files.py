@@ -12,6 +12,7 @@ import pytest
 from fixtures.attacks import Attacks
 from fixtures.commands import CASE
 from fixtures.damage import changed_bytes, changed_value
+from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.case.request import Request
 from steelyard.metrics.verify import verify
@@ -106,7 +107,7 @@ def test_what_is_no_rank_file_is_named_so(ended: Ended, text: str, why: str) -> 
     made = ended.again(1, text)
     assert made.status == "failed"
     assert made.reasons[0].code == "malformed"
-    assert made.reasons[0].text.startswith("rank 1 left a result that cannot be read: ")
+    assert made.reasons[0].text.startswith(golden("rank-1-left-result-that-cannot"))
     assert why in made.reasons[0].text
     assert made.failure is not None
     assert (made.failure.rank, made.failure.host) == (1, "localhost")
@@ -129,6 +130,6 @@ def test_results_that_do_not_fit_together(ended: Ended) -> None:
     table["outputs"]["val"] = {"items": "all of them"}
     made = ended.again(1, json.dumps(table))
     assert (made.status, made.ranks, made.reasons[0].code) == ("failed", [], "malformed")
-    assert made.reasons[0].text.startswith("what the ranks left cannot be put together: ")
+    assert made.reasons[0].text.startswith(golden("what-the-ranks-left-cannot-be"))
     assert made.failure is not None
     assert "Traceback" in made.failure.stderr_tail

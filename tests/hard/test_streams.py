@@ -15,6 +15,7 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell, finish, wait_for
+from fixtures.golden import golden
 from steelyard.cli import terminal
 
 RUN = (*SMOKE, "--engine", "faulty", "--passes", "val", "--set", "tune.parallel=DP")
@@ -98,7 +99,7 @@ def test_an_answer_that_is_all_there_is_must_arrive(shell: Shell, arguments: tup
             check=False,
         )
     assert done.returncode == code
-    assert done.stderr.startswith("error: stdout cannot be written: No space left on device" if code == 1 else "error: no case")
+    assert done.stderr.startswith(golden("error-stdout-cannot-be-written-no-2") if code == 1 else "error: no case")
 
 
 def test_a_character_that_a_terminal_lacks_is_spelled_as_json_does(shell: Shell) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import SRC, finish, wait_for
+from fixtures.golden import golden
 from hosts import packages
 from hosts.cluster import MARK, Cluster, make_key
 from hosts.host import processes_in
@@ -112,7 +113,7 @@ def test_a_cut_link_is_a_host_that_cannot_be_reached(cluster: Cluster):
     cluster.cut("node1")
     done = cluster.run("login", cluster.ssh("node1", "uname -n", options=["-o", "ConnectTimeout=1"]))
     assert (done.returncode, done.stdout) == (255, "")
-    assert done.stderr.strip() == "ssh: connect to host node1 port 22: Connection timed out"
+    assert done.stderr.strip() == golden("ssh-connect-to-host-node-1")
     assert cluster.run("login", cluster.ssh("node2", "uname -n")).stdout == "node2\n"
     cluster.mend("node1")
     assert cluster.run("login", cluster.ssh("node1", "uname -n")).stdout == "node1\n"
@@ -136,7 +137,7 @@ def test_killed_sshd_sessions_end_connections_and_not_the_host(cluster: Cluster)
     assert process.stdout.readline() == "ready\n"
     assert cluster.pids("node2", "cat")[0] in cluster.processes("mark-of-a-session")
     cluster.kill_sshd_sessions("node2")
-    assert ended(process) == (255, "Connection to node2 closed by remote host.\n")
+    assert ended(process) == (255, golden("connection-to-node-2-closed-by"))
     assert wait_for(lambda: not cluster.processes("mark-of-a-session"), 10)
     assert cluster.run("login", cluster.ssh("node2", "uname -n")).stdout == "node2\n"
 
@@ -246,9 +247,9 @@ def test_srun_tells_how_its_process_ended(slurm: Slurm):
     os.kill(pid, signal.SIGKILL)
     code, error = ended(killed)
     assert code == 128 + signal.SIGKILL
-    assert error.startswith("srun: error: node1: task 0: Killed\nsrun: Force Terminated StepId=")
+    assert error.startswith(golden("srun-error-node-1-task-0"))
     code, error = ended(step(slurm, job, "node2", "sh", "-c", "exit 3"))
-    assert (code, error) == (3, "srun: error: node2: task 0: Exited with exit code 3\n")
+    assert (code, error) == (3, golden("srun-error-node-2-task-0"))
 
 
 def test_the_death_of_srun_ends_its_step(slurm: Slurm):
@@ -271,7 +272,7 @@ def test_srun_does_not_notice_a_killed_slurmd(slurm: Slurm):
     allocation.stdin.close()
     code, error = ended(lost)
     assert code == 0  # an exit code of srun is no proof that all went well
-    assert error.splitlines()[-1] == "srun: error: Timed out waiting for job step to complete"
+    assert error.splitlines()[-1] == golden("srun-error-timed-out-waiting-for")
     assert slurm.job_state(job) == "COMPLETING"
     slurm.start_slurmd("node1")
     assert released(slurm, job)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fixtures.commands import finish, wait_for
+from fixtures.golden import golden
 from hosts import recipes
 from hosts.runs import STEELYARD, Runs
 from hosts.slurm import Slurm
@@ -128,7 +129,7 @@ def test_a_partition_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
     site.write_text(site.read_text().replace("debug", "nowhere"))
     done = runs(*SMOKE)
     assert (done.code, done.out) == (2, "")
-    assert done.lines[-1].startswith("error: salloc gave no hosts (exit code 1): salloc: error: ")
+    assert done.lines[-1].startswith(golden("error-salloc-gave-no-hosts-exit"))
     assert "nvalid partition" in done.lines[-1]
     assert done.lines[-1].endswith("; see [slurm] in the site file")
     assert (runs.records(), runs.left(), queue(slurm)) == ([], [], [])
@@ -139,7 +140,7 @@ def test_a_python_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
     site.write_text(site.read_text() + f"\n[host.node2]\npython = {json.dumps('/no/such/python')}\n")
     done = runs(*SMOKE)
     assert (done.code, done.out) == (2, "")
-    assert done.lines[-1].startswith("error: host node2: the agent did not start (exit code 2): s")  # slurmstepd's, or srun's
-    assert done.lines[-1].endswith("; no such Python there; name one with python = in the site file")
+    assert done.lines[-1].startswith(golden("error-host-node-2-the-agent"))  # slurmstepd's, or srun's
+    assert done.lines[-1].endswith(golden("no-such-python-there-name-one"))
     assert (runs.records(), runs.left()) == ([], [])
     assert wait_for(lambda: queue(slurm) == [], 10)

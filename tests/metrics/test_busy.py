@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from metrics.test_table import facts, made, resolved, value
 from steelyard.metrics import busy, evidence
 from steelyard.metrics.busy import Share, share
@@ -116,8 +117,8 @@ def test_readings_out_of_order_contradict() -> None:
     host = HostFacts(name="here", ranks=[0], load=load(1.0, t_s=[0.0, 10.0, 5.0, 30.0, 40.0, 99.0]))
     found = made(facts=facts(hosts=[host]))
     wrong = [text for text in evidence.contradictions(found) if "CPU time" in text]
-    assert wrong[0] == "host here: readings of CPU time are not in the order of their times"
-    assert wrong[1].startswith("host here: a reading of CPU time at 99.0 s, after a run of ")
+    assert wrong[0] == golden("host-here-readings-of-cpu-time")
+    assert wrong[1].startswith(golden("host-here-reading-of-cpu-time"))
 
 
 def test_columns_are_of_one_length() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fixtures.engines import scored
+from fixtures.golden import golden
 from fixtures.report import make, training
 from steelyard.case.precision import presets
 from steelyard.errors import RequestError
@@ -93,7 +94,7 @@ def test_a_side_is_one_thing(changes: dict[str, Any], said: str) -> None:
     mixed = [*runs(100.0), *runs(100.0, letter="b", **changes)]
     with pytest.raises(RequestError) as caught:
         compare.side("old", mixed)
-    assert str(caught.value) == f"old: these records are not repeats of one run: {said}; give the records of one run"
+    assert str(caught.value) == golden("old-these-records-are-not-repeats", said)
 
 
 def other(**changes: Any) -> list[Record]:
@@ -105,7 +106,7 @@ def test_different_questions_are_refused_with_the_fields_named() -> None:
     with pytest.raises(RequestError) as caught:
         between(runs(100.0), new)
     assert "question.precision.matmul: bf16 / fp16" in str(caught.value)
-    assert str(caught.value).endswith("name what differs, such as --across question.precision")
+    assert str(caught.value).endswith(golden("name-what-differs-such-as-across"))
     found = between(runs(100.0), new, across=("question.precision",))
     assert Field("question.precision.matmul", ("bf16",), ("fp16",)) in found.across
     assert {one.name.rpartition(".")[0] for one in found.across} == {"question.precision"}
@@ -129,9 +130,7 @@ def test_a_prefix_ends_at_a_dot() -> None:
 def test_across_what_no_question_has_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         between(runs(100.0), other(), across=("question.precison",))
-    assert str(caught.value) == (
-        "--across 'question.precison': no such field of these questions; did you mean 'question.precision'?"
-    )
+    assert str(caught.value) == (golden("across-question-precison-no-such-field"))
 
 
 def test_other_data_are_another_question() -> None:

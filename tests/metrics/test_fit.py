@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from metrics.test_table import facts, made
 from steelyard.accelerators import nvml
 from steelyard.metrics import fit
@@ -80,14 +81,14 @@ def test_a_machine_that_is_fit() -> None:
         ("devices", "2 cuda: NVIDIA H200"),
         ("persistence mode of cuda:0", "on"),
         ("processes on cuda:0", "0"),
-        ("clocks of cuda:0", "now 345 MHz, at most 1980 MHz, set to 1980 MHz, default 1980 MHz"),
+        ("clocks of cuda:0", golden("now-345-mhz-at-most-1980")),
         ("power limit of cuda:0", "700 W; the default is 700 W"),
         ("ECC of cuda:0", "on"),
         ("MIG of cuda:0", "off"),
         ("slowdown reasons of cuda:0", "gpu_idle"),
         ("temperature of cuda:0", "30 °C; it slows down at 92 °C"),
         ("NUMA node of cuda:0", "1"),
-        ("host load", "other processes use 1.0% of the cores that a run may use; load average 0.5"),
+        ("host load", golden("other-processes-use-1-0-of")),
         ("cores", "64 of 64 by affinity; no quota"),
         ("NUMA nodes", "2"),
         ("CPU governor", "performance"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.report import GIB, rank_samples, training
 from fixtures.training import ONE, TWO, codes, value
 from steelyard.record.record import Record, to_table
@@ -30,7 +31,7 @@ def test_times_that_a_program_reports_are_what_rates_are_taken_from():
     assert value(found, "p_whole") == 4100 / 42.0  # our own clock
     note = "the engine does not separate compute time"
     assert [(value(found, name), found.metrics[name].note) for name in ("p_core", "mfu_core")] == [(None, note)] * 2
-    assert "times of steps are the program's own; what they count is that of the configuration" in found.notes
+    assert golden("times-of-steps-are-the-program") in found.notes
 
 
 @pytest.mark.parametrize(

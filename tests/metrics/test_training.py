@@ -2,6 +2,7 @@
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.report import GIB, rank_samples, training
 from fixtures.training import ONE, TWO, value
 from steelyard import tasks
@@ -113,7 +114,7 @@ def test_mem_predicted_says_what_it_holds():
     assert predicted.value * GIB == pytest.approx(state + 50 * (2 * layer + 2 * 8 * 2 + 32 * (2 + 2)))
     for part in ("parameters", "copies", "gradients", "states", "activations", "logits"):
         assert f"{part} " in str(predicted.note)
-    assert str(predicted.note).endswith("memory of the framework itself is unknown and not included")
+    assert str(predicted.note).endswith(golden("memory-of-the-framework-itself-is"))
     deep = training(((1.0,),) * 3, plan=(1, 3, 1)).metrics["mem_predicted"]
     assert (deep.value, deep.note) == (None, "the plan has 3 stages for 2 layers")
 
@@ -121,7 +122,7 @@ def test_mem_predicted_says_what_it_holds():
 def test_warm_up_is_found_and_left_out():
     """Thirteen steps are slow, then all are equal."""
     found = training(([3.0] * 13 + [1.0] * 87,), formulas=2)
-    assert found.metrics["p_core"].note == "steady window: steps 13 to 99 (found from the step times)"
+    assert found.metrics["p_core"].note == golden("steady-window-steps-13-to-99")
     assert value(found, "tokens_per_device_s") == 100.0
     assert found.metrics["tokens_per_device_s"].interval == (100.0, 100.0)
     assert value(found, "p_whole") == 100 * 100 / 126.0

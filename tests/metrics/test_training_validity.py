@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.report import COUNTS, question, rank_samples, training
 from fixtures.training import ONE, TWO, codes, value
 from steelyard.errors import RequestError
@@ -41,7 +42,7 @@ def test_a_run_that_was_stopped_says_why():
     stopped = {"step": 3, "why": "bound", "value": 12.5}
     found = training(ONE, case__question=asked, outputs=outputs(train={"stopped": stopped}))
     assert [(r.code, r.text) for r in found.reasons] == [
-        ("loss_bound", "step 3: the loss 12.5 exceeds the bound 8.5; the run was stopped"),
+        ("loss_bound", golden("step-3-the-loss-12-5")),
         ("coverage", "train: rank 0 took 4 of 6 steps"),
     ]
     late = outputs(train={"stopped": {"step": 3, "why": "nan", "value": None}})
@@ -90,7 +91,7 @@ def test_time_and_device_are_judged_in_the_train_pass():
 def test_a_wide_interval_invalidates():
     times = [1.6 if step % 2 else 0.4 for step in range(20)]
     assert codes(training((times,))) == ["interval"]
-    assert training(ONE).notes == ["too few batches for an interval of the rate"]
+    assert training(ONE).notes == [golden("too-few-batches-for-an-interval")]
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,7 @@ def test_the_gate_asks_for_a_loss_that_falls(gate, codes_):
 
 def test_a_loss_that_rises_misses_the_gate():
     found = training(ONE, outputs=outputs(after={"nll": 480.0, "targets": 40}))
-    assert [(r.code, r.text) for r in found.reasons] == [
-        ("quality", "loss_after is 12.0000; it must be below loss_before 9.0000")
-    ]
+    assert [(r.code, r.text) for r in found.reasons] == [("quality", golden("loss_after-is-12-0000-it-must"))]
     flat = training(ONE, losses=[5.0] * 4, case__gate={"metric": "loss", "below": "loss_first", "target": None})
     assert codes(flat) == ["quality"]
 
@@ -143,7 +142,7 @@ def test_a_run_that_left_nothing_still_has_a_record():
     known = {name for name, one in found.metrics.items() if one.value is not None}
     assert known == {"e2e_time", "mem_predicted", "mem_total"}
     assert all(one.note for one in found.metrics.values() if one.value is None)
-    assert found.metrics["p_whole"].note == "the train pass did not run or did not finish"
+    assert found.metrics["p_whole"].note == golden("the-train-pass-did-not-run")
     assert (found.checks, found.reasons) == ([], [])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from fixtures.cases import refusal
+from fixtures.golden import golden
 from steelyard.case.resolve import Resolved, resolve
 from steelyard.engine import rows as engine_rows
 from steelyard.plan import auto, degrees, memory
@@ -155,5 +156,5 @@ def test_show_says_what_one_device_here_would_get() -> None:
 @pytest.mark.parametrize("text", ["most", "Auto", "0", "1.5"])
 def test_other_words_are_refused(text: str) -> None:
     line = refusal(LLAMA, "full", f"tune.micro_batch={text}")
-    assert line.startswith("case 'llama1-7b-openwebtext', command line: tune.micro_batch: must be ")
+    assert line.startswith(golden("case-llama-1-7-openwebtext-command"))
     assert ", or auto (it is " in line

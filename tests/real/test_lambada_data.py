@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.lambada import data
@@ -35,7 +36,7 @@ def test_real_set_is_complete(texts: list[str], data_dir: Path) -> None:
         texts,
         "lambada_test.jsonl",
     )
-    assert texts[0].startswith("In my palm is a clear stone, and inside it is a small ivory statuette. A guardian angel.\n\n")
+    assert texts[0].startswith(golden("in-my-palm-is-clear-stone"))
     assert texts[0].rpartition(" ")[2] == "signs"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.errors import RequestError
 from steelyard.record import index
 from steelyard.record.index import Entry
@@ -271,7 +272,7 @@ def test_more_than_fits_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(index, "MAX_BYTES", 10)
     found, _, notes = look(folder)
     assert found == BOTH
-    assert notes[-1] == "no index is kept: 2 records take more than 10 bytes"
+    assert notes[-1] == golden("no-index-is-kept-2-records")
 
 
 def test_writers_at_the_same_time_leave_one_whole_index(folder: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from fixtures.commands import Shell
+from fixtures.golden import golden
 from steelyard import cli
 from steelyard.case import case
 from steelyard.errors import LostError, RequestError
@@ -203,7 +204,7 @@ def test_other_spellings_of_the_same_values_show(made: Record, tmp_path: Path) -
         canonical_bytes(table).decode().replace('"schema":1,', '"schema":1,"schema":1,', 1),
     ):
         path.write_text(text)
-        assert verify(path)[0] == "the bytes are not those that were written"
+        assert verify(path)[0] == golden("the-bytes-are-not-those-that")
 
 
 def forged(made: Record, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> list[str]:
@@ -363,7 +364,7 @@ def test_file_that_is_too_large(tmp_path: Path, run: Run) -> None:
     for verb in ("verify", "report"):
         code, out, err = run(verb, path)
         assert (code, out) == (2, "")
-        assert err == f"error: {path}: {300 << 20} bytes; the limit for a record of 0 rank(s) is {48 << 20}\n"
+        assert err == golden("error-bytes-the-limit-for-record", path, 300 << 20, 48 << 20)
 
 
 def test_things_that_are_no_files(tmp_path: Path, run: Run) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard import cli
 from steelyard.metrics import table, verify
 from steelyard.record import record
@@ -135,4 +136,4 @@ def test_a_formula_that_raises_is_our_defect(tmp_path: Path, run: Any, monkeypat
         assert lines[0] == "Traceback (most recent call last):"
         assert lines[-2] == "ZeroDivisionError: nobody thought of it"
         assert lines[-1].startswith("error: a bug in steelyard ")
-        assert lines[-1].endswith(", not in your request; please report it with the lines above")
+        assert lines[-1].endswith(golden("not-in-your-request-please-report"))

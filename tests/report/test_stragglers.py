@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.report import COUNTS, training
 from steelyard import report
 from steelyard.record.record import Record
@@ -38,9 +39,7 @@ def texts(found: Table) -> list[list[str]]:
 
 def test_the_slowest_rank_comes_first_and_is_named():
     said, found = shown(run(1.25, 1.25, 1.25, 1.75))
-    assert said == (
-        "Slowest: rank 3 on host fh1. It costs 25.0% of each step: its own time is 1.750 s, the median of the others 1.250 s."
-    )
+    assert said == (golden("slowest-rank-3-on-host-fh"))
     heads = [(column.title, column.sub) for column in found.columns]
     assert heads == [
         ("Rank", ""),
@@ -63,19 +62,19 @@ def test_the_slowest_rank_comes_first_and_is_named():
 
 def test_the_same_in_chinese():
     said, found = shown(run(1.25, 1.75), "zh")
-    assert said == "最慢：主机 fh0 上的进程 1，使每步多耗 25.0% 的时间：其自身用时 1.750 秒，其余的中位数为 1.250 秒。"
+    assert said == golden("fh-0-1-25-0-1", language="zh")
     heads = ["进程", "主机", "设备", "自身用时", "等待", "与其余中位数之差", "token 数"]
     assert [column.title for column in found.columns] == heads
 
 
 def test_even_ranks_are_called_even_and_hosts_that_nobody_told_have_no_column():
     said, found = shown(run(1.25, 1.26, host=None))
-    assert said == "No rank is clearly slow. Slowest: rank 1, which costs 0.50% of each step."
+    assert said == golden("no-rank-is-clearly-slow-slowest")
     assert [column.title for column in found.columns][:3] == ["Rank", "Device", "Own time"]
 
 
 def test_more_work_is_said():
-    assert shown(run(1.25, 1.75, tokens=150))[0].endswith(" It had 1.50 times the tokens of the others.")
+    assert shown(run(1.25, 1.75, tokens=150))[0].endswith(golden("it-had-1-50-times-the"))
 
 
 def test_of_many_ranks_the_slowest_are_shown():
@@ -87,7 +86,7 @@ def test_of_many_ranks_the_slowest_are_shown():
 
 def test_why_nothing_can_be_told():
     [reason] = straggler_section(training(((2.0, 1.0, 1.0),) * 2), Words("en"))
-    assert reason == Paragraph("the engine does not mark where ranks wait for one another", "muted")
+    assert reason == Paragraph(golden("the-engine-does-not-mark-where"), "muted")
     assert straggler_section(training(), Words("en")) == []
 
 

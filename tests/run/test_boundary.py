@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from fixtures.commands import CASE, Shell
+from fixtures.golden import golden
 from steelyard.case.resolve import resolve
 from steelyard.plan import degrees
 from steelyard.record.facts import Weights
@@ -112,4 +113,4 @@ def test_schemas_accept_what_is_real(spec: WorkerSpec, left: dict[str, Any], she
 
 def test_a_schema_that_is_none(shell: Shell) -> None:
     done = shell("schema", "page")
-    assert (done.code, done.lines) == (2, ["error: schema 'page': allowed: record, spec, report, worker, rank"])
+    assert (done.code, done.lines) == (2, [golden("error-schema-page-allowed-record-spec")])

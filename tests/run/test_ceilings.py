@@ -10,6 +10,7 @@ from steelyard.engine.bench import Budgeted, LacksError, Made, Row
 from steelyard.metrics import ceilings
 from steelyard.record.spec import Bench, Limits, Stretch
 from steelyard.run.ceilings import CALL_SHARE, FULL, QUICK, Holder, hold
+from steelyard.words import Message, text
 
 LIMITS = Limits(stretch_s=2.0, limit_s=64.0, total_s=1000.0, within=0.01, last=3)
 
@@ -75,7 +76,7 @@ def holder(device: Device, limits: Limits = LIMITS, **over) -> Holder:
     return Holder(device, 0, limits, device.clock, 1000.0, **over)
 
 
-def value(bench: Bench) -> tuple[float | None, str | None]:
+def value(bench: Bench) -> tuple[float | None, Message | str | None]:
     """Its rate, as a record has it."""
     found = ceilings.derive(record(bench, limits=LIMITS))[0]
     return found.value, found.note
@@ -93,7 +94,9 @@ def test_a_wrong_kernel_has_none_and_is_not_timed(error: float):
     device = Device(2.0)
     bench = holder(device).take(row(lambda budget: Made(device.work, 64.0, lambda: (error, 0.04))))
     assert (device.calls, bench.stretches, value(bench)[0]) == (0, [], None)
-    assert value(bench)[1].startswith("its result is")
+    note = value(bench)[1]
+    assert isinstance(note, Message)
+    assert text(note).startswith("its result is")
 
 
 def test_what_a_device_lacks_says_why():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fixtures.commands import SRC, Shell
+from fixtures.golden import golden
 from steelyard import __version__
 from steelyard.case.request import engine_settings
 from steelyard.engine import rows as engine_rows
@@ -59,19 +60,16 @@ def test_those_that_do_not_fit(tmp_path: Path) -> None:
     path = str(tmp_path / "python")
     named = f"engine.python '{path}'"
     install = f"{path} -m pip install steelyard=={__version__}"
-    assert (
-        refusal(path)
-        == f"{named} cannot be started: No such file or directory; name a Python that has steelyard and the engine"
-    )
+    assert refusal(path) == golden("cannot-be-started-no-such-file", named)
     said = refusal(script(tmp_path, "echo 'No module named steelyard' >&2; exit 3"))
-    assert said == f"{named} ended with exit code 3: No module named steelyard; steelyard is installed there by: {install}"
-    assert refusal(script(tmp_path, "echo hello")) == f"{named} has another steelyard; install this one there: {install}"
+    assert said == golden("ended-with-exit-code-3-no", named, install)
+    assert refusal(script(tmp_path, "echo hello")) == golden("has-another-steelyard-install-this-one", named, install)
     said = refusal(answer(tmp_path, version="0.0.1"))
     assert said == f"{named} has steelyard 0.0.1, here is {__version__}; install this version there: {install}"
     said = refusal(answer(tmp_path, package="0123"))
     here = environment.package_hash()
     assert said == f"{named} has another steelyard {__version__} (files 0123, here {here}); install this one there"
-    assert refusal(answer(tmp_path, lacking=["paddle"])) == f"{named} has no paddle, and the engine needs it; install it there"
+    assert refusal(answer(tmp_path, lacking=["paddle"])) == golden("has-no-paddle-and-the-engine", named)
 
 
 @pytest.fixture
@@ -124,7 +122,7 @@ def test_a_host_says_so(packages: Path) -> None:
     asked = {"token": "t" * 32, "mark": "m", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
     asked |= {"peer": None, "environment": {}, "variables": {}, "needs": ["starved_package.part"], "paths": []}
     hello = Host(Open.model_validate(asked)).hello()
-    assert str(hello.problem).startswith("starved_package is installed, but importing it ran out of memory")
+    assert str(hello.problem).startswith(golden("starved_package-is-installed-but-importing-it"))
 
 
 def test_another_python_that_ran_out_of_memory(tmp_path: Path) -> None:
@@ -148,7 +146,7 @@ def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None
 def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "LOOK_S", 0.2)
     path = script(tmp_path, "exec sleep 60")
-    assert refusal(path) == f"engine.python '{path}' does not answer within 0.2 s; name another Python"
+    assert refusal(path) == golden("engine-python-does-not-answer-within", path)
 
 
 def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:

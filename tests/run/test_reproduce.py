@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.records import changed, published
 from fixtures.report import make, training
 from steelyard.case import resolve
@@ -66,9 +67,7 @@ def test_a_case_that_does_not_ship_is_rebuilt_from_its_question() -> None:
     assert (found.name, found.question, found.tune) == ("made-7b-openwebtext", record.question, record.tune)
     assert found.gate == Falling(metric="loss_after", below="loss_before")
     assert found.divisions == ["closed"]
-    assert reproduce.remarks(record) == [
-        "no case 'made-7b-openwebtext' comes with this version: the question is the record's own"
-    ]
+    assert reproduce.remarks(record) == [golden("no-case-made-7-openwebtext-comes")]
 
 
 def test_a_case_that_has_changed_since_is_the_records() -> None:
@@ -77,7 +76,7 @@ def test_a_case_that_has_changed_since_is_the_records() -> None:
     assert (found.question.seed, found.max_interval) == (11, 0.5)
     assert isinstance(found.gate, Gate)
     assert found.published == resolve.resolve("llama2-7b-mmlu").case.published
-    assert reproduce.remarks(record) == ["case: modified (question, max_interval): the question is the record's own"]
+    assert reproduce.remarks(record) == [golden("case-modified-question-max_interval-the-question")]
     assert reproduce.remarks(make()) == []
 
 

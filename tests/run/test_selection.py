@@ -8,6 +8,7 @@ import pytest
 
 from fixtures.commands import Shell
 from fixtures.engines import scored
+from fixtures.golden import golden
 from fixtures.report import make
 from steelyard import report
 from steelyard.case import resolve
@@ -78,10 +79,7 @@ def test_runs_of_other_questions_are_not_compared() -> None:
     assert compare.compare(base, compare.side("new", [same]), [], 0.01).differs == ()
     with pytest.raises(RequestError) as caught:
         compare.compare(base, compare.side("new", [other]), [], 0.01)
-    assert str(caught.value) == (
-        'the questions differ: scope.subjects: ["x"] / none; scope.rows: none / ["0-7"]; to compare them anyway, name what '
-        "differs, such as --across scope.subjects"
-    )
+    assert str(caught.value) == (golden("the-questions-differ-scope-subjects-none"))
     across = compare.compare(base, compare.side("new", [other]), ["scope"], 0.01)
     assert [field.name for field in across.across] == ["scope.subjects", "scope.rows"]
     with pytest.raises(RequestError, match=r"these records are not repeats of one run: scope\.subjects"):
@@ -160,7 +158,7 @@ def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
     assert found.data.model_dump()["rows_in_scope"] == 10
     wrong = shell(*MMLU, *SMOKE, "--subjects", "made_tide_0")
     assert (wrong.code, len(shell.records())) == (2, 1)
-    assert wrong.err == "error: --subjects 'made_tide_0': no such subject; nearest: made_tides_0, made_quarries_3\n"
+    assert wrong.err == golden("error-subjects-made_tide_-0-no-such")
 
 
 @pytest.mark.full

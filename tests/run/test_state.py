@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import Shell
+from fixtures.golden import golden
 from run.test_load import put
 from steelyard import accelerators
 from steelyard.accelerators import nvml
@@ -122,7 +123,7 @@ def test_the_verb(shell: Shell) -> None:
     assert rows["devices"]["found"].startswith("1 cpu: ")
     done = shell.ask("check", "--accelerator", "nothing")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: accelerator 'nothing' is not known; known: ")
+    assert done.err.startswith(golden("error-accelerator-nothing-is-not-known"))
 
 
 def test_a_machine_without_such_a_device_is_not_fit(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

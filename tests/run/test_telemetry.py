@@ -31,12 +31,12 @@ def series(**columns: list[Any]) -> Series:
     return Series(device="cuda:0", period_s=0.2, baseline_processes=0, columns=Columns(**columns))
 
 
-def collect(sampler: Sampler, host: str) -> list[Series]:
+def collect(sampler: Sampler, host: str, severity: dict[str, str]) -> list[Series]:
     """What a sampler has read since it was last asked."""
     out = []
     period_s, rows = sampler.take()
     for source, columns in zip(sampler.sources, rows, strict=True):
-        kept = Kept(host, source.device, dict(source.severity))
+        kept = Kept(host, source.device, severity)
         kept.add(period_s, columns)
         out.append(kept.series())
     return out

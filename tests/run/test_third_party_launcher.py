@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from fixtures.commands import SMOKE, Shell
+from fixtures.golden import golden
 
 PACKAGE = Path(__file__).parent.parent / "fixtures" / "packages" / "shell_launcher"
 
@@ -25,4 +26,4 @@ def test_a_launcher_from_another_package(tmp_path: Path) -> None:
 
 def test_it_is_known_by_name(tmp_path: Path) -> None:
     done = Shell(tmp_path, (PACKAGE,))(*SMOKE, "--launcher", "rocket")
-    assert (done.code, done.lines) == (2, ["error: --launcher 'rocket' is not known; known: local, ssh, slurm, shell"])
+    assert (done.code, done.lines) == (2, [golden("error-launcher-rocket-is-not-known")])

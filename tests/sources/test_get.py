@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from fixtures.commands import SRC, wait_for
+from fixtures.golden import golden
 from fixtures.web import Page, Server
 from steelyard.errors import RequestError
 from steelyard.sources import download as downloads
@@ -274,7 +275,7 @@ def test_of_two_processes_one_gets_it_and_the_other_waits(server, store):
     assert wait_for(lambda: server.seen)
     second = worker(store, server)
     assert second.stdout is not None
-    assert second.stdout.readline() == "some: another process is getting it; waiting\n"
+    assert second.stdout.readline() == golden("some-another-process-is-getting-it")
     pause.set()
     assert first.communicate(timeout=60)[0] == f"False {len(A) + len(B)}\n"
     assert second.communicate(timeout=60)[0] == f"True {len(A) + len(B)}\n"

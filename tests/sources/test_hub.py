@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.hub import FILES, REVISION, WEIGHTS, publish
 from fixtures.web import Page, Server
 from steelyard.errors import RequestError
@@ -97,10 +98,7 @@ def test_a_gated_model_says_what_to_accept_and_where(server, get, told, store):
         server.pages[f"/meta-llama/Llama-2-7b-hf/resolve/{REVISION}/{name}"] = Page(statuses=[403] * 9, headers=gated)
     with pytest.raises(RequestError) as caught:
         get("llama2-7b")
-    assert str(caught.value) == (
-        "meta-llama/Llama-2-7b-hf is gated: accept its terms on https://huggingface.co/meta-llama/Llama-2-7b-hf with your "
-        "account, log in here with hf auth login (or set HF_TOKEN), and run the same command again"
-    )
+    assert str(caught.value) == (golden("meta-llama-llama-2-7-hf"))
 
 
 def test_what_the_hub_does_not_have_is_said(server, get, told, store):

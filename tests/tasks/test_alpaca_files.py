@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.alpaca import Words
+from fixtures.golden import golden
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca import conversations, data
 from steelyard.tasks.alpaca.data import Conversation
@@ -205,7 +206,7 @@ def test_a_file_that_unpacks_without_end_is_refused_early(tmp_path: Path, monkey
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", 4 << 20)
     path = tmp_path / "x.json"
     path.write_bytes(gzip.compress(b" " * (64 << 20), 1, mtime=0))
-    assert refusal(path) == f"{path}: larger than 4194304 bytes; alpaca's data has 23 MB"
+    assert refusal(path) == golden("larger-than-4194304-bytes-alpaca-data", path)
 
 
 def test_made_conversations_can_be_written_and_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fixtures.alpaca import Words
+from fixtures.golden import golden
 from steelyard.data import counting
 from steelyard.data.rows import IGNORED, Rows
 from steelyard.data.tokenizer import MadeTokenizer
@@ -53,16 +54,13 @@ def test_a_tokenizer_that_begins_texts_unlike_is_refused() -> None:
 
     with pytest.raises(RequestError) as caught:
         data.encode(BY_HAND, Fickle(), 18)
-    assert str(caught.value) == ("tokenizer words does not begin and end every text alike; pieces of a text cannot be joined")
+    assert str(caught.value) == (golden("tokenizer-words-does-not-begin-and"))
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         data.encode(BY_HAND, Words(end=None), 18)
-    assert str(caught.value) == (
-        "tokenizer words does not say which token ends a text; put its "
-        "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
-    )
+    assert str(caught.value) == (golden("tokenizer-words-does-not-say-which"))
 
 
 def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
@@ -166,23 +167,19 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert refusal(nowhere) == (
         f"data {str(nowhere)!r} does not exist; give lambada_test.jsonl or the folder that holds it with --data"
     )
-    assert refusal(tmp_path) == (
-        f"{tmp_path}: no lambada_test.jsonl in it, nor in its data/; give that file or its folder with --data"
-    )
+    assert refusal(tmp_path) == (golden("no-lambada_test-jsonl-in-it-nor", tmp_path))
     with pytest.raises(RequestError) as caught:
         lambada.load(DATA, None)
-    assert str(caught.value) == ("this size needs LAMBADA: give lambada_test.jsonl or the folder that holds it with --data")
+    assert str(caught.value) == (golden("this-size-needs-lambada-give-lambada_test"))
 
 
 def test_another_number_of_passages_is_another_set(tmp_path: Path) -> None:
     path = tmp_path / "lambada_test.jsonl"
     path.write_bytes(LINES)
     whole = LambadaData(kind="lambada")
-    assert refusal(path, whole) == (
-        f"{path}: 4 passages; the case has 5153; give the whole test set, or set question.data.rows"
-    )
+    assert refusal(path, whole) == (golden("4-passages-the-case-has-5153-2", path))
     made = whole.model_copy(update={"made": MadePassages(passages=3)})
-    assert refusal(path, made) == f"{path}: 4 passages; the case has 5153; data of your own are for --size full"
+    assert refusal(path, made) == golden("4-passages-the-case-has-5153", path)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -194,7 +191,7 @@ def test_a_huge_file_is_refused(packed: bool, tmp_path: Path) -> None:
     else:
         with path.open("wb") as file:
             file.truncate((64 << 20) + 1)
-    assert refusal(path) == f"{path}: larger than 67108864 bytes; LAMBADA's test set has 1.8 MB"
+    assert refusal(path) == golden("larger-than-67108864-bytes-lambada-test", path)
 
 
 def test_lines_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +204,7 @@ def test_lines_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lambada, "MAX_LINE_BYTES", longest - 1)
     assert refusal(path) == f"{path}: line 1 has {longest} bytes; allowed: at most {longest - 1}"
     monkeypatch.setattr(lambada, "MAX_LINES", 3)
-    assert refusal(path) == f"{path}: more than 3 lines; LAMBADA's test set has 5153"
+    assert refusal(path) == golden("more-than-3-lines-lambada-test", path)
 
 
 def test_rows_and_last_words_by_hand() -> None:
@@ -244,7 +241,7 @@ def test_a_last_word_without_tokens_is_refused(ids: list[list[int]]) -> None:
 
     with pytest.raises(RequestError) as caught:
         lambada.encode(["the cat saw"], Deaf(), 9, None, 0)
-    assert str(caught.value) == "tokenizer words: the last word of passage 1 (its line) has no token of its own"
+    assert str(caught.value) == golden("tokenizer-words-the-last-word-of")
 
 
 def test_a_row_that_does_not_fit_is_refused_and_not_cut() -> None:
@@ -252,16 +249,13 @@ def test_a_row_that_does_not_fit_is_refused_and_not_cut() -> None:
     assert [len(row) for row in lambada.encode(texts, Words(), 7, None, 0).rows] == [4, 7]
     with pytest.raises(RequestError) as caught:
         lambada.encode(texts, Words(), 6, None, 0)
-    assert str(caught.value) == "passage 2 (its line) has 7 tokens; the model has 6 positions, and no passage is cut"
+    assert str(caught.value) == golden("passage-2-its-line-has-7")
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         lambada.encode(["the cat"], Words(end=None), 9, None, 0)
-    assert str(caught.value) == (
-        "tokenizer words does not say which token ends a text; put its "
-        "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
-    )
+    assert str(caught.value) == (golden("tokenizer-words-does-not-say-which"))
 
 
 def test_a_sample_holds_the_same_rows_as_the_whole() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.tasks.lambada import score
 from steelyard.tasks.lambada.task import TASK
 from steelyard.tasks.task import Differences, Selected, Tally
@@ -265,4 +266,4 @@ def test_a_record_has_as_many_tokens_as_last_words_have() -> None:
 def test_passages_are_those_of_the_scope_or_not() -> None:
     assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9"))) is None
     for rows in (("3", "5", "8", "10"), ("3-5",), ("0-999999999",)):
-        assert score.off_scope(COMMON, Selected(rows=rows)) == "4 passages, which are not the rows named"
+        assert score.off_scope(COMMON, Selected(rows=rows)) == golden("4-passages-which-are-not-the")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.files import gunzip
+from fixtures.golden import golden
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
@@ -164,15 +165,13 @@ def test_a_row_number_counts_rows_and_not_lines(tmp_path: Path) -> None:
 def test_wrong_count_of_subjects(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "x", files_of(SMALL))
     found = refusal(source, DATA.model_copy(update={"subjects": 57}))
-    assert found == f"{source}: 2 subjects; the case has 57; a file of dev/ or test/ is missing"
+    assert found == golden("2-subjects-the-case-has-57", source)
 
 
 def test_no_source() -> None:
     with pytest.raises(RequestError) as caught:
         mmlu.load(DATA, None)
-    assert str(caught.value) == (
-        "this size needs MMLU: give its folder (with data/dev/*.csv and data/test/*.csv) or its .tar with --data"
-    )
+    assert str(caught.value) == (golden("this-size-needs-mmlu-give-its"))
 
 
 def test_missing_folder(tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ def test_members_that_are_not_files_are_ignored(kind: bytes, tmp_path: Path) -> 
         member = tarfile.TarInfo("data/test/astronomy_test.csv")
         member.type, member.linkname = kind, str(secret)
         tar.addfile(member)
-    assert refusal(source) == f"{source}: test/astronomy_test.csv is missing; every subject has a dev and a test file"
+    assert refusal(source) == golden("test-astronomy_test-csv-is-missing-every", source)
 
 
 def test_a_member_that_climbs_out_is_only_a_name(tmp_path: Path) -> None:
@@ -277,21 +276,11 @@ def test_a_member_that_climbs_out_is_only_a_name(tmp_path: Path) -> None:
 
 
 def test_prompt_of_made_rows() -> None:
-    assert questions.prompt(SMALL[1], SMALL[1].test[0], 2) == (
-        "The following are multiple choice questions (with answers) about  world history.\n\n"
-        "Who fell?\nA. Rome\nB. Oslo\nC. Bern\nD. Riga\nAnswer: A\n\n"
-        "Where?\nA. Here\nB. Thère\nC. Nowhere\nD. West\nAnswer: D\n\n"
-        " When?\nA. 476\nB. 1066\nC. 1492\nD. 1789\nAnswer:"
-    )
+    assert questions.prompt(SMALL[1], SMALL[1].test[0], 2) == (golden("the-following-are-multiple-choice-questions-3"))
     assert questions.prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
-        "The following are multiple choice questions (with answers) about  astronomy.\n\n"
-        "Which is a moon?\nA. Sun\nB. Venus\nC. Mars\nD. Io\nAnswer: D\n\n"
-        "What is red?\nA. 1\nB. 2\nC. Mars\nD. 4\nAnswer:"
+        golden("the-following-are-multiple-choice-questions-2")
     )
-    assert questions.prompt(SMALL[0], SMALL[0].test[1], 0) == (
-        "The following are multiple choice questions (with answers) about  astronomy.\n\n"
-        "What is red?\nA. 1\nB. 2\nC. Mars\nD. 4\nAnswer:"
-    )
+    assert questions.prompt(SMALL[0], SMALL[0].test[1], 0) == (golden("the-following-are-multiple-choice-questions"))
 
 
 def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
@@ -394,7 +383,7 @@ def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
 
     with pytest.raises(RequestError) as caught:
         questions.answer_tokens(Letters(512))
-    assert str(caught.value) == "tokenizer made: the answer ' A' is not one token; it cannot be scored"
+    assert str(caught.value) == golden("tokenizer-made-the-answer-is-not")
 
 
 # The real set. What is expected of it is published: shared/data/mmlu/README.md, the seed and its implementation.

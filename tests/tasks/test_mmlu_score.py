@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.tasks import choices as score
 from steelyard.tasks.task import Breakdown, Differences, Selected, Tally
 
@@ -153,4 +154,4 @@ def test_answers_are_those_of_the_scope_or_not() -> None:
     assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9", "11-12"))) is None
     assert score.off_scope(COMMON, Selected(rows=("one/0-1", "two/0-3"))) is None
     for rows in (("3", "5", "8-9", "11", "13"), ("3", "5", "8-9"), ("0-999999999",), ("one/0-2", "two/0-2"), ("one/0-5",)):
-        assert score.off_scope(COMMON, Selected(rows=rows)) == "6 questions, which are not the rows named"
+        assert score.off_scope(COMMON, Selected(rows=rows)) == golden("6-questions-which-are-not-the")

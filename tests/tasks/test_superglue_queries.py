@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard.errors import RequestError
 from steelyard.tasks.superglue_record import queries as superglue
 from steelyard.tasks.superglue_record.queries import Query
@@ -221,7 +222,7 @@ def test_lines_and_files_have_limits(packed: bool, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 1)  # its end is none of them
     assert len(superglue.read(path)) == 4
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size - 1)
-    assert refusal(path) == f"{path}: larger than {size - 1} bytes, which a file of ReCoRD has at most"
+    assert refusal(path) == golden("larger-than-bytes-which-file-of", path, size - 1)
     monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 2)
     assert refusal(path) == f"{path}: line 1 has more than {size // 2 - 2} bytes, the limit for a line; {SHAPE}"
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from fixtures import huggingface, megatron
 from fixtures.conversions import refused
 from fixtures.glm_checkpoints import FILE, made, put, weights
+from fixtures.golden import golden
 from steelyard.models import families
 from steelyard.weights import checkpoint, convert, load
 from steelyard.weights import glm as glm_checkpoint
@@ -79,7 +80,7 @@ def test_inspect_the_authors_format(tmp_path: Path) -> None:
         size_bytes=size,
         files=[(f"500/{FILE}", size)],
         shape=DIMENSIONS,
-        notes=["the file holds an optimizer's state too; it is not read"],
+        notes=[golden("the-file-holds-an-optimizer-state")],
         header_sha256=glm_checkpoint.read(folder).digest(),
     )
 
@@ -98,7 +99,7 @@ def test_inspect_a_glm_that_is_not_whole(tmp_path: Path) -> None:
     found = inspect(put(tmp_path / "a", without))
     assert found.shape == DIMENSIONS | {"positions": None}
     assert found.parameters == sum(tensor.numel() for tensor in without.values())
-    assert found.notes[-1].endswith("does not tell positions of its model; give a complete folder")
+    assert found.notes[-1].endswith(golden("does-not-tell-positions-of-its"))
     gone = {name: tensor for name, tensor in weights().items() if "layers.1.mlp" not in name}
     assert "dense_4h_to_h.bias' [32] is missing, 4 in all; " in inspect(put(tmp_path / "b", gone)).notes[-1]
     odd = weights() | {"word_embeddings.weight": torch.zeros(61), "transformer.position_embeddings.weight": torch.zeros(0, 32)}

@@ -14,6 +14,7 @@ from typing import get_args
 
 import pytest
 
+from fixtures.golden import golden
 from steelyard import tasks, words
 from steelyard.case import resolve
 from steelyard.errors import RequestError
@@ -260,11 +261,11 @@ def test_a_text_of_a_package_that_is_gone_is_its_code_and_values() -> None:
 
 def test_lists_and_nested_messages() -> None:
     keys = Message("note.question", {"keys": ("a", "b")})
-    assert words.text(keys) == "different question: a, b changed on the command line"
+    assert words.text(keys) == golden("different-question-changed-on-the-command")
     assert words.text(keys, "zh") == "题目与用例不同：命令行修改了 a、b"
     both = words.both(Message("quality.random"), None, Message("quality.window"))
     assert both is not None
-    assert words.text(both) == "the weights are random; the scope is a window"
+    assert words.text(both) == golden("the-weights-are-random-the-scope")
     assert words.text(both, "zh") == "权重为随机值；范围为窗口"
     assert words.both(None, None) is None
 

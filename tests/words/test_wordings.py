@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.golden import golden
 from fixtures.records import RUNS, changed, published
 from metrics.test_table import made
 from steelyard import words
@@ -47,7 +48,7 @@ def test_a_new_record_stores_codes_and_values() -> None:
 def test_json_prints_sentences() -> None:
     table = record.printed(made())
     said = "device cuda:0: sw_power_cap in 67% of the readings of a pass"
-    assert table["notes"][0] == f"{said}; normal: large matmuls reach the power limit"
+    assert table["notes"][0] == golden("normal-large-matmuls-reach-the-power", said)
     texts = [table["quality"]["note"], *(one["detail"] for one in table["checks"])]
     texts += [one["note"] for one in table["metrics"].values() if one["note"] is not None]
     assert {type(one) for one in texts} == {str}
@@ -64,7 +65,7 @@ def test_a_stored_message_is_read_as_it_was(tmp_path: Path) -> None:
 def test_a_number_that_is_not_finite_is_stored_as_its_name() -> None:
     said = Message("check.plausible.bad", {"rate": float("inf"), "what": Message("limit.matmul", {"margin": float("nan")})})
     assert words.storable(said).values == {"rate": "inf", "what": Message("limit.matmul", {"margin": "nan"})}
-    assert words.text(words.storable(said)) == "check.plausible.bad inf nan times the measured matmul rate"
+    assert words.text(words.storable(said)) == golden("check-plausible-bad-inf-nan-times")
 
 
 def test_notes_are_verified_by_code_and_values(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_published_record_says_none_and_keeps_its_notes(tmp_path: Path) -> Non
     path = published(CASE, tmp_path)
     assert "wording" not in json.loads(path.read_bytes())
     assert notes(of_version(None, tmp_path / "again")) == notes(path)
-    assert "(a note: large matmuls run at the power limit)" in str(notes(path)[0])
+    assert golden("note-large-matmuls-run-at-the") in str(notes(path)[0])
 
 
 @pytest.mark.parametrize("wording", [None, 2, 3])

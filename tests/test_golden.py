@@ -1,0 +1,14 @@
+"""Every expected sentence of fixtures/golden is used by a test, and each that a test names is there."""
+
+import re
+import tomllib
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+USED = re.compile(r'golden\(\s*"([^"]+)"')
+
+
+def test_sentences_are_those_that_tests_expect() -> None:
+    used = {key for path in TESTS.rglob("test_*.py") for key in USED.findall(path.read_text("utf-8"))}
+    stored = [tomllib.loads(path.read_text("utf-8")) for path in sorted((TESTS / "fixtures" / "golden").glob("*.toml"))]
+    assert {key for language in stored for key in language} == used
