@@ -4,7 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -34,6 +37,16 @@ UNPICKLERS = {"pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "
 HEAVY = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
 
 
+Answer = TypeVar("Answer")
+
+
+def once(look: Callable[[Path], Answer]) -> Callable[[Path], Answer]:
+    """Look at a file once, for all the rules that ask the same of it, unless its text changes."""
+    cached = cache(lambda path, text: look(path))
+    return lambda path: cached(path, path.read_text())
+
+
+@once
 def names(path: Path) -> set[str]:
     """Every dotted name that a file calls or reads, and every module it imports."""
     out = set()
@@ -66,6 +79,7 @@ OWN_FILES = {"accelerators", "run", "files.py", "case/resolve.py", "cli/own.py"}
 OWN_FILES |= {"engines/flagscale/command.py", "engines/torch/profile.py", "report/as_html.py"}
 
 
+@once
 def plain_reads(path: Path) -> list[int]:
     """The lines that open a file for reading without looking what it is."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
@@ -183,6 +197,7 @@ def room_of(module: str) -> str:
     return named if named in ROOMS else parts[0] if parts else ""
 
 
+@once
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Every module that a file imports, and whether inside a function. What only a type checker reads is left out."""
     tree = ast.parse(path.read_text())
@@ -297,6 +312,7 @@ ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
 }
 
 
+@once
 def constants(path: Path) -> list[tuple[int, str]]:
     """Return every string constant without a space, and its line; docstrings are none."""
     tree = ast.parse(path.read_text())
@@ -355,6 +371,7 @@ def test_the_rule_on_names_can_fail(kind, code, tmp_path, monkeypatch):
     assert [line for line, _ in misplaced(path, kind)] == [2]
 
 
+@once
 def kind_comparisons(path: Path) -> list[int]:
     """The lines that decide by the name of a kind of work, or by that of the pass that trains: comparisons, and tables by
     kind."""
@@ -390,6 +407,7 @@ def test_the_rule_on_kinds_can_fail(tmp_path):
     assert kind_comparisons(SRC / "training" / "loop.py")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", PARENT)
 def test_the_parent_stays_free_of_torch(name):
     code = f"import sys, steelyard.{name}; print([m for m in {HEAVY!r} if m in sys.modules])"
@@ -397,6 +415,7 @@ def test_the_parent_stays_free_of_torch(name):
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.process
 def test_the_node_agent_imports_no_more_than_it_needs():
     """An agent starts on every host of a run: cases, tasks, plans and models are for workers and the parent."""
     code = "import sys, steelyard.run.node; print(*(m for m in sys.modules if m.startswith('steelyard.')))"

@@ -130,6 +130,7 @@ def test_site_files_in_the_docs_are_sound():
     assert all(one.launcher in launch.table() for one in sites)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", VERBS + GROUPS)
 def test_every_verb_is_in_the_readme_and_teaches(verb):
     assert f"steelyard {verb}" in DOCS["README.md"]

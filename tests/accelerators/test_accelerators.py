@@ -14,11 +14,13 @@ A = Found("NVIDIA H200", "GPU-aaaa0000-0000-0000-0000-000000000000", 15075482009
 B = Found("NVIDIA H200", "GPU-aabb1111-0000-0000-0000-000000000000", 150754820096, 1, "570.86.15")
 
 
+@pytest.mark.process
 def test_the_import_is_light() -> None:
     code = "import sys, json, steelyard.accelerators; print(json.dumps(list(sys.modules)))"
     assert not {"torch", "transformers", "pynvml", "numpy"} & set(python(code))
 
 
+@pytest.mark.process
 def test_the_parent_side_has_no_torch() -> None:
     code = """
 import json, os, sys
@@ -33,6 +35,7 @@ print(json.dumps("torch" in sys.modules))
     assert python(code) is False
 
 
+@pytest.mark.process
 def test_devices_come_from_nvml(fake: str) -> None:
     name, found = python(FIND, LD_LIBRARY_PATH=fake)
     assert name == "cuda"
@@ -42,11 +45,13 @@ def test_devices_come_from_nvml(fake: str) -> None:
 DRIVER_NOT_LOADED = {"FAKE_NVML_INIT": "9"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("setting", [*({"CUDA_VISIBLE_DEVICES": value} for value in ("", "-1", " ")), DRIVER_NOT_LOADED])
 def test_no_device(fake: str, setting: dict[str, str]) -> None:
     assert python(FIND, LD_LIBRARY_PATH=fake, **setting) == ["cpu", []]
 
 
+@pytest.mark.process
 def test_no_library_is_no_device() -> None:
     missing = """
 import pynvml
@@ -56,6 +61,7 @@ pynvml.CDLL = missing
     assert python(missing + FIND) == ["cpu", []]
 
 
+@pytest.mark.process
 def test_a_broken_driver_is_an_error(fake: str) -> None:
     version_mismatch = "18"
     assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (golden("nvml-rm-has-detected-an-nvml"))

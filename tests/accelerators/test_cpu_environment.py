@@ -24,6 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu._survives.cache_clear()
 
 
+@pytest.mark.process
 def test_a_probe_that_dies_of_sigill() -> None:
     assert cpu.environment("bf16") == cpu.environment("fp8") == WITHOUT
 
@@ -40,12 +41,14 @@ def test_other_precisions_are_left_alone(matmul: str) -> None:
     assert cpu._survives.cache_info().misses == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("probe", ["pass", "raise SystemExit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"])
 def test_only_sigill_tells(monkeypatch: pytest.MonkeyPatch, probe: str) -> None:
     monkeypatch.setattr(cpu, "PROBE", probe)
     assert cpu.environment("bf16") == {}
 
 
+@pytest.mark.process
 def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(cpu, "PROBE_TIMEOUT_S", 0.2)
@@ -58,6 +61,7 @@ def test_a_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu._survives.cache_info().misses == 0
 
 
+@pytest.mark.process
 def test_the_probe_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     real = subprocess.run

@@ -45,12 +45,14 @@ SECOND = {
 }
 
 
+@pytest.mark.process
 def test_readings(fake: str) -> None:
     got = python(READ, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
     between = [{**FIRST, "energy_j": None}] * 9
     assert got == [["cuda:0", FIRST, *between, {**FIRST, "energy_j": 5000.5}], ["cuda:1", *[SECOND] * 11]]
 
 
+@pytest.mark.process
 def test_readings_of_an_old_driver(tmp_path: Path) -> None:
     (_, first, *_), (_, second, *_) = python(READ, LD_LIBRARY_PATH=library(tmp_path / "old", "-DOLD_DRIVER"))
     assert first == {
@@ -59,6 +61,7 @@ def test_readings_of_an_old_driver(tmp_path: Path) -> None:
     assert second["reasons"] == ["gpu_idle", "hw_slowdown", "hw_power_brake_slowdown"]
 
 
+@pytest.mark.process
 def test_what_a_driver_lacks_is_none(tmp_path: Path) -> None:
     folder = library(tmp_path / "bare", "-DBARE")
     assert python(READ, LD_LIBRARY_PATH=folder) == [
@@ -69,6 +72,7 @@ def test_what_a_driver_lacks_is_none(tmp_path: Path) -> None:
     assert [row["memory_bytes"] for row in found] == [None, None]
 
 
+@pytest.mark.process
 def test_the_sampler_of_cuda(fake: str) -> None:
     code = """
 import json, os
@@ -228,6 +232,7 @@ def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_torch.cudnn_version(None) is None
 
 
+@pytest.mark.process
 def test_tf32_only_where_asked_for() -> None:
     """Every setting that torch or its compiler reads agrees, and none raises or warns."""
     code = """

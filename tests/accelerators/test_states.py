@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fixtures.golden import golden
 from fixtures.nvml import library, python
 from steelyard.record.facts import DeviceState
+
+pytestmark = pytest.mark.process
 
 STATES = "import json; from steelyard import accelerators as a; print(json.dumps(a.CUDA.states(a.CUDA.find())))"
 CHECK = """

@@ -121,6 +121,7 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
     assert not made_of(tmp_path, "alpaca").random
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("changes", "line"),
     [

@@ -116,6 +116,7 @@ def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, s
     return process.returncode, out, seen.decode()
 
 
+@pytest.mark.process
 def test_progress_on_a_terminal(tmp_path: Path, faulty_package: Path) -> None:
     shell = Shell(tmp_path, (faulty_package,))
     command = (*SMOKE, "--engine", "faulty", "--out", str(shell.out))

@@ -207,6 +207,7 @@ def test_an_index_that_unpacks_to_too_much_is_not_unpacked(tmp_path: Path, monke
         open_corpus(tmp_path / "c")
 
 
+@pytest.mark.process
 def test_opening_reads_no_tokens(tmp_path: Path) -> None:
     ids = np.lib.format.open_memmap(tmp_path / "c_ids.npy", "w+", np.uint16, (100 << 20,))
     ids[-3:] = 7
@@ -337,6 +338,7 @@ def test_the_order_changes_with_epoch_and_seed_alone() -> None:
     assert order(corpus(*[[i] for i in range(12)]), 3, 0) == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]
 
 
+@pytest.mark.process
 def test_processes_agree() -> None:
     code = (
         "import json, numpy as np; from steelyard.data.corpus import Corpus, CorpusRows\n"

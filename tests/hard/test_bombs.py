@@ -147,6 +147,7 @@ print((kib("VmHWM") - before) * 1024)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_parsed_record_takes_no_more_memory_than_is_expected(unit: str, tmp_path: Path) -> None:
     """The peak of a process that parses two megabytes of it, beside what it had before."""

@@ -81,6 +81,7 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> No
         environment.cache_variables(os.environ)
 
 
+@pytest.mark.process
 def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks) -> None:
     """Its hello arrives, with the reason in it: nothing of the accelerator was looked for by then."""
     cache.mkdir(parents=True)

@@ -8,6 +8,8 @@ from steelyard import accelerators
 from steelyard.accelerators import CPU, CUDA, variables
 from steelyard.run import environment
 
+pytestmark = pytest.mark.process
+
 
 def kept(inherited: dict[str, str]) -> dict[str, str]:
     return environment.of_host(CPU, [], inherited).software.variables

@@ -24,6 +24,8 @@ from steelyard.run.failure import find_failure
 from steelyard.run.parent import Run
 from steelyard.run.ready import ready
 
+pytestmark = pytest.mark.process
+
 TRIED = 600
 
 

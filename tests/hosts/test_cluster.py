@@ -16,6 +16,8 @@ from hosts.cluster import MARK, Cluster, make_key
 from hosts.host import processes_in
 from hosts.slurm import Slurm
 
+pytestmark = pytest.mark.process
+
 HOLD = ["sh", "-c", "echo $SLURM_JOB_ID; exec cat"]
 WHICH = "import steelyard; print(steelyard.__file__)"
 PACKAGE = str(SRC / "steelyard" / "__init__.py")

@@ -16,6 +16,8 @@ from hosts.runs import Runs
 from steelyard import __version__
 from steelyard.run.environment import package_hash
 
+pytestmark = pytest.mark.process
+
 SMOKE = ("--size", "smoke", "--accelerator", "cpu", "--nodes", "2")
 SCORE = ("llama2-7b-mmlu", *SMOKE)
 TRAIN = ("llama1-7b-openwebtext", *SMOKE)

@@ -87,6 +87,7 @@ def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
         assert again["metrics"][name]["value"] == pytest.approx(unbroken["metrics"][name]["value"], rel=1e-8)
 
 
+@pytest.mark.process
 def test_ranks_of_several_hosts_listen_on_the_interface_alone(cluster: Cluster, runs: Runs) -> None:
     """All that the run started on any host, once ranks have met and train. None has the token on its command line."""
     process = runs.start("run", *TRAIN, "--nodes", "2", "--parallel", "PP2", "--set=question.train.steps=1000000")

@@ -86,6 +86,7 @@ def test_an_allocation_is_asked_for_and_given_back(runs: Runs, slurm: Slurm) -> 
     assert 0 < record["metrics"]["e2e_time"]["value"] < over_s - released_s
 
 
+@pytest.mark.process
 def test_a_wait_in_the_queue_can_be_interrupted(runs: Runs, slurm: Slurm) -> None:
     occupy(slurm)
     process = runs.start(*SMOKE)
@@ -117,6 +118,7 @@ def test_a_batch_script(runs: Runs, slurm: Slurm) -> None:
     assert (runs.out / record["checkpoints"]).is_dir()
 
 
+@pytest.mark.process
 def test_more_hosts_than_the_allocation_has(runs: Runs, slurm: Slurm) -> None:
     done = finish(runs.command(["salloc", "--quiet", "--nodes=1", *STEELYARD, *SMOKE]))
     assert done.code == 2
@@ -124,6 +126,7 @@ def test_more_hosts_than_the_allocation_has(runs: Runs, slurm: Slurm) -> None:
     assert (runs.records(), runs.left()) == ([], [])
 
 
+@pytest.mark.process
 def test_a_partition_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
     site = runs.site_file
     site.write_text(site.read_text().replace("debug", "nowhere"))
@@ -135,6 +138,7 @@ def test_a_partition_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
     assert (runs.records(), runs.left(), queue(slurm)) == ([], [], [])
 
 
+@pytest.mark.process
 def test_a_python_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
     site = runs.site_file
     site.write_text(site.read_text() + f"\n[host.node2]\npython = {json.dumps('/no/such/python')}\n")

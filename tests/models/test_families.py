@@ -80,6 +80,7 @@ def test_unknown() -> None:
         families.row("bert")
 
 
+@pytest.mark.process
 def test_no_torch() -> None:
     code = "import sys, steelyard.models.families; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

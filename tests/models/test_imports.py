@@ -29,11 +29,13 @@ def loaded(code: str) -> list[str]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", [ENGINE, f"{ENGINE}\n{BUILD}"], ids=["engine", "weights"])
 def test_scoring_loads_neither_a_compiler_nor_distributed_tensors(code: str) -> None:
     assert loaded(code) == []
 
 
+@pytest.mark.process
 def test_the_rule_can_fail() -> None:
     assert "torch.distributed.tensor" in loaded("import torch.distributed.tensor")
     assert "torch._dynamo" in loaded('import torch\ntorch.empty(2, device="meta").normal_()')

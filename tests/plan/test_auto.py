@@ -143,6 +143,7 @@ def test_auto_is_a_value_of_a_setting() -> None:
     assert resolve(LLAMA, "smoke").auto == ()
 
 
+@pytest.mark.process
 def test_show_says_what_one_device_here_would_get() -> None:
     command = [sys.executable, "-m", "steelyard", "show", GLM, "--set", "tune.batch_tokens=auto", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

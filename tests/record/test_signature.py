@@ -114,12 +114,14 @@ def test_damaged_resealed_and_signed_by_another_are_told_apart(record: Path, our
     assert (done.code, f"signed by an unknown key (ED25519 {fingerprint(theirs)}): not in signers" in done.out) == (1, True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("content", [b"", b"no signature\n", b"x" * ((64 << 10) + 1)])
 def test_a_file_that_is_no_signature(content: bytes, record: Path) -> None:
     signature.beside(record).write_bytes(content)
     assert signature.check(record).state == "bad"
 
 
+@pytest.mark.process
 def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> None:
     with record.open("rb") as file, signature.beside(record).open("wb") as out:
         subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-n", "git", "-f", ours], stdin=file, stdout=out, check=True)
@@ -127,6 +129,7 @@ def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> No
     assert (found.state, found.detail) == ("bad", golden("couldn-verify-signature-namespace-does-not"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("option", ['valid-before="20200101"', 'namespaces="git"'])
 def test_a_signer_for_another_time_or_purpose_is_unknown(option: str, record: Path, ours: Path, tmp_path: Path) -> None:
     signature.sign(record, ours)
@@ -155,6 +158,7 @@ def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: S
     assert not signature.beside(record).exists()
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("ssh-agent") is None, reason="needs ssh-agent")
 def test_an_agent_signs_for_a_key_with_a_passphrase(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent is given the key before it has a passphrase, as a user would by typing it."""
@@ -175,6 +179,7 @@ def test_an_agent_signs_for_a_key_with_a_passphrase(record: Path, tmp_path: Path
         agent.wait()
 
 
+@pytest.mark.process
 def test_what_cannot_sign(record: Path, ours: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no such file; make one with"):
         signature.sign(record, tmp_path / "nowhere")
@@ -195,6 +200,7 @@ def test_a_record_that_does_not_verify_is_not_signed(record: Path, ours: Path, s
     assert not signature.beside(record).exists()
 
 
+@pytest.mark.process
 def test_without_ssh_keygen(record: Path, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signature.sign(record, ours)
     known = signers(tmp_path, lab=ours)

@@ -18,6 +18,8 @@ from steelyard.accelerators import CPU, CUDA, Accelerator, Found
 from steelyard.accelerators.cpu import model_name
 from steelyard.run import environment
 
+pytestmark = pytest.mark.process
+
 H200 = Found("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
 A100 = Found("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
 

@@ -43,11 +43,13 @@ def refusal(path: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.process
 def test_one_that_fits(tmp_path: Path) -> None:
     found = environment.look_at_interpreter(answer(tmp_path), ["paddle"], os.environ)
     assert (found.python, found.packages) == ("3.12.1", {"numpy": "2.0"})
 
 
+@pytest.mark.process
 def test_this_one_is_seen_from_outside_as_from_inside() -> None:
     found = environment.look_at_interpreter(
         sys.executable, ["json"], {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -56,6 +58,7 @@ def test_this_one_is_seen_from_outside_as_from_inside() -> None:
     assert found.python == platform.python_version()
 
 
+@pytest.mark.process
 def test_those_that_do_not_fit(tmp_path: Path) -> None:
     path = str(tmp_path / "python")
     named = f"engine.python '{path}'"
@@ -117,6 +120,7 @@ def test_a_package_that_cannot_be_imported_is_not_told_as_missing(packages: Path
         assert str(caught.value) == f"broken_package is installed, but {said}"
 
 
+@pytest.mark.process
 def test_a_host_says_so(packages: Path) -> None:
     package(packages, "starved_package", "raise MemoryError")
     asked = {"token": "t" * 32, "mark": "m", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
@@ -125,12 +129,14 @@ def test_a_host_says_so(packages: Path) -> None:
     assert str(hello.problem).startswith(golden("starved_package-is-installed-but-importing-it"))
 
 
+@pytest.mark.process
 def test_another_python_that_ran_out_of_memory(tmp_path: Path) -> None:
     path = script(tmp_path, "echo MemoryError >&2; exit 1")
     said = f"engine.python '{path}' ran out of memory: MemoryError; free memory, or raise its limit (ulimit -v), then run again"
     assert refusal(path) == said
 
 
+@pytest.mark.process
 def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None:
     package(tmp_path, "starved_package", "raise MemoryError")
     with pytest.raises(RequestError) as caught:
@@ -143,6 +149,7 @@ def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.process
 def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "LOOK_S", 0.2)
     path = script(tmp_path, "exec sleep 60")

@@ -36,6 +36,7 @@ def test_ssh_quotes_every_word() -> None:
     assert shlex.split(found) == [odd, *NODE]
 
 
+@pytest.mark.process
 def test_a_prologue_runs_before_the_agent() -> None:
     here = Site(prologue="module load cuda", host={"south": HostSettings(python="py", prologue="echo a; echo 'b c'")})
     assert launch.ssh(here, "north")[-1] == shlex.join(["sh", "-c", 'module load cuda\nexec "$@"', "sh", "python3", *NODE])

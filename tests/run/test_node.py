@@ -341,6 +341,7 @@ def test_ranks_that_cannot_be_started_for_lack_of_memory(error: MemoryError | OS
     )
 
 
+@pytest.mark.process
 def test_a_working_directory_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries of torch end a worker there without a word of why."""
     gone = tmp_path / "gone"

@@ -14,6 +14,8 @@ from fixtures.golden import golden
 from fixtures.records import sentence
 from steelyard.run import site
 
+pytestmark = pytest.mark.process
+
 CASE = "llama2-7b-mmlu"
 SMOKE = ["--size", "smoke", "--accelerator", "cpu"]
 

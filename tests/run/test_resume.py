@@ -166,6 +166,7 @@ def draft(tmp_path: Path) -> tuple[Path, Path]:
     return run._draft(), tmp_path / run.kept
 
 
+@pytest.mark.process
 def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], kept: Path) -> None:
     """Whatever kills the parent later, it is written at the start and no one completes it."""
     path, folder = draft
@@ -176,6 +177,7 @@ def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], ke
     assert found.record == json.loads(path.read_bytes())["id"]
 
 
+@pytest.mark.process
 def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(draft: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError) as refused:
         resuming.find(draft[0], _resolved(), None, STEPS, "torch")
@@ -225,6 +227,7 @@ def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str
     assert losses(again) == pytest.approx(losses(one), abs=1e-4)  # fp32, and other sums
 
 
+@pytest.mark.process
 def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
     record = records(kept)[0]
     folder = kept / record["checkpoints"]

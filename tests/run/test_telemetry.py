@@ -168,6 +168,7 @@ def test_the_limit_is_4096_rows_at_five_a_second() -> None:
     assert (telemetry.MAX_ROWS, telemetry.PERIOD_S) == (4096, 0.2)
 
 
+@pytest.mark.process
 def test_memory_of_this_process() -> None:
     sampler = Sampler([cpu.source()], now(), period_s=NEVER_S)
     sampler.start()

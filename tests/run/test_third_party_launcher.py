@@ -4,8 +4,12 @@ import hashlib
 import sys
 from pathlib import Path
 
+import pytest
+
 from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
+
+pytestmark = pytest.mark.process
 
 PACKAGE = Path(__file__).parent.parent / "fixtures" / "packages" / "shell_launcher"
 

@@ -246,6 +246,7 @@ def test_a_git_blob_is_checked_as_git_names_it(server, told, tmp_path):
     assert f"the table says {blob}" in refused(server, told, tmp_path, expected(sha256=None, blob=blob))
 
 
+@pytest.mark.process
 def test_git_itself_names_it_so(tmp_path):
     (tmp_path / "x").write_bytes(CONTENT)
     done = subprocess.run(["git", "hash-object", tmp_path / "x"], capture_output=True, text=True, check=True)
@@ -365,6 +366,7 @@ def certificate(tmp_path):
     return path
 
 
+@pytest.mark.process
 def test_certificates_are_those_that_the_system_trusts(certificate, told, tmp_path, monkeypatch):
     folder = tmp_path / "got"
     folder.mkdir()

@@ -268,6 +268,7 @@ def worker(store: Store, server: Server) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.process
 def test_of_two_processes_one_gets_it_and_the_other_waits(server, store):
     pause = threading.Event()
     server.pages |= {"/a": Page(A, pause=pause), "/b": Page(B)}
@@ -282,6 +283,7 @@ def test_of_two_processes_one_gets_it_and_the_other_waits(server, store):
     assert [seen.path for seen in server.seen] == ["/a", "/b"]
 
 
+@pytest.mark.process
 def test_a_killed_process_leaves_a_part_and_no_lock(server, told, store):
     page = server.pages["/a"] = Page(A, stalls=[150_000])
     server.pages["/b"] = Page(B)

@@ -105,6 +105,7 @@ def test_nothing_is_called(name, tmp_path, monkeypatch):
     assert tables() == before
 
 
+@pytest.mark.process
 def test_the_attacks_work_on_the_unpickler(tmp_path, monkeypatch):
     """Else the test above would show nothing."""
     monkeypatch.chdir(tmp_path)
