@@ -1,6 +1,6 @@
 # make run    sets up, runs every case at size smoke on the CPU, prints the table, writes the page
 # make test   sets up, runs the fast tests
-# make quick  those of them that start no process and compile nothing
+# make quick  those of them that start no process, compile nothing and load no framework
 # make check  lint, types and all tests, as CI runs it
 # make engines  the tests of engines that live in a virtual environment of their own; a part of make check
 # make browser  the tests of the page in a real browser; a part of make check
@@ -35,8 +35,10 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL)
 
+# What models and their weights compute, and what many processes or real data show, takes longer than a glance.
+SLOW := engines engine_megatron engine_paddle ranks real hosts faults hard gpu kernels models training scoring weights browser
 quick: setup
-	$(BIN)/python -m pytest $(PARALLEL) --quick -m "not process and not full and not gpu and not long"
+	$(BIN)/python -m pytest $(PARALLEL) --quick $(SLOW:%=--ignore=tests/%) -m "not process and not full and not gpu and not long"
 
 lint: setup
 	$(BIN)/ruff check .

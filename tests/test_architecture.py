@@ -62,12 +62,12 @@ def names(path: Path) -> set[str]:
     return out
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_the_clock_is_read_in_one_place(path):
-    found = names(path)
-    read = {f"{module}.{name}" for module, every in CLOCKS.items() for name in every} & found
-    assert read == set() or path == SRC / "run" / "clock.py"
-    assert "time" not in found or path == SRC / "run" / "clock.py"
+def test_the_clock_is_read_in_one_place():
+    for path in FILES:
+        found = names(path)
+        read = {f"{module}.{name}" for module, every in CLOCKS.items() for name in every} & found
+        assert read == set() or path == SRC / "run" / "clock.py", path
+        assert "time" not in found or path == SRC / "run" / "clock.py", path
 
 
 def test_the_rule_on_clocks_can_fail():
@@ -95,11 +95,11 @@ def plain_reads(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_files_of_a_user_are_opened_in_one_place(path):
+def test_files_of_a_user_are_opened_in_one_place():
     """A FIFO or a device in the place of a file would be waited for."""
-    place = str(path.relative_to(SRC))
-    assert plain_reads(path) == [] or place in OWN_FILES or place.partition("/")[0] in OWN_FILES
+    for path in FILES:
+        place = str(path.relative_to(SRC))
+        assert plain_reads(path) == [] or place in OWN_FILES or place.partition("/")[0] in OWN_FILES, path
 
 
 def test_the_rule_on_opening_can_fail(tmp_path):
@@ -107,16 +107,16 @@ def test_the_rule_on_opening_can_fail(tmp_path):
     assert plain_reads(tmp_path / "a.py") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_nothing_read_is_ever_run(path):
-    found = names(path)
-    assert not found & {"eval()", "exec()", "compile()", "__import__()", "os.system", "os.popen"}
-    # It splits a pickle into its opcodes, and can neither import nor call what they name.
-    splits = {"pickletools", "pickletools.genops"} if path == SRC / "weights" / "torch_files.py" else set()
-    assert unpicklers(found) <= splits
-    text = path.read_text()
-    assert "shell=True" not in text
-    assert "weights_only=False" not in text
+def test_nothing_read_is_ever_run():
+    for path in FILES:
+        found = names(path)
+        assert not found & {"eval()", "exec()", "compile()", "__import__()", "os.system", "os.popen"}, path
+        # It splits a pickle into its opcodes, and can neither import nor call what they name.
+        splits = {"pickletools", "pickletools.genops"} if path == SRC / "weights" / "torch_files.py" else set()
+        assert unpicklers(found) <= splits, path
+        text = path.read_text()
+        assert "shell=True" not in text, path
+        assert "weights_only=False" not in text, path
 
 
 def unpicklers(found: set[str]) -> set[str]:
@@ -130,15 +130,15 @@ def test_the_rule_on_pickles_can_fail(code, tmp_path):
     assert unpicklers(names(SRC / "weights" / "torch_files.py")) == {"pickletools", "pickletools.genops"}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent != SRC / "cli"], ids=lambda path: str(path.relative_to(SRC)))
-def test_only_the_command_line_prints(path):
-    assert "print()" not in names(path)
-    assert "sys.stdout" not in names(path)
+def test_only_the_command_line_prints():
+    for path in [p for p in FILES if p.parent != SRC / "cli"]:
+        assert "print()" not in names(path), path
+        assert "sys.stdout" not in names(path), path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_files_can_be_read_in_a_sitting(path):
-    assert len(path.read_text().splitlines()) <= 400
+def test_files_can_be_read_in_a_sitting():
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= 400, path
 
 
 # Room → rooms that it may import. A room is a folder; of engines each one's own. What stands
@@ -230,9 +230,9 @@ def strangers(path: Path) -> list[str]:
     return sorted(wanted - {room, "", "__main__"} - BESIDE - ROOMS[room]) if room in ROOMS else []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_a_room_imports_only_rooms_it_may(path):
-    assert strangers(path) == []
+def test_a_room_imports_only_rooms_it_may():
+    for path in FILES:
+        assert strangers(path) == [], path
 
 
 def test_every_folder_is_a_room():
@@ -259,20 +259,20 @@ def test_the_rules_on_rooms_can_fail(tmp_path, monkeypatch):
     assert ("torch", True) in imports(source / "tasks" / "new.py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_rooms_are_not_imported_inside_functions(path):
+def test_rooms_are_not_imported_inside_functions():
     """But for the command line, whose verbs import what they need, so that `--help` answers at once."""
-    inside = [module for module, within in imports(path) if within and module.startswith("steelyard")]
-    assert inside == [] or path.is_relative_to(SRC / "cli")
+    for path in FILES:
+        inside = [module for module, within in imports(path) if within and module.startswith("steelyard")]
+        assert inside == [] or path.is_relative_to(SRC / "cli"), path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_frameworks_are_imported_where_workers_load_them(path):
-    found = {module.partition(".")[0] for module, _ in imports(path)} & FRAMEWORKS
-    name = path.relative_to(SRC).as_posix()
-    device = name.startswith("accelerators/") and name.endswith(("_torch.py", "_paddle.py"))
-    allowed = device or (room_of(module_of(path)) in FRAMEWORK_ROOMS and name not in TORCH_FREE)
-    assert not found or allowed, (name, found)
+def test_frameworks_are_imported_where_workers_load_them():
+    for path in FILES:
+        found = {module.partition(".")[0] for module, _ in imports(path)} & FRAMEWORKS
+        name = path.relative_to(SRC).as_posix()
+        device = name.startswith("accelerators/") and name.endswith(("_torch.py", "_paddle.py"))
+        allowed = device or (room_of(module_of(path)) in FRAMEWORK_ROOMS and name not in TORCH_FREE)
+        assert not found or allowed, (name, found)
 
 
 # Names that stand in one place: what differs between vendors, tasks and engines is in a row there. Of
@@ -339,10 +339,10 @@ def misplaced(path: Path, kind: str) -> list[tuple[int, str]]:
     return [(line, text) for line, text in constants(path) if names_of(kind, text) - allowed]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 @pytest.mark.parametrize("kind", list(ALLOWED))
-def test_vendors_tasks_and_engines_are_named_in_one_room(kind, path):
-    assert misplaced(path, kind) == []
+def test_vendors_tasks_and_engines_are_named_in_one_room(kind):
+    for path in FILES:
+        assert misplaced(path, kind) == [], path
 
 
 def test_the_names_are_those_of_the_rows():
@@ -391,10 +391,10 @@ def kind_comparisons(path: Path) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_kinds_of_work_are_told_apart_by_their_rows_alone(path):
+def test_kinds_of_work_are_told_apart_by_their_rows_alone():
     """What differs is a field of a row in tasks/kind.py. The loop that trains knows its own passes."""
-    assert kind_comparisons(path) == [] or path.is_relative_to(SRC / "training")
+    for path in FILES:
+        assert kind_comparisons(path) == [] or path.is_relative_to(SRC / "training"), path
 
 
 def test_the_rule_on_kinds_can_fail(tmp_path):

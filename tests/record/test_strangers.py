@@ -14,6 +14,8 @@ from steelyard.errors import RequestError
 from steelyard.metrics import verify
 from steelyard.record import record, sealed
 
+pytestmark = pytest.mark.process  # for the seconds that it takes
+
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 QUICK = "mmlu-smoke-open"  # of which the fast tests are content
 NAMES = (
