@@ -118,6 +118,7 @@ def test_an_iteration_that_changed_nothing_is_no_step(shell: Shell, checkout: Pa
     assert record["engine"]["details"]["skipped_iterations"] == 1
 
 
+@pytest.mark.full
 def test_a_program_that_hangs(shell: Shell, checkout: Path) -> None:
     done, record = start(shell, checkout, "--hang-after", "3", fault="hang@5")
     assert (done.code, record["status"], codes(record)[0]) == (1, "failed", "hang")

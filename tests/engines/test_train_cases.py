@@ -43,6 +43,7 @@ def test_a_loss_that_is_no_number_ends_the_run(shell: Shell) -> None:
     assert f"nan: step {bad}" in done.err
 
 
+@pytest.mark.full
 def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
     done = shell(*RUN, "--set=question.train.bound=5.0", "--out", shell.out)
     assert done.code == 1

@@ -85,6 +85,7 @@ def test_gradients_are_those_of_the_plain_block(name, recompute):
         torch.testing.assert_close(found[key], one, rtol=1e-10, atol=1e-10, msg=key)
 
 
+@pytest.mark.full
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "recompute"), [("gqa", "none"), ("gqa", "selective"), ("norms", "none")])
 def test_compiled_pieces_do_not_change_them(name, recompute):

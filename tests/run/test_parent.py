@@ -53,6 +53,7 @@ def test_third_party_engine_runs_and_its_children_end(faulty: Shell) -> None:
     assert list(faulty.tmp.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault,code,text",
     [
@@ -148,12 +149,14 @@ def test_a_rank_without_work_is_no_reason(shell: Shell) -> None:
     assert (done.code, [record["status"] for record in shell.records()]) == (0, ["valid"])
 
 
+@pytest.mark.full
 def test_interrupt_again_and_again(faulty: Shell) -> None:
     """The second Ctrl-C falls into the time in which a worker that does not listen is given to end."""
     done = interrupted(faulty, "stubborn@work", signal.SIGINT, signal.SIGINT, signal.SIGTERM)
     assert reason(sole_record(faulty, done))[1] == "interrupted"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault,code,text",
     [
@@ -183,6 +186,7 @@ def test_wrong_answers_are_invalid(faulty: Shell, fault: str, code: str, text: s
 SLOW = [pytest.param(fault, marks=pytest.mark.full) for fault in ("no_such_letter", "lengths", "no_table", "no_numbers")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["no_such_question", "odd_detail", *SLOW])
 def test_answers_that_make_no_sense(faulty: Shell, fault: str) -> None:
     """An engine whose answers cannot be read has failed; its record says so, and the parent does not fall over it."""
@@ -191,6 +195,7 @@ def test_answers_that_make_no_sense(faulty: Shell, fault: str) -> None:
     assert "engine" in reason(record)[2]
 
 
+@pytest.mark.full
 def test_engine_that_counts_too_little(faulty: Shell) -> None:
     record = run_faulty(faulty, "few_counts")
     assert reason(record)[:2] == ("failed", "raised")

@@ -250,6 +250,7 @@ def test_a_folder_is_enough(shell: Shell, copy: Path, unbroken: dict[str, Any]) 
     assert again["metrics"]["loss_before"] == unbroken["metrics"]["loss_before"]
 
 
+@pytest.mark.full
 def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str, Any]) -> None:
     torn = folder_of(copy) / checkpoints.name_of(9) / "rank-0.bin"
     os.truncate(torn, torn.stat().st_size - 1)

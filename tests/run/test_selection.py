@@ -137,6 +137,7 @@ def only(shell: Shell) -> tuple[Path, Record]:
     return path, verify.read(path)
 
 
+@pytest.mark.full
 def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
     done = shell(*MMLU, *SMOKE, "--subjects", "made_tides_0,made_orchards_1", "--sample", "10", "--quiet")
     assert done.code == 0, done.err

@@ -24,6 +24,7 @@ def run(shell: Shell, where: str, most: int, *options: str) -> tuple[Done, dict[
     return done, record
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["prepare", "work"])
 def test_a_size_that_was_chosen_steps_down_once(faulty: Shell, where: str) -> None:
     done, record = run(faulty, where, 32768)

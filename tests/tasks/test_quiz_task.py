@@ -44,6 +44,7 @@ def test_the_example_has_all_that_mmlu_has(shell: Shell) -> None:
     assert "Accuracy by subject" in page.out
 
 
+@pytest.mark.full
 def test_its_own_data(shell: Shell) -> None:
     path = shell.folder / "quiz.jsonl"
     row = {"subject": "lakes", "question": "Which?", "choices": ["a", "b", "c", "d"], "answer": "B"}

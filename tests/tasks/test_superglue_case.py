@@ -159,6 +159,7 @@ def test_a_run_that_reached_its_target_has_nothing_left_to_do(shell: Shell) -> N
         assert (done.code, "reached" in done.lines[-1]) == (2, True)
 
 
+@pytest.mark.full
 def test_a_target_that_is_met_before_the_first_step_is_looked_at_where_it_is_due(shell: Shell) -> None:
     record = ran(shell, *RUN, "--division", "open", "--set=gate.reach=0.2")
     assert record["metrics"]["acc_before"]["value"] > 0.2
@@ -194,6 +195,7 @@ def test_the_published_way_gives_the_same_answers(shell: Shell, reached: dict[st
     assert trained[0] == trained[1]  # padding is no work
 
 
+@pytest.mark.full
 def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -> None:
     """A small GLM with random weights on the real queries: every one is answered, none better than by chance or so."""
     folder = tmp_path / "record"
