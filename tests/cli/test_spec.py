@@ -1,6 +1,5 @@
 """The verb spec on this machine's CPU, with real workers."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ def test_a_quick_one_on_two_ranks(shell: Shell):
     assert done.code == 0, done.err
     (told,) = done.json()["records"]
     (path,) = Path(shell.out).glob("*-spec-cpu-*.json")
-    assert json.loads(path.read_bytes()) == told
+    assert spec.printed(spec.read(path)) == told
     assert (told["kind"], told["status"], told["devices"]) == ("spec", "valid", 2)
     assert {bench["group"] for bench in told["benches"]} == set(GROUPS)
     assert {bench["rank"] for bench in told["benches"]} == {0, 1}
@@ -48,7 +47,7 @@ def test_a_quick_one_on_two_ranks(shell: Shell):
 def test_an_interrupt_leaves_a_record_and_nobody(shell: Shell):
     process = shell.start(*QUICK, "--out", shell.out)
     end = time.monotonic() + 60
-    while not any("ceilings_worker" in " ".join(one.cmdline()) for one in shell.processes()) and time.monotonic() < end:
+    while not any("steelyard.run.ceilings" in " ".join(one.cmdline()) for one in shell.processes()) and time.monotonic() < end:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 1

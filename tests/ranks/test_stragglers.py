@@ -38,7 +38,7 @@ def test_a_slow_rank_is_named_with_its_cost(shell: Shell) -> None:
     assert slow.wait_s is not None
     assert other.wait_s - slow.wait_s == pytest.approx(COST_S, rel=0.25)  # what one is late the other waits
     [note] = [one for one in record.notes if isinstance(one, Message) and one.code == "note.slow"]
-    assert note.values["who"] == Message("slow.rank", {"rank": 1})
+    assert note.values["who"] == Message("slow.rank_at", {"rank": 1, "host": "localhost"})
     assert record.metrics["straggler_share"].value == found.share
     page = shell("report", shell.out, "--full")
     assert "Stragglers" in page.out

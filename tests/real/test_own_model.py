@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fixtures.real_runs import run_model, sets
+from steelyard.data.sample import chosen
 from steelyard.tasks.mmlu import data
 
 # Origin, size and hash: shared/data/README.md.
@@ -77,7 +78,7 @@ def check_mmlu(folder: Path, data_dir: Path, out: Path, sample: int, shots: int,
     settings = sets([*QUICK, f"question.data.shots={shots}", "question.seed=7"])
     scope = ["--data", str(archive), "--sample", str(sample), "--passes", "infer", "--precision", "fp32"]
     record = run_model(out, folder, "mmlu", *scope, *settings, *more)
-    index = data.chosen(14_042, sample, 7)
+    index = chosen(14_042, sample, 7)
     assert record["outputs"]["index"] == index
     choices, hits = mmlu_loop(Plain.of(folder), archive, index, shots)
     assert len(set(choices)) > 1

@@ -121,14 +121,16 @@ def stored(message: Message | None, wording: int | None) -> Message | str | None
 
 
 def storable(message: Message) -> Message:
-    """Return the message with numbers that JSON has: one that is not finite becomes its name."""
-    return Message(message.code, {name: _finite(value) for name, value in message.values.items()})
+    """Return the message with values that a record can hold: any other, such as a number that is not finite or what a
+    damaged rank file has in the place of one, becomes its text."""
+    return Message(message.code, {name: _storable(value) for name, value in message.values.items()})
 
 
-def _finite(value: Value) -> Value:
+def _storable(value: Value) -> Value:
     if isinstance(value, Message):
         return storable(value)
-    return str(value) if isinstance(value, float) and not isfinite(value) else value
+    plain = isinstance(value, str | int | tuple) or (isinstance(value, float) and isfinite(value))
+    return value if plain else str(value)
 
 
 def all_among(told: Iterable[Message | str], every: Iterable[Message | str]) -> bool:
