@@ -25,8 +25,8 @@ from steelyard.tasks.task import Sources
 from steelyard.training import checkpoints, optimizer
 from steelyard.training.packing import GRAIN
 
-STEPS = 6
-KEEP_EVERY = 4  # one checkpoint a run
+STEPS = 5
+KEEP_EVERY = 3  # one checkpoint a run
 SETTINGS = [
     "question.model.vocab=251",
     "question.model.layers=4",
