@@ -101,7 +101,7 @@ def source() -> Source:
 
 
 class HostDevice:
-    """What the CPU is to any framework; each framework's device class adds its own. All ranks of a machine share its CPUs."""
+    """The device class of a CPU without a framework; each framework adds its own part. All ranks of a host share its CPUs."""
 
     backend = "gloo"
     matmul_shape = 1024

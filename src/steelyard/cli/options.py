@@ -1,5 +1,5 @@
-"""What verbs take on the command line, and how their help lists it: arguments, then options by
-group."""
+"""Declares the options of the verbs, and the order in which help lists them: arguments, then options
+by group."""
 
 import inspect
 from collections.abc import Callable

@@ -76,7 +76,7 @@ class Verdict:
 
 
 def verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
-    """Of several records one that is none is wrong, and the others are still looked at; alone, it is a wrong request."""
+    """Verify a record and its signature. A file that is no record is a wrong one, or raises RequestError if `alone`."""
     try:
         of_spec = sealed.kind(path) == "spec"
         wrong = ceilings.verify(path) if of_spec else verify.verify(path)

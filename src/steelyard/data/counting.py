@@ -21,11 +21,11 @@ Counts = dict[str, int]
 
 class Counter(Protocol):
     def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
-        """Of rows of a pass; `prefixes` are groups whose common beginning was computed with them, once. `held_out`: the
-        rows are none of a step's global batch."""
+        """Return the counts of rows of a pass. `prefixes` are groups whose common beginning was computed
+        with them, once; `held_out` says that the rows are none of a step's global batch."""
 
     def wanted(self, steps: range | None) -> list[Counts]:
-        """Of every one of these steps; None: of a pass that has no steps of a global batch."""
+        """Return the counts of each of these steps; None: those of a pass without steps of a global batch."""
 
 
 class TextCounts:
