@@ -34,7 +34,7 @@ def test_training_on_rows(run: Run, corpus: Record, mode: str) -> None:
     settings, devices, names, states = MODES[mode]
     found = run("paddle", CORPUS, *MODEL, *settings, devices=devices)
     assert_alike(found, corpus)
-    details = found.engine.details
+    details = found.engine.details.model_dump()
     assert (details["modes"], details["never_run"], details["compiled"]) == (names, [], False)
     assert (details["parameters"], details["optimizer_states"], details["master_weights"]) == (119_360, states, 0)
     assert details["dtypes"] == dict.fromkeys(("gradients", "logits", "parameters", "states"), "fp32")

@@ -56,7 +56,7 @@ def test_modes_of_gpus(plan: str, corpus: Record, patched: Callable[..., Record]
     options = [word for setting in (*MODEL, *settings) for word in ("--set", setting)]
     found = patched(0, prod(map(int, re.findall(r"\d", plan))), "--parallel", plan, *options)
     assert_alike(found, corpus)
-    details = found.engine.details
+    details = found.engine.details.model_dump()
     assert details["never_run"] == never_run
     assert (details["parameters"], details["optimizer_states"]) == numbers
 
