@@ -44,10 +44,10 @@ def test_links_open_what_they_point_at(look: Look, pages: Pages, scripts: bool) 
     body = view.page.locator("#run-00000002")
     assert not body.is_visible()
     view.page.locator(".table a[href='#run-00000002']").first.click()
-    body.wait_for(state="visible", timeout=3000)
+    body.wait_for(state="visible", timeout=30000)
     assert view.page.url == f"{made.url}#run-00000002"
     again = look(f"{made.url}#run-00000004", scripts=scripts)
-    again.page.locator("#run-00000004").wait_for(state="visible", timeout=3000)
+    again.page.locator("#run-00000004").wait_for(state="visible", timeout=30000)
     assert not again.page.locator("#run-00000002").is_visible()
 
 

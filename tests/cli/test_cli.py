@@ -171,18 +171,6 @@ def test_parent_of_a_run_never_imports_torch(shell: Shell) -> None:
     assert done.stdout.endswith("code 0 []")
 
 
-def test_list_is_quick(shell: Shell) -> None:
-    """Not a gate, for test machines are busy: the figure is printed, and half a second is what we want."""
-    import time
-
-    times = []
-    for _ in range(5):
-        begin = time.monotonic()
-        assert shell("list").code == 0
-        times.append(time.monotonic() - begin)
-    print(f"steelyard list: best of 5 {min(times):.3f} s")
-
-
 def test_own_case_file(shell: Shell) -> None:
     text = (resources.files("steelyard") / "cases" / f"{CASE}.toml").read_text()
     text = text.replace(f'name = "{CASE}"', 'name = "mine"').replace("questions = 12", "questions = 3")

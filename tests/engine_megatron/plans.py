@@ -161,24 +161,29 @@ def inside(engine: Any) -> dict:
 
 
 def main() -> None:
+    from megatron.core import parallel_state
+
     from steelyard.engines.megatron.score import MegatronScore
     from steelyard.engines.megatron.train import MegatronTrain
 
     torch.set_num_threads(1)
     world = int(sys.argv[3])
-    if world > 1:
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if world > 1 else 0
+    store, rank, _ = next(dist.rendezvous("env://")) if world > 1 else (None, 0, 1)
     out = {}
-    for one in json.loads(Path(sys.argv[1]).read_text()):
+    for number, one in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         began = monotonic()
+        if world > 1:  # anew for each plan: every group of gloo has a thread that wakes a hundred times a second
+            dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
         undo = plant(one.get("bug"))
         found, engine = answer(one, rank, world, {"train": MegatronTrain, "score": MegatronScore})
         undo()
         told = inside(engine) if "losses" in found else {}
         out[one["name"]] = found | told | {"seconds": monotonic() - began}
         del engine
+        parallel_state.destroy_model_parallel()
         gc.collect()  # here, and not in the middle of the next plan
+        if world > 1:
+            dist.destroy_process_group()
         (Path(sys.argv[2]) / f"rank-{rank}-of-{world}.json").write_text(json.dumps(out))
 
 

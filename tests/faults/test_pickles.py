@@ -52,7 +52,7 @@ def plant(scene: Scene, canary: Path) -> list[tuple[str, int]]:
         if host:
             done = scene.cluster.run(host, command)
         else:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
         sent += [(place, int(times)) for place, _, times in (line.rpartition(" ") for line in done.stdout.splitlines())]
     return sent

@@ -124,7 +124,7 @@ def test_the_kernel_ends_a_rank_for_lack_of_memory(faulty: Shell, small_group: P
         cwd=faulty.folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         preexec_fn=lambda: (small_group / "cgroup.procs").write_text("0"),  # this process
     )
@@ -205,7 +205,7 @@ def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks)
     (shell.folder / "gone").mkdir()
     words = ["sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh", sys.executable, "-P", "-m", "steelyard"]
     command = [*words, *SMOKE, "--out", str(shell.out)]
-    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr == golden("error-the-working-directory-no-longer")
     assert not shell.out.exists()
@@ -220,6 +220,6 @@ def test_without_proc(shell: Shell) -> None:
             pytest.skip("mounting over /proc is not allowed here")
     except FileNotFoundError:
         pytest.skip("no unshare command")
-    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr == golden("error-proc-is-not-mounted-run")

@@ -61,7 +61,7 @@ def test_a_run_ends_as_it_would(faulty: Shell, stderr: Callable[[], Iterator[Str
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            timeout=120,
+            timeout=300,
             check=False,
         )
     assert done.returncode == 0
@@ -79,7 +79,7 @@ def test_a_run_ends_as_it_would(faulty: Shell, stderr: Callable[[], Iterator[Str
 def test_nothing_is_open(faulty: Shell, attacks: Attacks) -> None:
     """stdin, stdout and stderr closed: no file of the run gets their numbers."""
     words = " ".join(["exec", sys.executable, "-P", "-m", "steelyard", *RUN, "--out", "records", "<&-", ">&-", "2>&-"])
-    done = subprocess.run(["sh", "-c", words], cwd=faulty.folder, env=faulty.env(), timeout=120, check=False)
+    done = subprocess.run(["sh", "-c", words], cwd=faulty.folder, env=faulty.env(), timeout=300, check=False)
     assert done.returncode == 0
     assert [one["status"] for one in faulty.records()] == ["valid"]
     attacks.add("stdin, stdout and stderr: closed", 1, "exit code 1", "exit code 0, a record")
@@ -95,7 +95,7 @@ def test_an_answer_that_is_all_there_is_must_arrive(shell: Shell, arguments: tup
             stdout=out,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
     assert done.returncode == code
@@ -106,7 +106,7 @@ def test_a_character_that_a_terminal_lacks_is_spelled_as_json_does(shell: Shell)
     told = {"é": "…", "a": "\U0001f600"}
     program = f"from steelyard.cli import out, terminal\nwith terminal.settled(): out.dump({told!a})"
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, env=shell.env(PYTHONIOENCODING="ascii"), capture_output=True, timeout=60, check=True)
+    done = subprocess.run(command, env=shell.env(PYTHONIOENCODING="ascii"), capture_output=True, timeout=300, check=True)
     assert done.stdout.isascii()
     assert json.loads(done.stdout) == told
 

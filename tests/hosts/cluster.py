@@ -114,7 +114,7 @@ class Cluster:
         cwd: Path | None = None,
         *,
         input: str | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float = 300.0,
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host to its end."""
         pipe = subprocess.PIPE
@@ -213,7 +213,7 @@ class Cluster:
             assert keeper.stdin is not None
             keeper.stdin.close()
         for keeper in self.keepers.values():
-            keeper.wait(timeout=30)
+            keeper.wait(timeout=300)
         self.keepers.clear()
 
     def _keep(self, name: str) -> "subprocess.Popen[str]":
@@ -251,7 +251,7 @@ class Cluster:
             ours = self._link_fact(host, "eth0/operstate")
             return (ours, self._link_fact(HUB, f"{host}/brport/state")) == ("up", BRIDGE_FORWARDS)
 
-        if not wait_for(carries, 10):
+        if not wait_for(carries):
             raise RuntimeError(f"the link of {host} does not come up")
 
     def _link_fact(self, host: str, name: str) -> str:
@@ -272,7 +272,7 @@ class Cluster:
     def _start_sshd(self, host: str, offset_s: int = 0) -> None:
         clock = [tool("unshare"), "--time", f"--monotonic={offset_s}", f"--boottime={offset_s}", "--fork"] if offset_s else []
         sshd = [tool("sshd"), "-f", self.folder / f"{host}.sshd_config", "-E", self.folder / f"{host}.sshd.log"]
-        self.on(host, [*clock, *sshd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).wait(timeout=30)
+        self.on(host, [*clock, *sshd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).wait(timeout=300)
 
     def _await_sshd(self, host: str) -> None:
         """It writes the file once it listens."""

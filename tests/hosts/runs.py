@@ -87,7 +87,7 @@ class Runs:
             preexec_fn=_listen,
         )
 
-    def __call__(self, *arguments: str | Path, timeout_s: float = 120.0, **variables: str) -> Done:
+    def __call__(self, *arguments: str | Path, timeout_s: float = 600.0, **variables: str) -> Done:
         return finish(self.start(*arguments, **variables), timeout_s)
 
     def records(self) -> list[dict[str, Any]]:

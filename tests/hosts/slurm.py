@@ -122,7 +122,7 @@ class Slurm:
         error = self.folder / f"{host}.{name}.err"
         with error.open("w") as file:
             process = self.cluster.on(host, [tool(name), *options], stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-            code = process.wait(timeout=30)
+            code = process.wait(timeout=300)
         if code:
             raise RuntimeError(f"{name} on {host} ends with {code}: {error.read_text().strip()[-300:]}")
 
@@ -133,7 +133,7 @@ class Slurm:
             states[:] = self("sinfo", "--noheader", "--Node", "--format=%T", f"--nodes={','.join(hosts)}").split()
             return states == ["idle"] * len(hosts)
 
-        if not wait_for(idle, 30):
+        if not wait_for(idle):
             raise RuntimeError(f"Slurm's nodes {hosts} are {states}, not idle: {self._log_tail()}")
 
     def _log_tail(self) -> str:

@@ -49,7 +49,7 @@ def say(process: Process, line: str) -> None:
 
 def ended(process: Process) -> tuple[int, str]:
     """The exit code of a process that ends while its stdin is open, and what it wrote to stderr."""
-    code = process.wait(timeout=20)
+    code = process.wait(timeout=300)
     return code, process.stderr.read()
 
 
@@ -89,7 +89,7 @@ def test_hosts_have_names_addresses_and_links_of_their_own(cluster: Cluster):
 def test_a_command_runs_where_and_with_what_it_is_told(cluster: Cluster, tmp_path: Path):
     code = f"import os; print(os.getcwd(), os.environ['COLOUR']); {WHICH}"
     process = cluster.on("node1", [sys.executable, "-c", code], {"COLOUR": "red"}, tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.communicate(timeout=20)[0].split() == [str(tmp_path), "red", PACKAGE]
+    assert process.communicate(timeout=300)[0].split() == [str(tmp_path), "red", PACKAGE]
     process = cluster.on("node1", ["sleep", "60"])
     assert wait_for(lambda: cluster.pids("node1", "sleep") == [process.pid])
     process.kill()

@@ -100,7 +100,7 @@ def killed(shell: Shell, when: Callable[[Path], bool]) -> Path:
 
 def _stop_when(worker: psutil.Process, condition: Callable[[], bool]) -> None:
     """Leave a process stopped while something holds."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         if condition():
             worker.send_signal(signal.SIGSTOP)

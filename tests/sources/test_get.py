@@ -278,8 +278,8 @@ def test_of_two_processes_one_gets_it_and_the_other_waits(server, store):
     assert second.stdout is not None
     assert second.stdout.readline() == golden("some-another-process-is-getting-it")
     pause.set()
-    assert first.communicate(timeout=60)[0] == f"False {len(A) + len(B)}\n"
-    assert second.communicate(timeout=60)[0] == f"True {len(A) + len(B)}\n"
+    assert first.communicate(timeout=300)[0] == f"False {len(A) + len(B)}\n"
+    assert second.communicate(timeout=300)[0] == f"True {len(A) + len(B)}\n"
     assert [seen.path for seen in server.seen] == ["/a", "/b"]
 
 
