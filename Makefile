@@ -47,7 +47,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types
+# Linters and the set-up of the engines' and the browser's environments wait for one core each: two at a time.
+check: setup
+	$(MAKE) -j 2 types lint .venv-paddle/ready .venv-browser/ready .venv-megatron/ready
 	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/engine_paddle --ignore=tests/engine_megatron --ignore=tests/browser -m "not gpu and not long"
 	$(MAKE) engines
 	$(MAKE) browser
