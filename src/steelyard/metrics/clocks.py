@@ -45,13 +45,17 @@ def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
     worst = max(pairs, key=lambda pair: pair.excess_s)
     if worst.excess_s <= 0:
         return [judged("clocks_agree", True, "clock", "check.clocks_agree", {"count": len(pairs), "most": APART})]
-    told: Values = {"where": worst.where, "name": worst.name, "host": worst.host_s, "other": worst.other_s}
-    told |= {"most": APART}
+    told: Values = {
+        "where": worst.where,
+        "name": worst.name,
+        "host": worst.host_s,
+        "other": worst.other_s,
+        "most": APART,
+    }
     preloaded = _preloaded(record)
     if preloaded:
-        told |= {"preloaded": preloaded}
-        return [failed("clocks_agree", "clock", "check.clocks_agree_preloaded", told)]
-    return [judged("clocks_agree", False, "clock", "check.clocks_agree", told)]
+        return [failed("clocks_agree", "clock", "check.clocks_agree_preloaded", {**told, "preloaded": preloaded})]
+    return [failed("clocks_agree", "clock", "check.clocks_agree", told)]
 
 
 def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -87,8 +91,13 @@ class Told:
 
     @property
     def values(self) -> Values:
-        told: Values = {"where": self.where, "steps": self.steps, "told": self.told_s, "seen": self.seen_s}
-        return {**told, "most": REPORTED_APART}
+        return {
+            "where": self.where,
+            "steps": self.steps,
+            "told": self.told_s,
+            "seen": self.seen_s,
+            "most": REPORTED_APART,
+        }
 
 
 def _between(where: Message, steps: list[Sample]) -> Told | None:
@@ -100,17 +109,15 @@ def _between(where: Message, steps: list[Sample]) -> Told | None:
     return Told(where, len(rest), told, fsum(step.host_end_s - step.host_start_s for step in rest))
 
 
-def _in_use(record: Record) -> list[Finding]:
+def _in_use(record: Record) -> Iterator[Finding]:
     """A device that counts its processes shows one while steps are told of it."""
-    out: list[Finding] = []
     for window in windows(record, PASS):
         for series in record.telemetry:
             counts = readings.window(series, window.start_s, window.start_s + window.wall_s).columns.processes
             known = [count for count in counts if count is not None]
             if known:
                 told: Values = {"device": series.device, "most": max(known)}
-                out.append(judged("reported_in_use", max(known) > 0, "reported", "check.reported_in_use", told))
-    return out
+                yield judged("reported_in_use", max(known) > 0, "reported", "check.reported_in_use", told)
 
 
 def _of_ranks(record: Record) -> Iterator[Pair]:
