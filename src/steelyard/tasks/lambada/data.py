@@ -3,7 +3,6 @@
 Read from JSON lines with the key `text` (OpenAI's formatting of the test set), as a file or the folder that holds it.
 """
 
-import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from pathlib import Path
 from steelyard import files
 from steelyard.data import jsonl, selection
 from steelyard.data.sample import chosen
-from steelyard.data.tokenizer import Tokenizer
+from steelyard.data.tokenizer import Tokenizer, end_of
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
 from steelyard.tasks.lambada import score
-from steelyard.tasks.lambada.fields import LambadaData, MadePassages
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_published
+from steelyard.tasks.lambada.task import LambadaData, MadePassages
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
 
 NAMES = ("lambada_test.jsonl", "lambada_test_bak.jsonl", "lambada_test.jsonl.gz", "lambada_test_bak.jsonl.gz")
 MAX_FILE_BYTES = 64 << 20
@@ -129,9 +128,7 @@ def _passage(line: jsonl.Line) -> str:
         raise RequestError(
             f"{line.where} has the text {_shown(text)}; it needs two words with a space between, and to end in one"
         )
-    if not jsonl.whole(text):
-        raise RequestError(f"{line.where} has the text {_shown(text)}; a text must be valid Unicode")
-    return text
+    return jsonl.text(text, f"{line.where} has the text", _LINE)
 
 
 def _shown(text: str) -> str:
@@ -140,21 +137,14 @@ def _shown(text: str) -> str:
 
 def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
     """The hash of all passages and of the vocabulary they are read with."""
-    digest = hashlib.sha256(tokenizer.sha256.encode())
-    digest.update(canonical(texts).encode())
-    return digest.hexdigest()
+    return fingerprint_of(tokenizer, [canonical(texts)])
 
 
 def encode(
     texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int, pool: list[int] | None = None
 ) -> LambadaTexts:
     """Rows of all passages (of `pool`, where it is given), or of a seeded sample; none is cut to fit."""
-    end = tokenizer.end
-    if end is None:
-        raise RequestError(
-            f"tokenizer {tokenizer.source} does not say which token ends a text; put its "
-            "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
-        )
+    end = end_of(tokenizer)
     index = chosen(len(texts), sample, seed, "passage", pool)
     # The last word is what follows the last space.
     wholes = [_open(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
