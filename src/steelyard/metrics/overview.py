@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from steelyard.metrics import repeats, runs, stats
 from steelyard.metrics.result import work_name
-from steelyard.metrics.runs import Estimate, Interval
+from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record
 
 LARGEST = 1e30  # as of rates: squares stay finite
@@ -57,9 +57,7 @@ class Against:
 
 def rows(records: Iterable[Record]) -> list[Row]:
     """Repeats together, in the order in which they came."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(runs.in_common(record, repeats.ALIKE), []).append(record)
+    groups = runs.grouped(records, lambda record: runs.in_common(record, repeats.ALIKE))
     return [_row(group) for group in groups.values()]
 
 
@@ -70,9 +68,9 @@ def _row(group: Sequence[Record]) -> Row:
     sizes = [size for size in (runs.metric(record, "mem") for record in counted) if size is not None]
     return Row(
         records=tuple(group),
-        rate=_mean([_rate(record) for record in counted]),
-        mfu=_mean([_mfu(record) for record in counted]),
-        energy=_mean([_own(record, "energy_per_token") for record in counted]),
+        rate=runs.mean(map(_rate, counted))[0],
+        mfu=runs.mean(map(_mfu, counted))[0],
+        energy=runs.mean(_own(record, "energy_per_token") for record in counted)[0],
         mem=max(sizes, default=None),
         quality=stats.mean_of_known([runs.metric(record, metric) for record in counted]),
         metric=metric,
@@ -81,7 +79,7 @@ def _row(group: Sequence[Record]) -> Row:
 
 def _rate(record: Record) -> Estimate | None:
     found, devices = runs.rate(record), record.plan.world
-    return None if found is None else _scaled(found, 1 / devices)
+    return None if found is None else found.scaled(1 / devices)
 
 
 def _mfu(record: Record) -> Estimate | None:
@@ -89,7 +87,7 @@ def _mfu(record: Record) -> Estimate | None:
     found, rate = _own(record, "mfu"), runs.rate(record)
     if found is None or found.interval is not None or rate is None:
         return found
-    return Estimate(found.value, _scaled(rate, found.value / rate.value).interval)
+    return Estimate(found.value, rate.scaled(found.value / rate.value).interval)
 
 
 def _own(record: Record, name: str) -> Estimate | None:
@@ -97,16 +95,6 @@ def _own(record: Record, name: str) -> Estimate | None:
     if found is None or found.value is None or not abs(found.value) < LARGEST:
         return None
     return Estimate(found.value, found.interval)
-
-
-def _scaled(one: Estimate, factor: float) -> Estimate:
-    ends: Interval | None = None if one.interval is None else (one.interval[0] * factor, one.interval[1] * factor)
-    return Estimate(one.value * factor, ends)
-
-
-def _mean(found: Sequence[Estimate | None]) -> Estimate | None:
-    known = [one for one in found if one is not None]
-    return runs.over_runs(known)[0] if known else None
 
 
 def best(found: Iterable[Row]) -> dict[str, Row]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import hypot, sqrt
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from steelyard.case.case import AUTO
 from steelyard.metrics import spans, stats
@@ -14,6 +14,8 @@ from steelyard.schema import canonical
 
 RATE_BOUNDS = (1e-30, 1e30)  # that no machine comes near: a stranger's record makes no formula overflow
 
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 Interval = tuple[float, float]
 Source = Literal["steps", "runs"]  # what an interval comes from: the steps of one run, or the spread between runs
 
@@ -61,8 +63,16 @@ PARTS: dict[str, Callable[[Record], Any]] = {
 
 
 def in_common(record: Record, parts: Iterable[str]) -> str:
-    """Equal for runs that are alike in these parts."""
+    """Return a text that is equal for runs that are alike in these parts."""
     return canonical([PARTS[name](record) for name in parts])
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return items by their key, both in the order in which they come."""
+    out: dict[Key, list[Item]] = {}
+    for item in items:
+        out.setdefault(key(item), []).append(item)
+    return out
 
 
 @dataclass(frozen=True)
@@ -72,18 +82,10 @@ class Estimate:
     value: float
     interval: Interval | None = None
 
-
-@dataclass(frozen=True)
-class Runs:
-    """Runs as one rate."""
-
-    records: tuple[Record, ...]
-    rate: Estimate
-    source: Source | None
-
-    @property
-    def world(self) -> int:
-        return self.records[0].plan.world
+    def scaled(self, factor: float) -> "Estimate":
+        """Return the same times a positive factor."""
+        ends = self.interval
+        return Estimate(self.value * factor, None if ends is None else (ends[0] * factor, ends[1] * factor))
 
 
 def rate(record: Record, work: str | None = None) -> Estimate | None:
@@ -96,13 +98,13 @@ def rate(record: Record, work: str | None = None) -> Estimate | None:
         return None
     ends = found.interval
     within = ends is not None and 0 <= ends[0] <= found.value <= ends[1] < RATE_BOUNDS[1]
-    return Estimate(found.value * devices, (ends[0] * devices, ends[1] * devices) if ends and within else None)
+    return Estimate(found.value, ends if within else None).scaled(devices)
 
 
-def rate_over_runs(records: Sequence[Record]) -> Runs:
-    """The mean rate of runs that have one."""
-    mean, source = over_runs([one for one in map(rate, records) if one is not None])
-    return Runs(tuple(records), mean, source)
+def mean(found: Iterable[Estimate | None]) -> tuple[Estimate | None, Source | None]:
+    """Return the mean over the runs that have a number, with what its interval comes from; None if none has."""
+    known = [one for one in found if one is not None]
+    return over_runs(known) if known else (None, None)
 
 
 def over_runs(found: Sequence[Estimate]) -> tuple[Estimate, Source | None]:
