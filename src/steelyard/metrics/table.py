@@ -4,6 +4,7 @@ A task's own scores come from its row. Other packages add rows through the entry
 """
 
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 
 from steelyard import plugins, tasks, words
@@ -26,7 +27,7 @@ def of_task(task: Task) -> list[Metric]:
 
 
 def _of_score(score: Score) -> Metric:
-    formula = rates.quality(score.value, score.of)
+    formula = partial(rates.quality, value=score.value, of=score.of)
     return Metric(score.name, score.unit, score.better, formula, score.en, score.zh, score.form)
 
 

@@ -6,7 +6,7 @@ from math import fsum
 
 from steelyard import accelerators, plugins, words
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import busy, clocks, fit, own, plausible, readings, shipped, stats, stragglers, training
+from steelyard.metrics import busy, clocks, fit, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import Finding, Judged, Rule, failed, judged, note
 from steelyard.record.facts import Restart, StepDown
@@ -335,7 +335,7 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
         Message("note.sample") if shares_less else None,
         Message("note.selected") if scope.subjects or scope.rows else None,
         Message("note.emulated") if emulated else None,
-        *own.notes(record),
+        *shipped.own_notes(record),
     )
     return [note(one) for one in every if one is not None]
 
