@@ -239,11 +239,13 @@ def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
     """A phase that a run does not have took no time in it, where it has any. Less is better in steps of one size alone."""
     better = "lower" if same_steps else ""
     ours, theirs = ([spans.phases_per_step(record) for record in one.valid] for one in (base, new))
-    out = []
-    for name in spans.phases_in_order({name for one in (*ours, *theirs) for name in one}):
+
+    def change(name: str) -> Change | None:
         times = ([one.get(name, 0.0) if one else None for one in every] for every in (ours, theirs))
-        out.append(_change(name, "s", better, "seconds", *times))
-    return tuple(one for one in out if one is not None)
+        return _change(name, "s", better, "seconds", *times)
+
+    names = spans.phases_in_order({name for one in (*ours, *theirs) for name in one})
+    return tuple(one for one in map(change, names) if one is not None)
 
 
 def _change(

@@ -93,7 +93,7 @@ def groups(records: Iterable[Record]) -> list[Engines]:
     """The groups of finished records that can be compared and have at least two engines."""
     every = list(records)
     finished = (record for record in every if record.status != "failed")
-    alike = runs.grouped(finished, lambda record: runs.in_common(record, ALIKE))
+    alike = stats.grouped(finished, lambda record: runs.in_common(record, ALIKE))
     out = []
     for group in alike.values():
         names = {record.engine.name for record in group}
@@ -108,7 +108,7 @@ def groups(records: Iterable[Record]) -> list[Engines]:
 
 def _rows(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
     """The base first, the others in the order in which they came."""
-    by_name = runs.grouped(group, lambda record: record.engine.name)
+    by_name = stats.grouped(group, lambda record: record.engine.name)
     names = sorted(by_name, key=lambda name: name != DEFAULT_ENGINE)
     return tuple(_row(name, by_name[name], by_name[names[0]], metric) for name in names)
 
@@ -164,12 +164,9 @@ def _steps(base: Record, record: Record, name: str) -> Apart | None:
     the losses are known from the first step on."""
     if name != "loss" and (base.restarts or record.restarts):
         return None
-    apart = []
-    for step, (a, b) in enumerate(zip(training.values(base, name), training.values(record, name), strict=False)):
-        if a is None or b is None:
-            return None
-        apart.append(Apart(abs(b - a), step))
-    return max(apart, key=lambda one: one.value, default=None)
+    pairs = list(zip(training.values(base, name), training.values(record, name), strict=False))
+    apart = [Apart(abs(b - a), step) for step, (a, b) in enumerate(pairs) if a is not None and b is not None]
+    return max(apart, key=lambda one: one.value, default=None) if len(apart) == len(pairs) else None
 
 
 def farthest(every: list[Answers]) -> Answers:

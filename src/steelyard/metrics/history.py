@@ -12,7 +12,7 @@ from pathlib import Path
 
 from steelyard.case.key import key_of
 from steelyard.errors import RequestError
-from steelyard.metrics import fields, rates, ratio, runs, verify
+from steelyard.metrics import fields, rates, ratio, runs, stats, verify
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.index import Entry
@@ -163,7 +163,7 @@ def _groups(ordered: list[Indexed]) -> list[list[Indexed]]:
         entry = one.entry
         return _alike(entry, entry.key if entry.read else keys.get(_alike(entry, entry.unread_key), entry.key))
 
-    return list(runs.grouped(ordered, trend).values())
+    return list(stats.grouped(ordered, trend).values())
 
 
 def _alike(entry: Entry, key: str) -> str:

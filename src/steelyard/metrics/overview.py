@@ -57,7 +57,7 @@ class Against:
 
 def rows(records: Iterable[Record]) -> list[Row]:
     """Repeats together, in the order in which they came."""
-    groups = runs.grouped(records, lambda record: runs.in_common(record, repeats.ALIKE))
+    groups = stats.grouped(records, lambda record: runs.in_common(record, repeats.ALIKE))
     return [_row(group) for group in groups.values()]
 
 
@@ -99,32 +99,29 @@ def _own(record: Record, name: str) -> Estimate | None:
 
 def best(found: Iterable[Row]) -> dict[str, Row]:
     """The valid row with the highest rate per device of each division. The closed one comes first."""
-    out: dict[str, Row] = {}
-    for row in _rated(found):
-        division = row.first.case.division
-        if division not in out or _value(row) > _value(out[division]):
-            out[division] = row
-    return dict(sorted(out.items(), key=lambda one: (one[0] != "closed", one[0])))
+    by_division = stats.grouped(_rated(found), lambda row: row.first.case.division)
+    order = sorted(by_division, key=lambda division: (division != "closed", division))
+    return {division: max(by_division[division], key=_value) for division in order}
 
 
 def against(found: Iterable[Row]) -> list[Against]:
     """Accelerators against the slowest of them, on the one question that most of them answered; of several such questions,
     a closed one, and that of the highest rate. None where no question has valid rows of two accelerators."""
-    by_key: dict[str, dict[str, Row]] = {}
-    for row in _rated(found):
-        of_key = by_key.setdefault(row.first.case.key, {})
-        if row.accelerator not in of_key or _value(row) > _value(of_key[row.accelerator]):
-            of_key[row.accelerator] = row
-    chosen = max(by_key.values(), key=_worth, default={})
+    by_key = stats.grouped(_rated(found), lambda row: row.first.case.key)
+    chosen = max(map(_best_of_each, by_key.values()), key=_worth, default=[])
     if len(chosen) < 2:
         return []
-    base, *others = sorted(chosen.values(), key=_value)
+    base, *others = sorted(chosen, key=_value)
     pairs = [(row, row.rate, base.rate) for row in reversed(others)]
     return [Against(row, base, runs.ratio(top, bottom)) for row, top, bottom in pairs if top is not None and bottom is not None]
 
 
-def _worth(of_key: dict[str, Row]) -> tuple[int, bool, float]:
-    members = list(of_key.values())
+def _best_of_each(found: list[Row]) -> list[Row]:
+    """Return the row with the highest rate of each accelerator."""
+    return [max(own, key=_value) for own in stats.grouped(found, lambda row: row.accelerator).values()]
+
+
+def _worth(members: list[Row]) -> tuple[int, bool, float]:
     return len(members), members[0].first.case.division == "closed", max(map(_value, members))
 
 

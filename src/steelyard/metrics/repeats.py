@@ -7,7 +7,7 @@ are too uneven for the case while its repeats agree. Its rate may be right; that
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.metrics import rates, runs
+from steelyard.metrics import rates, runs, stats
 from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.record import Record
 
@@ -62,7 +62,7 @@ def groups(records: Iterable[Record]) -> list[Repeats]:
         asked = runs.in_common(record, ASKED)
         return finished.get(asked, asked) if record.status == "failed" else runs.in_common(record, ALIKE)
 
-    return [Repeats(tuple(group), _metrics(group)) for group in runs.grouped(every, key).values() if len(group) > 1]
+    return [Repeats(tuple(group), _metrics(group)) for group in stats.grouped(every, key).values() if len(group) > 1]
 
 
 def _metrics(group: list[Record]) -> tuple[Spread, ...]:

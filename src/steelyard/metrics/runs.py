@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import hypot, sqrt
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from steelyard.case.case import AUTO
 from steelyard.metrics import spans, stats
@@ -14,8 +14,6 @@ from steelyard.schema import canonical
 
 RATE_BOUNDS = (1e-30, 1e30)  # that no machine comes near: a stranger's record makes no formula overflow
 
-Item = TypeVar("Item")
-Key = TypeVar("Key")
 Interval = tuple[float, float]
 Source = Literal["steps", "runs"]  # what an interval comes from: the steps of one run, or the spread between runs
 
@@ -65,14 +63,6 @@ PARTS: dict[str, Callable[[Record], Any]] = {
 def in_common(record: Record, parts: Iterable[str]) -> str:
     """Return a text that is equal for runs that are alike in these parts."""
     return canonical([PARTS[name](record) for name in parts])
-
-
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return items by their key, both in the order in which they come."""
-    out: dict[Key, list[Item]] = {}
-    for item in items:
-        out.setdefault(key(item), []).append(item)
-    return out
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.metrics import rates, runs
+from steelyard.metrics import rates, runs, stats
 from steelyard.metrics.runs import Estimate, Source
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Record
@@ -49,13 +49,13 @@ class Scaling:
 def groups(records: Iterable[Record]) -> list[Scaling]:
     """The groups of valid records that can be compared and have at least two numbers of devices."""
     rated = (record for record in records if record.status == "valid" and runs.rate(record) is not None)
-    alike = runs.grouped(rated, lambda record: runs.in_common(record, ALIKE))
+    alike = stats.grouped(rated, lambda record: runs.in_common(record, ALIKE))
     several = [group for group in alike.values() if len({record.plan.world for record in group}) > 1]
     return [Scaling(rates.work_unit(group[0]), _rows(group)) for group in several]
 
 
 def _rows(group: list[Record]) -> tuple[ScalingRow, ...]:
-    by_plan = runs.grouped(group, _degrees)
+    by_plan = stats.grouped(group, _degrees)
     rates = {plan: runs.over_runs([one for one in map(runs.rate, by_plan[plan]) if one]) for plan in sorted(by_plan)}
     fewest = min(world for world, *_ in rates)
     base = max((plan for plan in rates if plan[0] == fewest), key=lambda plan: rates[plan][0].value)

@@ -9,7 +9,7 @@ from steelyard.case import resolve
 from steelyard.case.key import key_of
 from steelyard.case.precision import name_of, presets
 from steelyard.errors import RequestError
-from steelyard.metrics import evidence, shipped, table, validity
+from steelyard.metrics import evidence, shipped, stats, table, validity
 from steelyard.record import record
 from steelyard.record.record import Check, Reason, Record, Value
 
@@ -61,11 +61,8 @@ def _wrong(path: Path, found: Record) -> Iterator[str]:
 
 
 def _by_name(checks: list[Check]) -> dict[str, list[bool]]:
-    """A check that is made of every rank stands there as often."""
-    out: dict[str, list[bool]] = {}
-    for one in checks:
-        out.setdefault(one.name, []).append(one.ok)
-    return out
+    """Return the results by name: a check that is made of every rank has as many."""
+    return {name: [one.ok for one in every] for name, every in stats.grouped(checks, lambda one: one.name).items()}
 
 
 def _metrics(found: Record, values: dict[str, Value]) -> Iterator[str]:

@@ -98,10 +98,8 @@ def evaluation(every: list[Query], tokenizer: WordPieces, positions: int) -> tup
 
     All entities are candidates, and nothing else: an answer that is none of them cannot be chosen, and a query without any
     other has no right candidate and counts as wrong, as it does in GLM's own evaluation."""
-    choices = []
-    for query in every:
-        right = tuple(i for i, entity in enumerate(query.entities) if entity in query.answers)
-        choices.append(_Choice(query, query.entities, right, query.answers))
+    rights = [tuple(i for i, entity in enumerate(one.entities) if entity in one.answers) for one in every]
+    choices = [_Choice(one, one.entities, right, one.answers) for one, right in zip(every, rights, strict=True)]
     return _encode(choices, tokenizer, positions)
 
 
