@@ -63,8 +63,8 @@ def parse(lines: Iterable[tuple[int, bytes]], path: Path, form: str, most_line_b
 
 
 def text(value: Any, what: str, form: str) -> str:
-    """Return a value that is a text. Raise RequestError otherwise: `what` begins the line, `form` says what is allowed. JSON
-    can write half a character, which no tokenizer reads."""
+    """Return a value that is a text. Raise RequestError otherwise: `what` begins the line, `form`
+    says what is allowed. JSON can write half a character, which no tokenizer reads."""
     if not isinstance(value, str):
         raise RequestError(f"{what} {shown(value)}; {form}")
     try:

@@ -19,8 +19,8 @@ def chosen(total: int, sample: int | None, seed: int, noun: str = "question", po
 
 
 def batch_of_step(step: int, batch: int, count: int, seed: str) -> list[int]:
-    """Return the numbers of the samples in the batch of a step, counted from 0, of an endless sequence of epochs. Each epoch
-    is a permutation of its own of all `count` samples."""
+    """Return the numbers of the samples in the batch of a step, counted from 0, of an endless
+    sequence of epochs. Each epoch is a permutation of its own of all `count` samples."""
     places = (divmod(place, count) for place in range(step * batch, (step + 1) * batch))
     return [permutation(count, f"{seed}:{epoch}")[i] for epoch, i in places]
 

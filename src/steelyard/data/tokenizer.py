@@ -324,7 +324,8 @@ def _candidates(place: Path, kinds: Mapping[str, Callable[[Path], Kind]]) -> Ite
 
 
 def end_of(tokenizer: Tokenizer, instead: str = "name another with --tokenizer") -> int:
-    """Return the token that ends a text. Raise RequestError if the tokenizer does not tell; `instead` is what else helps."""
+    """Return the token that ends a text. Raise RequestError if the tokenizer does not tell;
+    `instead` is what else helps."""
     if tokenizer.end is None:
         raise RequestError(
             f"tokenizer {tokenizer.source} does not say which token ends a text; put its tokenizer_config.json (with "

@@ -44,7 +44,8 @@ class Share:
 
 
 def bounds_of(accelerator: str | None) -> Bounds:
-    """Return the bounds for an accelerator by its row; one that no row is known of has devices of its own."""
+    """Return the bounds for an accelerator by its row; one that no row is known of has devices of
+    its own."""
     row = accelerators.table().get(accelerator or "")
     return CORES_ARE_THE_DEVICE if row is not None and row.is_host else CORES_SERVE_A_DEVICE
 
@@ -86,7 +87,8 @@ def is_busy(record: Record) -> bool:
 
 
 def quiet(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Judge every host, over what rates are taken from. Size smoke, which measures nothing, gets the note alone."""
+    """Judge every host, over what rates are taken from. Size smoke, which measures nothing, gets
+    the note alone."""
     limit = bounds_of(record.environment.hardware.accelerator)
     for name, load, taken in _shares(record):
         if taken.value is None:

@@ -23,7 +23,8 @@ ROUNDED_S = 5e-5  # half of a tenth of a millisecond, in which they are told
 
 @dataclass(frozen=True)
 class Pair:
-    """Two measurements of one time, what they are apart beyond what is allowed, and what a check says of them."""
+    """Two measurements of one time, what they are apart beyond what is allowed, and what a check
+    says of them."""
 
     excess_s: float
     values: Values
@@ -68,8 +69,8 @@ def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def _between(where: Message, steps: list[Sample]) -> Pair | None:
-    """Compare the times that a program told with those of its lines, from the end of a step to that of the last. Each time
-    that is told is rounded."""
+    """Compare the times that a program told with those of its lines, from the end of a step to that
+    of the last. Each time that is told is rounded."""
     rest = [step for step in steps if step.step > 0]
     if not rest:
         return None

@@ -41,7 +41,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule(Generic[Subject]):
-    """A fact to judge. `verdict` returns what was found of a subject and its level, or None if that is not known."""
+    """A fact to judge. `verdict` returns what was found of a subject and its level, or None if that
+    is not known."""
 
     name: str  # the code of its name, which ends in its key
     verdict: Callable[[Subject], Verdict | None]

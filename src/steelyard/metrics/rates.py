@@ -1,4 +1,5 @@
-"""Formulas over a record: rates, FLOPs and their shares of a peak, memory, quality. Rows fix the other arguments."""
+"""Formulas over a record: rates, FLOPs and their shares of a peak, memory, quality. Rows fix the
+other arguments."""
 
 from collections.abc import Callable
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere

@@ -92,7 +92,8 @@ def rate(record: Record, work: str | None = None) -> Estimate | None:
 
 
 def mean(found: Iterable[Estimate | None]) -> tuple[Estimate | None, Source | None]:
-    """Return the mean over the runs that have a number, with what its interval comes from; None if none has."""
+    """Return the mean over the runs that have a number, with what its interval comes from; None if
+    none has."""
     known = [one for one in found if one is not None]
     return over_runs(known) if known else (None, None)
 

@@ -110,7 +110,8 @@ def _with_changes(shipped: dict[str, Any], told: dict[str, Any], origins: dict[s
 
 
 def own_notes(record: Record) -> list[Message]:
-    """Return what a record says of a model of one's own: that its case is in no file, and who counted its FLOPs."""
+    """Return what a record says of a model of one's own: that its case is in no file, and who
+    counted its FLOPs."""
     made = any(origin.startswith(MADE) for origin in record.case.origins.values())
     return [*([Message("note.own_case")] if made else []), *counted_types([record])]
 

@@ -84,7 +84,8 @@ def compute_s(record: Record, name: str) -> float | None:
 
 
 def _computing(groups: Iterable[Sequence[Sample]]) -> list[list[float]] | None:
-    """Return the compute time of each step in groups of steps; None where an engine does not separate one of them."""
+    """Return the compute time of each step in groups of steps; None where an engine does not
+    separate one of them."""
     every = [list(map(computing_s, steps)) for steps in groups]
     known = [[time_s for time_s in times if time_s is not None] for times in every]
     return known if list(map(len, known)) == list(map(len, every)) else None
@@ -138,8 +139,9 @@ def _compute_by_step(kept: dict[int, list[Sample]]) -> float | None:
 
 
 def phases_per_step(record: Record) -> dict[str, float]:
-    """By phase, of the rank whose wall time it is; they add up to the wall time of the span over its steps. Nothing where
-    there is no span. What lies between two steps, an evaluation say, is shared out over all steps."""
+    """By phase, of the rank whose wall time it is; they add up to the wall time of the span over
+    its steps. Nothing where there is no span. What lies between two steps, an evaluation say, is
+    shared out over all steps."""
     found, name = span(record), headline(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
     if found is None or name is None or not steps:
@@ -154,7 +156,8 @@ def phases_per_step(record: Record) -> dict[str, float]:
 
 
 def tokens_per_step(record: Record) -> float | None:
-    """How large a step is, over all ranks: times of steps of different sizes are not better or worse than one another."""
+    """How large a step is, over all ranks: times of steps of different sizes are not better or
+    worse than one another."""
     found = span(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
     return found.counts["tokens"] / len(steps) if found is not None and steps and found.counts.get("tokens") else None

@@ -45,31 +45,28 @@ def findings(record: Record, values: dict[str, Value]) -> Judgement:
     """The same as messages."""
     found = [one for rule in RULES for one in rule(record, values)]
     failed = [(one.code, one.check.said) for one in found if one.check is not None and not one.check.ok and one.code]
+    evaluated, unevaluated = quality(record, values)
     return Judgement(
         checks=tuple(one.check for one in found if one.check is not None),
         reasons=tuple(failed),
         notes=tuple(one.note for one in found if one.note is not None),
-        quality=quality(record, values),
-        unevaluated=_unevaluated(record, values),
+        quality=evaluated,
+        unevaluated=unevaluated,
     )
 
 
-def quality(record: Record, values: dict[str, Value]) -> Quality:
-    """The case's quality, and whether the gate may be applied to it."""
-    metric, value = _quality(record, values)
-    why = _unevaluated(record, values)
-    note = words.stored(why, record.wording)
-    return Quality(metric=metric, value=value, gate=record.case.gate, evaluated=why is None, note=note)
-
-
-def _quality(record: Record, values: dict[str, Value]) -> tuple[str, float | None]:
+def quality(record: Record, values: dict[str, Value]) -> tuple[Quality, Message | None]:
+    """Return the case's quality, and why the gate may not be applied to it; None where it may."""
     gate = record.case.gate
     metric = gate.metric if gate else record.task.quality
-    return metric, values[metric].value if metric in values else None
+    value = values[metric].value if metric in values else None
+    why = words.both(*_unmet(record, values)) or (UNKNOWN if value is None else None)
+    note = words.stored(why, record.wording)
+    return Quality(metric=metric, value=value, gate=gate, evaluated=why is None, note=note), why
 
 
-def _unevaluated(record: Record, values: dict[str, Value]) -> Message | None:
-    """Why the gate may not be applied; None where it may."""
+def _unmet(record: Record, values: dict[str, Value]) -> list[Message]:
+    """Return what a gate needs to be applied and the run does not have, beside the value itself."""
     gate = record.case.gate
     needs = [
         (gate is not None, Message("quality.no_gate")),
@@ -80,10 +77,7 @@ def _unevaluated(record: Record, values: dict[str, Value]) -> Message | None:
     if gate is not None and gate.below is not None:
         below = values.get(gate.below)
         needs.append((below is not None and below.value is not None, Message("quality.no_base", {"metric": gate.below})))
-    unmet = [text for holds, text in needs if not holds]
-    if unmet:
-        return words.both(*unmet)
-    return UNKNOWN if _quality(record, values)[1] is None else None
+    return [text for holds, text in needs if not holds]
 
 
 def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
@@ -281,9 +275,8 @@ def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 
 def _gate(record: Record, values: dict[str, Value]) -> Iterable[Finding]:
-    found, gate = quality(record, values), record.case.gate
-    unseen = _unevaluated(record, values) == UNKNOWN
-    if gate is not None and gate.reach is not None and unseen and record.failure is None:
+    (found, why), gate = quality(record, values), record.case.gate
+    if gate is not None and gate.reach is not None and why == UNKNOWN and record.failure is None:
         return [failed("gate", "quality", "check.gate_unknown", {"metric": found.metric})]  # nobody looked
     if not found.evaluated or gate is None or found.value is None:
         return []
@@ -317,7 +310,8 @@ def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> l
 
 
 def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Note what a reader must know before comparing: another question, other limits, a sample that shares less."""
+    """Note what a reader must know before comparing: another question, other limits, a sample that
+    shares less."""
     case, scope = record.case, record.scope
     keys = tuple(changed_question(case.origins))
     changed = [key for key, origin in case.origins.items() if origin == "command line"]

@@ -134,15 +134,16 @@ class Opened(Protocol):
         """Return the dimensions of the model; None where the files do not tell."""
 
     def count(self) -> int:
-        """Return how many parameters the model has. Raise RequestError if the files are not one whole model."""
+        """Return how many parameters the model has. Raise RequestError if the files are not one
+        whole model."""
 
 
 class Checkpoint(Opened, Protocol):
     """A Llama's. Nothing is compared with a model before `pieces` and `check_values` are called."""
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        """Return every parameter of a model of this shape, each element covered once. Raise RequestError if the checkpoint
-        is one of another model."""
+        """Return every parameter of a model of this shape, each element covered once. Raise
+        RequestError if the checkpoint is one of another model."""
 
     def check_values(self, shape: LlamaShape) -> None:
         """Raise RequestError if values that must be equal or zero are not."""

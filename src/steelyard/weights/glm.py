@@ -46,8 +46,8 @@ _LAYER = re.compile(r"transformer\.layers\.[0-9]{1,6}\.attention\.query_key_valu
 
 @dataclass(frozen=True)
 class GlmCheckpoint:
-    """A checkpoint whose headers were read: its tensors by the names of the model's parameters. `where` is its one file, or
-    its folder."""
+    """A checkpoint whose headers were read: its tensors by the names of the model's parameters.
+    `where` is its one file, or its folder."""
 
     headers: Headers
     where: Path

@@ -179,7 +179,8 @@ SCALED = {
 
 
 def read_scaling(kind: str, table: Config, config: Config) -> dict[str, Any]:
-    """Return scaled rotary positions as a case tells them, from their table and all of config.json."""
+    """Return scaled rotary positions as a case tells them, from their table and all of
+    config.json."""
     # The newer place of the original positions first; where neither tells, transformers takes those of the model.
     told = table.get(ORIGINAL, config.get(ORIGINAL))
     known = {**table, ORIGINAL: config.get("max_position_embeddings") if told is None else told}

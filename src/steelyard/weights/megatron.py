@@ -73,7 +73,8 @@ def parts(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, TensorPart]:
 
 @dataclass(frozen=True)
 class Megatron:
-    """A checkpoint whose shards' tables were read. Its iteration is a number or, as in its folder's name, release."""
+    """A checkpoint whose shards' tables were read. Its iteration is a number or, as in its folder's
+    name, release."""
 
     headers: Headers
     ranks: list[Rank]
@@ -98,7 +99,8 @@ class Megatron:
         return out
 
     def _rows(self, shape: LlamaShape) -> int:
-        """Return the rows of the vocabulary in each shard. Raise RequestError if the case's model has no such shards."""
+        """Return the rows of the vocabulary in each shard. Raise RequestError if the case's model
+        has no such shards."""
         first, tp = self.ranks[0], self.headers.tp
         stored = first.tensors.get("embed.weight")
         for what, many in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):

@@ -9,7 +9,8 @@ from steelyard.tasks.questions import QuestionFields
 
 
 class MmluData(QuestionFields):
-    """Multiple-choice questions. `fingerprint` is that of the published set; other rows or tokens are another question."""
+    """Multiple-choice questions. `fingerprint` is that of the published set; other rows or tokens
+    are another question."""
 
     kind: Literal["mmlu"]
     subjects: int = Field(57, ge=1)

@@ -58,8 +58,9 @@ _WORDS = tuple(
 
 
 class ClozeTokenizer:
-    """Word pieces of the made task: a piece is a whole word, and one that the task does not have is unknown. The vocabulary
-    is without what begins and ends a piece, which follow it; a model has two more."""
+    """Word pieces of the made task: a piece is a whole word, and one that the task does not have is
+    unknown. The vocabulary is without what begins and ends a piece, which follow it; a model has
+    two more."""
 
     source = "made"
     end: int | None = None
