@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from steelyard.data.batches import common_prefix
 from steelyard.data.rows import IGNORED, Key, Row
 from steelyard.data.sample import batch_of_step, permutation
 from steelyard.data.tokenizer import Tokenizer, end_of
@@ -108,8 +109,8 @@ def _cut(whole: ConversationSample, length: int, last_target: bool) -> Conversat
 
 def _frame(tokenizer: Tokenizer) -> _Frame:
     empty, letter = tokenizer.encode(["", "a"])
-    common = next((i for i, (a, b) in enumerate(zip(empty, letter, strict=False)) if a != b), len(empty))
-    return _Frame(empty[:common], empty[common:], end_of(tokenizer))
+    begin = common_prefix([empty, letter])
+    return _Frame(empty[:begin], empty[begin:], end_of(tokenizer))
 
 
 def _whole(conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame) -> Iterator[ConversationSample]:

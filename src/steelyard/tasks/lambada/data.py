@@ -10,6 +10,7 @@ from pathlib import Path
 
 from steelyard import files
 from steelyard.data import jsonl, selection
+from steelyard.data.batches import common_prefix
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer, end_of
 from steelyard.errors import RequestError
@@ -157,7 +158,7 @@ def encode(
                 "and no passage is cut"
             )
         rows.append([*whole, end])
-        last.append(len(whole) - _common(whole, before))
+        last.append(len(whole) - common_prefix([whole, before]))
         if not last[-1]:
             raise RequestError(
                 f"tokenizer {tokenizer.source}: the last word of passage {i + 1} (its line) has no token of its own"
@@ -168,10 +169,6 @@ def encode(
 def _open(ids: list[int], end: int) -> list[int]:
     """A text's tokens without the end that some tokenizers add by themselves."""
     return ids[:-1] if ids[-1:] == [end] else ids
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 _WHO = ("Mira", "Jonas", "Adele", "Tomas", "Ruth", "Anselm", "Clara", "Edvard")
