@@ -20,7 +20,7 @@ from steelyard.metrics.shipped import later
 from steelyard.models import families
 from steelyard.models.shapes import LlamaModel
 from steelyard.record import record
-from steelyard.tasks.mmlu.fields import MmluData
+from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.task import Sources
 
 ROWS = {"model": LlamaModel, "data": MmluData}  # the types of this case's tables, which its family and its task name

@@ -74,6 +74,11 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_half_a_character() -> None:
-    assert jsonl.whole("")
-    assert jsonl.whole("naïve 🤖")
-    assert not jsonl.whole("half \ud83e")
+    assert jsonl.text("", "line 1 is", "a text") == ""
+    assert jsonl.text("naïve 🤖", "line 1 is", "a text") == "naïve 🤖"
+    with pytest.raises(RequestError) as caught:
+        jsonl.text("half \ud83e", "line 1 is", "a text")
+    assert str(caught.value) == "line 1 is 'half \\ud83e'; a text must be valid Unicode"
+    with pytest.raises(RequestError) as caught:
+        jsonl.text(1, "line 1 is", "a text")
+    assert str(caught.value) == "line 1 is 1; a text"

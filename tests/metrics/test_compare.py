@@ -10,7 +10,7 @@ from fixtures.golden import golden
 from fixtures.report import make, training
 from steelyard.case.precision import presets
 from steelyard.errors import RequestError
-from steelyard.metrics import compare, fields, phases
+from steelyard.metrics import compare, fields, spans
 from steelyard.metrics.compare import Change, Comparison, Side, Why
 from steelyard.metrics.engines import Answers
 from steelyard.metrics.fields import Field
@@ -201,7 +201,7 @@ def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
     """Steps of 1 s: an eighth waiting for data, three quarters computing; a checkpoint of 3 s after one of the three in the
     window, and an eighth of each step in no phase."""
     record = training(((2.0, 1.0, 1.0, 1.0),), aside={1: ("checkpoint", 3.0)})
-    assert phases.per_step(record) == pytest.approx({"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125})
+    assert spans.phases_per_step(record) == pytest.approx({"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125})
     plain = training(((2.0, 2.0, 2.0, 2.0),), id="c" * 12)
     found = between([training(((2.0, 1.0, 1.0, 1.0),))], [plain])
     assert [(one.name, one.base, one.new, one.direction) for one in found.phases] == [

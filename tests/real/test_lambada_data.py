@@ -10,7 +10,7 @@ from steelyard.data import tokenizer
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.lambada import data
 from steelyard.tasks.lambada.data import LambadaTexts
-from steelyard.tasks.lambada.fields import LambadaData
+from steelyard.tasks.lambada.task import LambadaData
 
 FINGERPRINT = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
 

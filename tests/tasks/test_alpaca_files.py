@@ -12,7 +12,7 @@ from fixtures.golden import golden
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca import conversations, data
 from steelyard.tasks.alpaca.data import Conversation
-from steelyard.tasks.alpaca.fields import MadeConversations
+from steelyard.tasks.alpaca.task import MadeConversations
 
 ELEMENTS = [
     {"instruction": "Name a cat.", "input": "", "output": "Tom"},

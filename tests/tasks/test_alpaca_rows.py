@@ -16,7 +16,7 @@ from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca import data
 from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, ConversationSample
-from steelyard.tasks.alpaca.fields import MadeConversations
+from steelyard.tasks.alpaca.task import MadeConversations
 
 
 def said(*texts: str, instruction: str = "") -> Conversation:

@@ -13,7 +13,7 @@ from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks.lambada import data as lambada
-from steelyard.tasks.lambada.fields import LambadaData, MadePassages
+from steelyard.tasks.lambada.task import LambadaData, MadePassages
 
 TEXTS = ["The stone was blue.\n\n“Blue,” he said", " Two  spaces and a\nline", 'He cried, "Naïve', "a b"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

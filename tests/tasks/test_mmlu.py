@@ -19,7 +19,7 @@ from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks import questions
 from steelyard.tasks.mmlu import data as mmlu
-from steelyard.tasks.mmlu.fields import MmluData
+from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.questions import MadeQuestions, McqRow, Subject
 
 ASTRONOMY: tuple[list[McqRow], list[McqRow]] = (

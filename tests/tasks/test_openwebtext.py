@@ -3,7 +3,7 @@
 from steelyard.data.corpus import CorpusRows, check_ids, fingerprint
 from steelyard.data.tokenizer import MadeTokenizer
 from steelyard.tasks.openwebtext.data import make
-from steelyard.tasks.openwebtext.fields import MadeText
+from steelyard.tasks.openwebtext.task import MadeText
 
 
 def test_made_text_is_seeded_and_learnable() -> None:

@@ -9,8 +9,8 @@ from steelyard.data.tokenizer import WordPieces
 from steelyard.errors import RequestError
 from steelyard.tasks.superglue_record import data as record
 from steelyard.tasks.superglue_record import made
-from steelyard.tasks.superglue_record.fields import MadeCloze
 from steelyard.tasks.superglue_record.made import ClozeTokenizer
+from steelyard.tasks.superglue_record.task import MadeCloze
 
 MADE = MadeCloze(queries=300, held_out=60, entities=4, seed=3)
 

@@ -233,7 +233,7 @@ def test_inspect(tmp_path: Path) -> None:
         files=files,
         shape=dims,
         notes=[golden("the-files-hold-an-optimizer-state"), "the vocabulary is padded to 256 rows"],
-        header_sha256=load.open_folder(tmp_path / "m").digest(),
+        header_sha256=load.open_folder(tmp_path / "m").headers.digest,
     )
     done = convert.convert(tmp_path / "m", tmp_path / "hf", "hf", 1)
     again = inspect(tmp_path / "hf")

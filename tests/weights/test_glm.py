@@ -116,7 +116,7 @@ def test_digests_tell_checkpoints_apart(tmp_path: Path) -> None:
     first = put(tmp_path / "a", weights())
     again = put(tmp_path / "b", weights())
     half = put(tmp_path / "c", {name: tensor.half() for name, tensor in weights().items()})
-    digests = [glm_checkpoint.read(folder).digest() for folder in (first, again, half)]
+    digests = [glm_checkpoint.read(folder).headers.digest for folder in (first, again, half)]
     assert digests[0] == digests[1] != digests[2]
 
 

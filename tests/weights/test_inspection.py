@@ -81,7 +81,7 @@ def test_inspect_the_authors_format(tmp_path: Path) -> None:
         files=[(f"500/{FILE}", size)],
         shape=DIMENSIONS,
         notes=[golden("the-file-holds-an-optimizer-state")],
-        header_sha256=glm_checkpoint.read(folder).digest(),
+        header_sha256=glm_checkpoint.read(folder).headers.digest,
     )
 
 
@@ -89,7 +89,7 @@ def test_inspect_the_authors_format(tmp_path: Path) -> None:
 def test_inspect_safetensors(tmp_path: Path, prefix: str) -> None:
     size = (safetensors(tmp_path, prefix) / "model.safetensors").stat().st_size
     files = [("model.safetensors", size)]
-    digest = glm_checkpoint.read(tmp_path).digest()
+    digest = glm_checkpoint.read(tmp_path).headers.digest
     assert inspect(tmp_path) == Inspection("safetensors", 1, None, "fp16", COUNT, size, files, DIMENSIONS, [], digest)
 
 

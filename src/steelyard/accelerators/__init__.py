@@ -57,6 +57,7 @@ CPU = Accelerator(
         "paddle": "steelyard.accelerators.cpu_paddle:Device",
     },
     divisible=True,
+    is_host=True,
     variables=(*variables.CPU, *variables.CPU_TUNE, *variables.CPU_SITE),
     tune_variables=variables.CPU_TUNE,
     site_variables=variables.CPU_SITE,

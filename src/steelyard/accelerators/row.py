@@ -123,6 +123,7 @@ class Accelerator:
     sources: Callable[[list[Found]], list[Source]]  # what is read off the devices in use while a run goes on
     devices: Mapping[str, str]  # framework → `module:Class` that a worker makes
     divisible: bool = False  # several workers may share one device
+    is_host: bool = False  # its device is the host's own cores, which all other processes use too
     peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
     severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means; others are a note
     libraries: tuple[str, ...] = ()  # its runtime and libraries: a record states their versions, null where none is known

@@ -95,6 +95,13 @@ def seen(length: int, window: int | None) -> int:
     return short * (short + 1) // 2 + (length - short) * short
 
 
+def common_prefix(rows: list[list[int]]) -> int:
+    """Return the number of tokens with which all of these rows begin."""
+    low, high = min(rows), max(rows)  # the two that differ first
+    pairs = enumerate(zip(low, high, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(low), len(high)))
+
+
 def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
     """Length of what each group's prompts have in common; at least one token of every prompt is left to itself."""
     members: list[list[int]] = [[] for _ in range(max(groups, default=-1) + 1)]
@@ -102,12 +109,9 @@ def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
         members[group].append(item)
     out = []
     for items in members:
-        low, high = min(rows[i] for i in items), max(rows[i] for i in items)  # the two that differ first
-        limit = min(len(rows[i]) for i in items) - 1 if len(items) > 1 else 0
-        common = 0
-        while common < limit and low[common] == high[common]:
-            common += 1
-        out.append(common)
+        every = [rows[i] for i in items]
+        limit = min(map(len, every)) - 1 if len(items) > 1 else 0
+        out.append(min(limit, common_prefix(every)))
     return out
 
 

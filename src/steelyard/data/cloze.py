@@ -6,15 +6,14 @@ pieces, all at the mask's position and at block positions 1 to n + 1; their targ
 In division closed every candidate has a context of its own; in open the candidates of a sample share one.
 """
 
-import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from steelyard.data.division import Division
 from steelyard.data.rows import Ids
+from steelyard.data.sample import batch_of_step
 from steelyard.errors import RequestError
 
 
@@ -106,14 +105,13 @@ class ClozeRows:
         """The training samples of a step, counted from 0: the same for every plan, the longest first. Each epoch is a
         permutation of its own, so that lengths are sorted inside a batch and nowhere else."""
         count = len(self._samples[False])
-        places = (divmod(place, count) for place in range(step * self._batch, (step + 1) * self._batch))
-        return self._sorted((_permutation(count, f"{self._seed}:{epoch}")[i] for epoch, i in places), held=False)
+        return self._sorted(batch_of_step(step, self._batch, count, f"record:{self._seed}"), held=False)
 
     def held_out(self) -> list[int]:
         """All samples of the evaluation, the longest first."""
-        return self._sorted(iter(range(len(self._samples[True]))), held=True)
+        return self._sorted(range(len(self._samples[True])), held=True)
 
-    def _sorted(self, keys: Iterator[int], held: bool) -> list[int]:
+    def _sorted(self, keys: Iterable[int], held: bool) -> list[int]:
         return sorted(keys, key=lambda key: (-self.size(key, held), key))
 
     def pack(self, keys: list[int], held: bool) -> Pack:
@@ -127,10 +125,3 @@ class ClozeRows:
         one = self.sample(key, held)
         spans = sum(len(piece) + 1 for piece in one.candidates)
         return spans + len(one.context) * (len(one.candidates) if self.division == "closed" else 1)
-
-
-@lru_cache(maxsize=4)
-def _permutation(count: int, seed: str) -> tuple[int, ...]:
-    order = list(range(count))
-    random.Random(f"record:{seed}").shuffle(order)
-    return tuple(order)

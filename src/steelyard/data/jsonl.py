@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from steelyard import files
@@ -61,13 +62,16 @@ def parse(lines: Iterable[tuple[int, bytes]], path: Path, form: str, most_line_b
         yield Line(number, raw, value, where)
 
 
-def whole(text: str) -> bool:
-    """Whether a text is whole characters: JSON can write half of one, which no tokenizer reads."""
+def text(value: Any, what: str, form: str) -> str:
+    """Return a value that is a text. Raise RequestError otherwise: `what` begins the line, `form`
+    says what is allowed. JSON can write half a character, which no tokenizer reads."""
+    if not isinstance(value, str):
+        raise RequestError(f"{what} {shown(value)}; {form}")
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{what} {shown(value)}; a text must be valid Unicode") from error
+    return value
 
 
 @contextlib.contextmanager

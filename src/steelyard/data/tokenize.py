@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from steelyard import files
 from steelyard.data import jsonl
 from steelyard.data.corpus import FEWEST, IDS, IDX, Corpus, blocks, fingerprint, splits
-from steelyard.data.tokenizer import Tokenizer
+from steelyard.data.tokenizer import Tokenizer, end_of
 from steelyard.errors import LostError, RequestError
 
 MAX_LINE_BYTES = 64 << 20
@@ -93,7 +93,7 @@ def tokenize(
     """Tokenise the text of every line into a pair of token files, one sentence a document; both appear whole, or neither.
 
     A document is what begins a sequence for the tokenizer, its text, and the token that ends one."""
-    end = _end(tokenizer) if append_end else None
+    end = end_of(tokenizer, "leave the end out with --no-append-end") if append_end else None
     total = _check(inputs, prefix, force)
     skipped = 0
 
@@ -119,15 +119,6 @@ def tokenize(
         mark = fingerprint(Corpus(written, ends, prefix.name), None)
     pair = [Path(f"{prefix}{suffix}") for suffix in (IDS, IDX)]
     return TokenFiles(len(lens), int(ends[-1]), skipped, [(path.name, path.stat().st_size) for path in pair], mark)
-
-
-def _end(tokenizer: Tokenizer) -> int:
-    if tokenizer.end is None:
-        raise RequestError(
-            f"tokenizer {tokenizer.source} does not say which token ends a text; put its tokenizer_config.json (with "
-            "eos_token) beside it, or leave the end out with --no-append-end"
-        )
-    return tokenizer.end
 
 
 def _check(inputs: list[Path], prefix: Path, force: bool) -> int:
@@ -184,9 +175,7 @@ def _text(line: jsonl.Line, key: str) -> str:
     text = line.value.get(key) if isinstance(line.value, dict) else None
     if not isinstance(text, str):
         raise RequestError(f"{line.where} is {shown(line.value)}; {_form(key)}; name another key with --key")
-    if not jsonl.whole(text):
-        raise RequestError(f"{line.where} has the text {shown(text)}; a text must be valid Unicode")
-    return text
+    return jsonl.text(text, f"{line.where} has the text", _form(key))
 
 
 def _write_ids(file: IO[bytes], batches: Iterator[list[list[int]]], dtype: np.dtype[np.generic]) -> NDArray[np.int32]:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Protocol, TypeVar
@@ -20,19 +19,10 @@ Kind = TypeVar("Kind")
 
 
 class Tokenizer(Protocol):
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def sha256(self) -> str:
-        """Of the pieces in the order of their ids, so that two files of one vocabulary agree."""
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a text, None where the tokenizer does not tell."""
+    source: str
+    vocab: int
+    sha256: str  # of the pieces in the order of their ids, so that two files of one vocabulary agree
+    end: int | None  # the token that ends a text, None where the tokenizer does not tell
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids with whatever begins a sequence for this tokenizer."""
@@ -41,36 +31,24 @@ class Tokenizer(Protocol):
 class WordPieces(Tokenizer, Protocol):
     """A tokenizer that adds nothing to a text, and says which pieces begin, fill and mask one."""
 
-    @property
-    def cls(self) -> int: ...
-
-    @property
-    def pad(self) -> int: ...
-
-    @property
-    def mask(self) -> int: ...
+    cls: int
+    pad: int
+    mask: int
 
 
-@dataclass(frozen=True)
 class MadeTokenizer:
     """For made data: a piece is a word with its leading space, and its id a hash of it. The four answers have ids of
     their own, so that no other word can be one."""
 
-    vocab: int
-    source: str = "made"
+    source = "made"
+    end: int | None = 0
 
-    def __post_init__(self) -> None:
+    def __init__(self, vocab: int) -> None:
         least = 3 + len(_ANSWERS)
-        if self.vocab < least:
-            raise RequestError(f"question.model.vocab={self.vocab} has no room for made data; allowed: {least} or more")
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(f"made-1:{self.vocab}".encode()).hexdigest()
-
-    @property
-    def end(self) -> int:
-        return 0
+        if vocab < least:
+            raise RequestError(f"question.model.vocab={vocab} has no room for made data; allowed: {least} or more")
+        self.vocab = vocab
+        self.sha256 = hashlib.sha256(f"made-1:{vocab}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[1, *map(self._id, re.findall(r" ?\w+|\s|[^\w\s]", text))] for text in texts]
@@ -104,7 +82,7 @@ class JsonTokenizer:
         self.source = path.name
         self.vocab = max(pieces.values()) + 1
         self.sha256 = _pieces_sha256(sorted(pieces, key=lambda piece: int(pieces[piece])))
-        self.end = _configured_end(path.with_name("tokenizer_config.json"), pieces)
+        self.end: int | None = _configured_end(path.with_name("tokenizer_config.json"), pieces)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._inner.encode_batch(texts)]
@@ -150,7 +128,7 @@ class BytePairTokenizer:
         self.source = path.name
         self.vocab = len(pieces)
         self.sha256 = _pieces_sha256(pieces)
-        self.end = places.get("</s>", places.get("<|endoftext|>"))
+        self.end: int | None = places.get("</s>", places.get("<|endoftext|>"))
         self._begin = [places["[CLS]"]] if "[CLS]" in special else []
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -343,6 +321,17 @@ def _candidates(place: Path, kinds: Mapping[str, Callable[[Path], Kind]]) -> Ite
     for folder in (place, place / "tokenizer"):
         for name, kind in kinds.items():
             yield folder / name, kind
+
+
+def end_of(tokenizer: Tokenizer, instead: str = "name another with --tokenizer") -> int:
+    """Return the token that ends a text. Raise RequestError if the tokenizer does not tell;
+    `instead` is what else helps."""
+    if tokenizer.end is None:
+        raise RequestError(
+            f"tokenizer {tokenizer.source} does not say which token ends a text; put its tokenizer_config.json (with "
+            f"eos_token) beside it, or {instead}"
+        )
+    return tokenizer.end
 
 
 def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:

@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from steelyard import accelerators
 from steelyard.metrics.result import Finding, judged, note
 from steelyard.metrics.spans import span
 from steelyard.record.facts import Load
@@ -43,7 +44,10 @@ class Share:
 
 
 def bounds_of(accelerator: str | None) -> Bounds:
-    return CORES_ARE_THE_DEVICE if accelerator == "cpu" else CORES_SERVE_A_DEVICE
+    """Return the bounds for an accelerator by its row; one that no row is known of has devices of
+    its own."""
+    row = accelerators.table().get(accelerator or "")
+    return CORES_ARE_THE_DEVICE if row is not None and row.is_host else CORES_SERVE_A_DEVICE
 
 
 def share(load: Load, begin_s: float, end_s: float) -> Share:
@@ -82,22 +86,20 @@ def is_busy(record: Record) -> bool:
     return any(taken.value is not None and taken.value > most for _, _, taken in _shares(record))
 
 
-def quiet(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """On every host, over what rates are taken from. Size smoke, which measures nothing, gets the note alone."""
-    out: list[Finding] = []
+def quiet(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+    """Judge every host, over what rates are taken from. Size smoke, which measures nothing, gets
+    the note alone."""
+    limit = bounds_of(record.environment.hardware.accelerator)
     for name, load, taken in _shares(record):
         if taken.value is None:
             why = taken.why or Message("busy.not_counted")
-            out.append(note(Message("note.busy_unknown", {"host": name, "why": why})))
+            yield note(Message("note.busy_unknown", {"host": name, "why": why}))
             continue
-        limit = bounds_of(record.environment.hardware.accelerator)
-        told: Values = {"host": name, "share": taken.value, "cores": load.cores}
-        told |= {"time": taken.time_s}
+        told: Values = {"host": name, "share": taken.value, "cores": load.cores, "time": taken.time_s}
         said = Message("busy.taken", told)
         noted = Message("note.busy", {"taken": said, "least": limit.note}) if taken.value > limit.note else None
         if record.case.size != "smoke":
             limits: Values = {"taken": said, "most": limit.most}
-            out.append(judged("quiet", taken.value <= limit.most, "busy", "check.quiet", limits, noted))
+            yield judged("quiet", taken.value <= limit.most, "busy", "check.quiet", limits, noted)
         elif noted is not None:
-            out.append(note(noted))
-    return out
+            yield note(noted)

@@ -23,18 +23,18 @@ ROUNDED_S = 5e-5  # half of a tenth of a millisecond, in which they are told
 
 @dataclass(frozen=True)
 class Pair:
-    """Two clocks over one time."""
+    """Two measurements of one time, what they are apart beyond what is allowed, and what a check
+    says of them."""
 
-    where: Message
-    name: str
-    host_s: float
-    other_s: float
+    excess_s: float
+    values: Values
 
-    @property
-    def excess_s(self) -> float:
-        """What they are apart beyond what is allowed."""
-        allowed = APART * max(self.host_s, self.other_s) + SLACK_S + COARSE_S.get(self.name, 0.0)
-        return abs(self.host_s - self.other_s) - allowed
+
+def _pair(where: Message, name: str, host_s: float, other_s: float) -> Pair:
+    """Compare two clocks."""
+    allowed = APART * max(host_s, other_s) + SLACK_S + COARSE_S.get(name, 0.0)
+    told: Values = {"where": where, "name": name, "host": host_s, "other": other_s, "most": APART}
+    return Pair(abs(host_s - other_s) - allowed, told)
 
 
 def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -45,13 +45,11 @@ def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
     worst = max(pairs, key=lambda pair: pair.excess_s)
     if worst.excess_s <= 0:
         return [judged("clocks_agree", True, "clock", "check.clocks_agree", {"count": len(pairs), "most": APART})]
-    told: Values = {"where": worst.where, "name": worst.name, "host": worst.host_s, "other": worst.other_s}
-    told |= {"most": APART}
     preloaded = _preloaded(record)
     if preloaded:
-        told |= {"preloaded": preloaded}
+        told: Values = {**worst.values, "preloaded": preloaded}
         return [failed("clocks_agree", "clock", "check.clocks_agree_preloaded", told)]
-    return [judged("clocks_agree", False, "clock", "check.clocks_agree", told)]
+    return [failed("clocks_agree", "clock", "check.clocks_agree", worst.values)]
 
 
 def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -70,47 +68,28 @@ def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
     return [told, *_in_use(record), note(Message("note.reported"))]
 
 
-@dataclass(frozen=True)
-class Told:
-    """A time that a program told, and the same as it was seen from outside."""
-
-    where: Message
-    steps: int
-    told_s: float
-    seen_s: float
-
-    @property
-    def excess_s(self) -> float:
-        """What they are apart beyond what is allowed. Each time that is told is rounded."""
-        allowed = REPORTED_APART * self.seen_s + READ_SLACK_S + self.steps * ROUNDED_S
-        return abs(self.told_s - self.seen_s) - allowed
-
-    @property
-    def values(self) -> Values:
-        told: Values = {"where": self.where, "steps": self.steps, "told": self.told_s, "seen": self.seen_s}
-        return {**told, "most": REPORTED_APART}
-
-
-def _between(where: Message, steps: list[Sample]) -> Told | None:
-    """From the end of a step to that of the last, each by a line."""
+def _between(where: Message, steps: list[Sample]) -> Pair | None:
+    """Compare the times that a program told with those of its lines, from the end of a step to that
+    of the last. Each time that is told is rounded."""
     rest = [step for step in steps if step.step > 0]
     if not rest:
         return None
-    told = fsum(step.end_s - step.start_s for step in rest)
-    return Told(where, len(rest), told, fsum(step.host_end_s - step.host_start_s for step in rest))
+    told_s = fsum(step.end_s - step.start_s for step in rest)
+    seen_s = fsum(step.host_end_s - step.host_start_s for step in rest)
+    allowed = REPORTED_APART * seen_s + READ_SLACK_S + len(rest) * ROUNDED_S
+    values: Values = {"where": where, "steps": len(rest), "told": told_s, "seen": seen_s, "most": REPORTED_APART}
+    return Pair(abs(told_s - seen_s) - allowed, values)
 
 
-def _in_use(record: Record) -> list[Finding]:
+def _in_use(record: Record) -> Iterator[Finding]:
     """A device that counts its processes shows one while steps are told of it."""
-    out: list[Finding] = []
     for window in windows(record, PASS):
         for series in record.telemetry:
             counts = readings.window(series, window.start_s, window.start_s + window.wall_s).columns.processes
             known = [count for count in counts if count is not None]
             if known:
                 told: Values = {"device": series.device, "most": max(known)}
-                out.append(judged("reported_in_use", max(known) > 0, "reported", "check.reported_in_use", told))
-    return out
+                yield judged("reported_in_use", max(known) > 0, "reported", "check.reported_in_use", told)
 
 
 def _of_ranks(record: Record) -> Iterator[Pair]:
@@ -118,14 +97,14 @@ def _of_ranks(record: Record) -> Iterator[Pair]:
         told = rank.clocks or {}
         for name, passed_s in told.items():
             if name != "monotonic" and "monotonic" in told:
-                yield Pair(Message("at.rank", {"rank": rank.rank}), name, told["monotonic"], passed_s)
+                yield _pair(Message("at.rank", {"rank": rank.rank}), name, told["monotonic"], passed_s)
 
 
 def _of_passes(record: Record) -> Iterator[Pair]:
     for window in record.passes:
         if window.device_s is not None:
             where = Message("at.pass", {"pass": window.pass_name, "rank": window.rank})
-            yield Pair(where, "device", window.wall_s, window.device_s)
+            yield _pair(where, "device", window.wall_s, window.device_s)
 
 
 def _preloaded(record: Record) -> str:

@@ -10,7 +10,7 @@ from math import isclose
 from typing import Literal
 
 from steelyard.errors import RequestError
-from steelyard.metrics import engines, fields, phases, rates, ratio, runs, stats, table
+from steelyard.metrics import engines, fields, rates, ratio, runs, spans, stats, table
 from steelyard.metrics.engines import Answers
 from steelyard.metrics.fields import Field
 from steelyard.metrics.ratio import Ratio
@@ -232,18 +232,20 @@ def _metrics(base: Side, new: Side) -> tuple[tuple[Change, ...], int]:
 
 
 def _step_size(one: Side) -> float | None:
-    return stats.mean_of_all([phases.tokens_per_step(record) for record in one.valid])
+    return stats.mean_of_all([spans.tokens_per_step(record) for record in one.valid])
 
 
 def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
     """A phase that a run does not have took no time in it, where it has any. Less is better in steps of one size alone."""
     better = "lower" if same_steps else ""
-    ours, theirs = ([phases.per_step(record) for record in one.valid] for one in (base, new))
-    out = []
-    for name in phases.in_order({name for one in (*ours, *theirs) for name in one}):
+    ours, theirs = ([spans.phases_per_step(record) for record in one.valid] for one in (base, new))
+
+    def change(name: str) -> Change | None:
         times = ([one.get(name, 0.0) if one else None for one in every] for every in (ours, theirs))
-        out.append(_change(name, "s", better, "seconds", *times))
-    return tuple(one for one in out if one is not None)
+        return _change(name, "s", better, "seconds", *times)
+
+    names = spans.phases_in_order({name for one in (*ours, *theirs) for name in one})
+    return tuple(one for one in map(change, names) if one is not None)
 
 
 def _change(

@@ -7,7 +7,7 @@ from math import fsum
 
 from steelyard import words
 from steelyard.metrics import readings
-from steelyard.metrics.rates import Formula, missing, series_of
+from steelyard.metrics.rates import missing, series_of
 from steelyard.metrics.result import Result
 from steelyard.metrics.spans import Span, span
 from steelyard.record.facts import Series
@@ -95,29 +95,21 @@ def of_device(series: Series, begin_s: float, end_s: float) -> Used:
     return Used(fsum((b - a) * (p + q) / 2 for (a, p), (b, q) in pairwise(whole)), len(inside))
 
 
-def energy_per(key: str) -> Formula:
+def energy_per(record: Record, key: str) -> Result:
     """Energy over what the same span counts."""
-
-    def formula(record: Record) -> Result:
-        used, found = energy(record), span(record)
-        if used.value is None or found is None:
-            return used
-        done = found.counts.get(key)
-        return Result(used.value / done, used.note) if done else missing(record)
-
-    return formula
+    used, found = energy(record), span(record)
+    if used.value is None or found is None:
+        return used
+    done = found.counts.get(key)
+    return Result(used.value / done, used.note) if done else missing(record)
 
 
-def per_joule(key: str) -> Formula:
+def per_joule(record: Record, key: str) -> Result:
     """What the span counts over its energy."""
-
-    def formula(record: Record) -> Result:
-        used, found = energy(record), span(record)
-        if used.value is None or found is None:
-            return used
-        if not used.value:
-            return Result(None, Message("energy.zero"))
-        done = found.counts.get(key)
-        return Result(done / used.value, used.note) if done else missing(record)
-
-    return formula
+    used, found = energy(record), span(record)
+    if used.value is None or found is None:
+        return used
+    if not used.value:
+        return Result(None, Message("energy.zero"))
+    done = found.counts.get(key)
+    return Result(done / used.value, used.note) if done else missing(record)

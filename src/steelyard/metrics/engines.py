@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from steelyard.case.request import DEFAULT_ENGINE
 from steelyard.metrics import rates, runs, spans, stats, training
-from steelyard.metrics.runs import Estimate, Runs, Source
+from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.record import Record
 from steelyard.tasks.task import Differences
 
@@ -92,10 +92,8 @@ class Engines:
 def groups(records: Iterable[Record]) -> list[Engines]:
     """The groups of finished records that can be compared and have at least two engines."""
     every = list(records)
-    alike: dict[str, list[Record]] = {}
-    for record in every:
-        if record.status != "failed":
-            alike.setdefault(runs.in_common(record, ALIKE), []).append(record)
+    finished = (record for record in every if record.status != "failed")
+    alike = stats.grouped(finished, lambda record: runs.in_common(record, ALIKE))
     out = []
     for group in alike.values():
         names = {record.engine.name for record in group}
@@ -110,39 +108,34 @@ def groups(records: Iterable[Record]) -> list[Engines]:
 
 def _rows(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
     """The base first, the others in the order in which they came."""
-    by_name: dict[str, list[Record]] = {}
-    for record in group:
-        by_name.setdefault(record.engine.name, []).append(record)
+    by_name = stats.grouped(group, lambda record: record.engine.name)
     names = sorted(by_name, key=lambda name: name != DEFAULT_ENGINE)
-    base = by_name[names[0]]
-    rate = _rate(base)
-    return tuple(_row(name, by_name[name], base, rate, metric) for name in names)
+    return tuple(_row(name, by_name[name], by_name[names[0]], metric) for name in names)
 
 
-def _row(name: str, records: list[Record], base: list[Record], base_rate: Runs | None, metric: str) -> EngineRuns:
+def _row(name: str, records: list[Record], base: list[Record], metric: str) -> EngineRuns:
     own = records is base
-    rate = _rate(records)
+    valid, others = _valid(records), records[1:] if own else records
+    (rate, source), (base_rate, _) = (runs.mean(map(runs.rate, some)) for some in (valid, _valid(base)))
     ratio = None
     if rate is not None and base_rate is not None:
-        ratio = Estimate(1.0) if own else runs.ratio(rate.rate, base_rate.rate)
-    others = records[1:] if own else records
+        ratio = Estimate(1.0) if own else runs.ratio(rate, base_rate)
     return EngineRuns(
         name=name,
         records=tuple(records),
         base=own,
         answers=farthest([answers(base[0], record, metric) for record in others]) if others else None,
         quality=stats.mean_of_all([runs.metric(record, metric) for record in records]),
-        rate=None if rate is None else rate.rate,
-        source=None if rate is None else rate.source,
+        rate=rate,
+        source=source,
         ratio=ratio,
-        mfu=stats.mean_of_all([runs.metric(record, "mfu") for record in records if record.status == "valid"]),
+        mfu=stats.mean_of_all([runs.metric(record, "mfu") for record in valid]),
         mem=max((value for value in (runs.metric(record, "mem") for record in records) if value is not None), default=None),
     )
 
 
-def _rate(records: list[Record]) -> Runs | None:
-    known = [record for record in records if record.status == "valid" and runs.rate(record) is not None]
-    return runs.rate_over_runs(known) if known else None
+def _valid(records: list[Record]) -> list[Record]:
+    return [record for record in records if record.status == "valid"]
 
 
 def answers(base: Record, record: Record, metric: str) -> Answers:
@@ -171,12 +164,9 @@ def _steps(base: Record, record: Record, name: str) -> Apart | None:
     the losses are known from the first step on."""
     if name != "loss" and (base.restarts or record.restarts):
         return None
-    apart = []
-    for step, (a, b) in enumerate(zip(training.values(base, name), training.values(record, name), strict=False)):
-        if a is None or b is None:
-            return None
-        apart.append(Apart(abs(b - a), step))
-    return max(apart, key=lambda one: one.value, default=None)
+    pairs = list(zip(training.values(base, name), training.values(record, name), strict=False))
+    apart = [Apart(abs(b - a), step) for step, (a, b) in enumerate(pairs) if a is not None and b is not None]
+    return max(apart, key=lambda one: one.value, default=None) if len(apart) == len(pairs) else None
 
 
 def farthest(every: list[Answers]) -> Answers:

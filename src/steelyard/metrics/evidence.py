@@ -4,6 +4,7 @@ Each was measured on its own. Who changes one by hand, and seals the record agai
 signatures: who changes all of them consistently is not found here.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from steelyard.metrics import spans as passes
@@ -19,29 +20,29 @@ def contradictions(record: Record) -> list[str]:
     """What in a finished run cannot be so. A run that failed may have stopped anywhere."""
     if record.failure is not None:
         return []
-    found = _ranks(record) + _budgets(record) + _scope(record)
-    for window in record.passes:
-        found += _window(record, window)
-    return found + _telemetry(record)
+    windows = (problem for window in record.passes for problem in _window(record, window))
+    return [*_ranks(record), *_budgets(record), *_scope(record), *windows, *_readings(record)]
 
 
-def _ranks(record: Record) -> list[str]:
+def _ranks(record: Record) -> Iterator[str]:
     told = {one.rank for one in record.ranks}
     missing = next((rank for rank in range(record.plan.world) if rank not in told), None)  # a stranger's world may be vast
-    wrong = [] if missing is None else [f"rank {missing} is missing from a run that did not fail"]
+    if missing is not None:
+        yield f"rank {missing} is missing from a run that did not fail"
     undone = [one for one in record.ranks if one.status != "done"]
-    return wrong + [f"rank {one.rank} is {one.status!r}, and the run did not fail" for one in undone[:1]]
+    yield from (f"rank {one.rank} is {one.status!r}, and the run did not fail" for one in undone[:1])
 
 
-def _scope(record: Record) -> list[str]:
+def _scope(record: Record) -> Iterator[str]:
     """The answers are those of what was named."""
     scope, answers = record.scope, record.answers
     if answers is None or (scope.subjects is None and scope.rows is None):
-        return []
-    if scope.kind == "full":
-        return ["the scope is full, and names a part of the data"]
+        return
     wrong = record.task.off_scope(answers, scope.selected)
-    return [] if wrong is None else [f"the answers are not those of the scope: {wrong}"]
+    if scope.kind == "full":
+        yield "the scope is full, and names a part of the data"
+    elif wrong is not None:
+        yield f"the answers are not those of the scope: {wrong}"
 
 
 def _budgets(record: Record) -> list[str]:
@@ -51,52 +52,46 @@ def _budgets(record: Record) -> list[str]:
     return [f"the budget of {name} is not that of rank 0" for name in other[:1]]
 
 
-def _window(record: Record, window: Window) -> list[str]:
+def _window(record: Record, window: Window) -> Iterator[str]:
     own = [one for one in passes.samples(record, window.pass_name) if one.rank == window.rank]
     at = f"{window.pass_name} on rank {window.rank}"
     budget = next((one.budget for one in record.ranks if one.rank == window.rank), None)
-    wrong = []
     if budget is not None:
         spent_s = budget.get(window.pass_name)
         most_s = window.wall_s * (1 + AROUND_SHARE) + AROUND_S + SAMPLE_S * len(own)
         if spent_s is None or not window.wall_s - CLOCKS_S <= spent_s <= most_s:
-            wrong.append(f"{at} took {window.wall_s} s; the budget has {spent_s} s for it")
+            yield f"{at} took {window.wall_s} s; the budget has {spent_s} s for it"
     total_s = sum(record.budget.values())
     if window.start_s + window.wall_s > total_s + LATE_S:
-        wrong.append(f"{at} ends after the run, which took {total_s} s")
-    return wrong + _samples(at, own, window.wall_s, record.clock == "reported")
+        yield f"{at} ends after the run, which took {total_s} s"
+    yield from _samples(at, own, window.wall_s, record.clock == "reported")
 
 
-def _samples(at: str, own: list[Sample], wall_s: float, reported: bool) -> list[str]:
+def _samples(at: str, own: list[Sample], wall_s: float, reported: bool) -> Iterator[str]:
     """Steps follow one another from the start of the pass, on both timelines, and end before it does. Times that a program
     reported are its own, and judged with the result."""
-    if not own:
-        return []
     most_s = wall_s * (1 + CLOCKS_SHARE) + CLOCKS_S
-    last = max(one.host_end_s if reported else max(one.end_s, one.host_end_s) for one in own)
-    wrong = [f"{at}: a step ends at {last} s, and the pass at {wall_s} s"] if last > most_s else []
+    last = max((one.host_end_s if reported else max(one.end_s, one.host_end_s) for one in own), default=most_s)
+    if last > most_s:
+        yield f"{at}: a step ends at {last} s, and the pass at {wall_s} s"
     backwards = next((one.step for one in own if one.end_s < one.start_s or one.host_end_s < one.host_start_s), None)
     if backwards is not None:
-        wrong.append(f"{at}: step {backwards} ends before it starts")
+        yield f"{at}: step {backwards} ends before it starts"
     torn = next((b.step for a, b in pairwise(own) if (a.end_s, a.host_end_s) != (b.start_s, b.host_start_s)), None)
     if torn is not None:
-        wrong.append(f"{at}: step {torn} does not start where the one before it ends")
-    return wrong
+        yield f"{at}: step {torn} does not start where the one before it ends"
 
 
-def _telemetry(record: Record) -> list[str]:
+def _readings(record: Record) -> Iterator[str]:
+    """Readings of devices and of CPU time are in order, and none is after the run."""
     total_s = sum(record.budget.values())
-    wrong = []
-    for series in record.telemetry:
-        times = series.columns.t_s
+    loads = [(host.name, host.load) for host in record.hosts if host.load is not None]
+    every = [
+        *((f"device {series.device}", "", series.columns.t_s) for series in record.telemetry),
+        *((f"host {name}", " of CPU time", load.t_s) for name, load in loads),
+    ]
+    for where, what, times in every:
         if any(b < a for a, b in pairwise(times)):
-            wrong.append(f"device {series.device}: readings are not in the order of their times")
+            yield f"{where}: readings{what} are not in the order of their times"
         if times and times[-1] > total_s + LATE_S:
-            wrong.append(f"device {series.device}: a reading at {times[-1]} s, after a run of {total_s} s")
-    for host in record.hosts:
-        times = host.load.t_s if host.load is not None else []
-        if any(b < a for a, b in pairwise(times)):
-            wrong.append(f"host {host.name}: readings of CPU time are not in the order of their times")
-        if times and times[-1] > total_s + LATE_S:
-            wrong.append(f"host {host.name}: a reading of CPU time at {times[-1]} s, after a run of {total_s} s")
-    return wrong
+            yield f"{where}: a reading{what} at {times[-1]} s, after a run of {total_s} s"

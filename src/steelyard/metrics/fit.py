@@ -1,8 +1,8 @@
 """Whether a machine is fit to measure: facts judged, one row each. Nothing is read here, and nothing is set anywhere."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from steelyard import words
 from steelyard.metrics.busy import CORES_ARE_THE_DEVICE, Bounds, Share
@@ -13,6 +13,8 @@ from steelyard.words import Message, Values
 
 Disk = Literal["records", "temporary"]
 Level = Literal["ok", "warn", "bad", "unknown"]
+Verdict = tuple[Message, Level]
+Subject = TypeVar("Subject")
 
 COOL_C, HOT_C = 15, 5  # below the temperature at which a device slows down: less is worth a warning, and too hot
 HOT_ANYWHERE_C = 85  # where a device does not tell that temperature
@@ -38,6 +40,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """A fact to judge. `verdict` returns what was found of a subject and its level, or None if that
+    is not known."""
+
+    name: str  # the code of its name, which ends in its key
+    verdict: Callable[[Subject], Verdict | None]
+    step: Message | None = None  # what helps where the level is warn or bad
+
+    def row(self, subject: Subject, values: Values | None = None) -> Row:
+        """Judge a subject. `values` are those of the name."""
+        found, level = self.verdict(subject) or (Message("fit.unknown"), "unknown")
+        step = self.step if level in ("warn", "bad") else None
+        return Row(self.name.rpartition(".")[2], Message(self.name, values or {}), found, level, step)
+
+
+@dataclass(frozen=True)
 class Machine:
     """What was read. None is what is not known."""
 
@@ -58,8 +76,16 @@ class Machine:
 
 def judge(machine: Machine) -> list[Row]:
     """Every row in order. What helps on this accelerator is its own row's to say."""
-    rows = [row for rule in RULES for row in rule(machine)]
-    return [replace(row, step=_step(machine, row)) for row in rows]
+    disks = [(free, Message(_DISKS[what])) for what, free in machine.free_bytes.items()]
+    rows = [
+        *(rule.row(machine) for rule in ACCELERATOR),
+        *(rule.row(device, {"device": device.device}) for device in machine.host.devices for rule in DEVICE),
+        *(rule.row(machine) for rule in HOST),
+        *(DISK.row(free, {"what": what}) for free, what in disks),
+        *(_package(machine, name, version) for name, version in machine.versions.items()),
+        *(rule.row(machine) for rule in LAST),
+    ]
+    return [replace(row, step=None if row.level == "ok" else machine.steps.get(row.key, row.step)) for row in rows]
 
 
 def fit(rows: list[Row]) -> bool:
@@ -79,275 +105,229 @@ def table(rows: list[Row]) -> list[dict[str, str | None]]:
     ]
 
 
-def noted(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """What of a run's devices was set otherwise than they come, before it began."""
-    out: list[Finding] = []
+def noted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+    """Note what of a run's devices was set otherwise than they come, before it began."""
     for host in record.hosts:
         for device in host.state.devices if host.state is not None else []:
-            rows = [rule(device) for rule in _SETTINGS]
-            wrong = [row for row in rows if row.level in ("warn", "bad")]
-            out += [note(Message("note.setting", {"host": host.name, "what": row.name, "found": row.found})) for row in wrong]
-    return out
+            for row in (rule.row(device, {"device": device.device}) for rule in SETTINGS):
+                if row.level in ("warn", "bad"):
+                    yield note(Message("note.setting", {"host": host.name, "what": row.name, "found": row.found}))
 
 
-def _step(machine: Machine, row: Row) -> Message | None:
-    return None if row.level == "ok" else machine.steps.get(row.key, row.step)
+def _level(bad: bool, warn: bool) -> Level:
+    return "bad" if bad else "warn" if warn else "ok"
 
 
-def _unknown(key: str, name: Message) -> Row:
-    return Row(key, name, Message("fit.unknown"), "unknown")
+def _as_told(value: object) -> Message:
+    """Return what a driver, a package or the kernel says."""
+    return Message("fit.text", {"text": str(value)})
 
 
-def _as_told(text: str) -> Message:
-    """What a driver, a package or the kernel says."""
-    return Message("fit.text", {"text": text})
-
-
-def _driver(machine: Machine) -> list[Row]:
-    key, name = "driver", Message("fit.name.driver")
+def _driver(machine: Machine) -> Verdict | None:
     if machine.problem is not None:
-        return [Row(key, name, _as_told(machine.problem), "bad", Message("fit.driver.step"))]
-    if machine.driver is None:
-        return [_unknown(key, name) if machine.needs_driver else Row(key, name, Message("fit.driver.none"), "ok")]
-    return [Row(key, name, _as_told(machine.driver), "ok")]
+        return _as_told(machine.problem), "bad"
+    if machine.driver is not None:
+        return _as_told(machine.driver), "ok"
+    return None if machine.needs_driver else (Message("fit.driver.none"), "ok")
 
 
-def _devices(machine: Machine) -> list[Row]:
-    key, name, accelerator = "devices", Message("fit.name.devices"), machine.accelerator
-    if not machine.devices:
-        return [Row(key, name, Message("fit.devices.none", {"accelerator": accelerator}), "bad", Message("fit.devices.step"))]
-    names = tuple(dict.fromkeys(machine.devices))
-    told: Values = {"count": len(machine.devices), "accelerator": accelerator, "names": names}
-    return [Row(key, name, Message("fit.devices.found", told), "ok")]
+def _devices(machine: Machine) -> Verdict:
+    accelerator, names = machine.accelerator, tuple(dict.fromkeys(machine.devices))
+    if not names:
+        return Message("fit.devices.none", {"accelerator": accelerator}), "bad"
+    count = len(machine.devices)
+    return Message("fit.devices.found", {"count": count, "accelerator": accelerator, "names": names}), "ok"
 
 
-def _each_device(machine: Machine) -> list[Row]:
-    return [rule(device) for device in machine.host.devices for rule in _OF_DEVICE]
+def _switched_on(on: bool | None, off: Message) -> Verdict | None:
+    """Judge a switch that is better on."""
+    return None if on is None else (Message("fit.on"), "ok") if on else (off, "warn")
 
 
-def _better_on(key: str, name: Message, on: bool | None, off: Message) -> Row:
-    if on is None:
-        return _unknown(key, name)
-    return Row(key, name, Message("fit.on"), "ok") if on else Row(key, name, off, "warn", Message("fit.step.on"))
-
-
-def _persistence(device: DeviceState) -> Row:
-    name = Message("fit.name.persistence", {"device": device.device})
-    return _better_on("persistence", name, device.persistence, Message("fit.persistence.off"))
-
-
-def _processes(device: DeviceState) -> Row:
-    key, name, count = "processes", Message("fit.name.processes", {"device": device.device}), device.processes
-    if count is None:
-        return _unknown(key, name)
-    found = _as_told(str(count))
-    return Row(key, name, found, "bad", Message("fit.processes.step")) if count else Row(key, name, found, "ok")
-
-
-def _clocks(device: DeviceState) -> Row:
-    key, name = "clocks", Message("fit.name.clocks", {"device": device.device})
-    set_to, default = device.application_clock_mhz, device.application_clock_default_mhz
-    known = (device.sm_clock_mhz, device.sm_clock_max_mhz, set_to, default)
-    parts = tuple(Message(code, {"mhz": mhz}) for code, mhz in zip(_CLOCKS, known, strict=True) if mhz is not None)
-    if not parts:
-        return _unknown(key, name)
-    lowered = set_to is not None and default is not None and set_to < default
-    found = Message("fit.clock.listed", {"parts": parts})
-    return Row(key, name, found, "warn", Message("fit.step.back")) if lowered else Row(key, name, found, "ok")
+def _processes(device: DeviceState) -> Verdict | None:
+    count = device.processes
+    return None if count is None else (_as_told(count), _level(count > 0, warn=False))
 
 
 _CLOCKS = ("fit.clock.now", "fit.clock.most", "fit.clock.set", "fit.clock.default")
 
 
-def _application_clocks(device: DeviceState) -> Row:
-    """Without what changes by itself."""
-    still = DeviceState(
-        device=device.device,
-        application_clock_mhz=device.application_clock_mhz,
-        application_clock_default_mhz=device.application_clock_default_mhz,
-    )
-    return _clocks(still)
+def _clocks(device: DeviceState) -> Verdict | None:
+    set_to, default = device.application_clock_mhz, device.application_clock_default_mhz
+    known = (device.sm_clock_mhz, device.sm_clock_max_mhz, set_to, default)
+    parts = tuple(Message(code, {"mhz": mhz}) for code, mhz in zip(_CLOCKS, known, strict=True) if mhz is not None)
+    lowered = set_to is not None and default is not None and set_to < default
+    return (Message("fit.clock.listed", {"parts": parts}), _level(False, lowered)) if parts else None
 
 
-def _power(device: DeviceState) -> Row:
-    key, name = "power", Message("fit.name.power", {"device": device.device})
+def _power(device: DeviceState) -> Verdict | None:
     limit, default = device.power_limit_w, device.power_default_w
     if limit is None:
-        return _unknown(key, name)
+        return None
     if default is None:
-        return Row(key, name, Message("fit.power.no_default", {"limit": limit}), "unknown")
-    found = Message("fit.power.limit", {"limit": limit, "default": default})
+        return Message("fit.power.no_default", {"limit": limit}), "unknown"
     lowered = limit < default * (1 - SLACK)
-    return Row(key, name, found, "warn", Message("fit.step.back")) if lowered else Row(key, name, found, "ok")
+    return Message("fit.power.limit", {"limit": limit, "default": default}), _level(False, lowered)
 
 
-def _ecc(device: DeviceState) -> Row:
-    return _better_on("ecc", Message("fit.name.ecc", {"device": device.device}), device.ecc, Message("fit.ecc.off"))
+def _mig(device: DeviceState) -> Verdict | None:
+    if device.mig is None:
+        return None
+    return (Message("fit.mig.on"), "bad") if device.mig else (Message("fit.off"), "ok")
 
 
-def _mig(device: DeviceState) -> Row:
-    key, name, on = "mig", Message("fit.name.mig", {"device": device.device}), device.mig
-    if on is None:
-        return _unknown(key, name)
-    if on:
-        return Row(key, name, Message("fit.mig.on"), "bad", Message("fit.step.off"))
-    return Row(key, name, Message("fit.off"), "ok")
+def _slowdown(device: DeviceState) -> Verdict | None:
+    if device.reasons is None:
+        return None
+    found = _as_told(", ".join(device.reasons)) if device.reasons else Message("fit.slowdown.none")
+    return found, _level(bool(device.invalidating), warn=False)
 
 
-def _slowdown(device: DeviceState) -> Row:
-    key, name, seen = "slowdown", Message("fit.name.slowdown", {"device": device.device}), device.reasons
-    if seen is None:
-        return _unknown(key, name)
-    found = _as_told(", ".join(seen)) if seen else Message("fit.slowdown.none")
-    return Row(key, name, found, "bad", Message("fit.slowdown.step")) if device.invalidating else Row(key, name, found, "ok")
-
-
-def _temperature(device: DeviceState) -> Row:
-    key, name = "temperature", Message("fit.name.temperature", {"device": device.device})
+def _temperature(device: DeviceState) -> Verdict | None:
     now, limit = device.temperature_c, device.slowdown_c
     if now is None:
-        return _unknown(key, name)
-    found = Message("fit.temperature.alone", {"now": now})
-    if limit is not None:
-        found = Message("fit.temperature.limit", {"now": now, "limit": limit})
-    hot = limit - HOT_C if limit is not None else HOT_ANYWHERE_C
-    warm = limit - COOL_C if limit is not None else HOT_ANYWHERE_C
-    level: Level = "bad" if now >= hot else "warn" if now >= warm else "ok"
-    return Row(key, name, found, level, None if level == "ok" else Message("fit.temperature.step"))
+        return None
+    if limit is None:
+        return Message("fit.temperature.alone", {"now": now}), _level(now >= HOT_ANYWHERE_C, warn=False)
+    found = Message("fit.temperature.limit", {"now": now, "limit": limit})
+    return found, _level(now >= limit - HOT_C, now >= limit - COOL_C)
 
 
-def _attached(device: DeviceState) -> Row:
-    key, name, node = "attached", Message("fit.name.attached", {"device": device.device}), device.numa_node
-    return _unknown(key, name) if node is None else Row(key, name, _as_told(str(node)), "ok")
+def _count(value: int | None) -> Verdict | None:
+    """Judge a number that is only told."""
+    return None if value is None else (_as_told(value), "ok")
 
 
-def _load(machine: Machine) -> list[Row]:
-    key, name, load, taken = "load", Message("fit.name.load"), machine.host.load_1m, machine.others
+def _load(machine: Machine) -> Verdict:
+    load, taken, bounds = machine.host.load_1m, machine.others, machine.bounds
     average = None if load is None else Message("fit.load.average", {"load": load})
     if taken is None or taken.value is None:
         why = taken.why if taken is not None and taken.why is not None else Message("fit.load.not_measured")
         unknown = Message("fit.load.unknown", {"why": why})
-        return [Row(key, name, words.both(unknown, average) or unknown, "unknown")]
+        return words.both(unknown, average) or unknown, "unknown"
     said = Message("fit.load.taken", {"share": taken.value})
-    level: Level = "bad" if taken.value > machine.bounds.most else "warn" if taken.value > machine.bounds.note else "ok"
-    return [Row(key, name, words.both(said, average) or said, level, None if level == "ok" else Message("fit.load.step"))]
+    return words.both(said, average) or said, _level(taken.value > bounds.most, taken.value > bounds.note)
 
 
-def _cores(machine: Machine) -> list[Row]:
-    key, name, host = "cores", Message("fit.name.cores"), machine.host
-    if host.allowed is None or host.cores is None:
-        return [_unknown(key, name)]
-    told = {"allowed": host.allowed, "cores": host.cores}
-    if host.quota is None:
-        return [Row(key, name, Message("fit.cores.whole", told), "ok")]
-    found = Message("fit.cores.quota", {**told, "quota": host.quota})
-    throttled = host.quota < host.allowed
-    return [Row(key, name, found, "warn", Message("fit.cores.step")) if throttled else Row(key, name, found, "ok")]
+def _cores(machine: Machine) -> Verdict | None:
+    allowed, cores, quota = machine.host.allowed, machine.host.cores, machine.host.quota
+    if allowed is None or cores is None:
+        return None
+    if quota is None:
+        return Message("fit.cores.whole", {"allowed": allowed, "cores": cores}), "ok"
+    found = Message("fit.cores.quota", {"allowed": allowed, "cores": cores, "quota": quota})
+    return found, _level(False, quota < allowed)
 
 
-def _numa(machine: Machine) -> list[Row]:
-    key, name, nodes = "numa", Message("fit.name.numa"), machine.host.numa_nodes
-    return [_unknown(key, name) if nodes is None else Row(key, name, _as_told(str(nodes)), "ok")]
-
-
-def _governor(machine: Machine) -> list[Row]:
-    key, name, names = "governor", Message("fit.name.governor"), machine.host.governors
+def _governor(machine: Machine) -> Verdict:
+    names = machine.host.governors
     if not names:
-        return [Row(key, name, Message("fit.governor.none"), "unknown")]
-    found = _as_told(", ".join(names))
-    step = Message("fit.governor.step", {"governor": STEADY})
-    return [Row(key, name, found, "ok") if names == [STEADY] else Row(key, name, found, "warn", step)]
+        return Message("fit.governor.none"), "unknown"
+    return _as_told(", ".join(names)), _level(False, names != [STEADY])
 
 
-def _swap(machine: Machine) -> list[Row]:
-    key, name = "swap", Message("fit.name.swap")
+def _swap(machine: Machine) -> Verdict | None:
     whole, used = machine.host.swap_bytes, machine.host.swap_used_bytes
     if whole is None or used is None:
-        return [_unknown(key, name)]
+        return None
     found = Message("fit.swap.used", {"used": used / GIB, "whole": whole / GIB}) if whole else Message("fit.swap.none")
-    much = used > SWAP_BYTES
-    return [Row(key, name, found, "warn", Message("fit.swap.step")) if much else Row(key, name, found, "ok")]
+    return found, _level(False, used > SWAP_BYTES)
 
 
-def _memory(machine: Machine) -> list[Row]:
-    key, name = "memory", Message("fit.name.memory")
+def _memory(machine: Machine) -> Verdict | None:
     whole, free = machine.host.memory_bytes, machine.host.available_bytes
     if not whole or free is None:
-        return [_unknown(key, name)]
-    share = free / whole
-    level: Level = "bad" if share < MEMORY["bad"] else "warn" if share < MEMORY["warn"] else "ok"
+        return None
     found = Message("fit.memory.free", {"free": free / GIB, "whole": whole / GIB})
-    return [Row(key, name, found, level, None if level == "ok" else Message("fit.memory.step"))]
+    return found, _level(free / whole < MEMORY["bad"], free / whole < MEMORY["warn"])
 
 
-def _disk(machine: Machine) -> list[Row]:
-    out = []
-    for what, free in machine.free_bytes.items():
-        key, name = "disk", Message("fit.name.disk", {"what": Message(_DISKS[what])})
-        if free is None:
-            out.append(_unknown(key, name))
-            continue
-        level: Level = "bad" if free < DISK_BYTES["bad"] else "warn" if free < DISK_BYTES["warn"] else "ok"
-        found = Message("fit.disk.free", {"free": free / GIB})
-        out.append(Row(key, name, found, level, None if level == "ok" else Message("fit.disk.step")))
-    return out
+def _disk(free: int | None) -> Verdict | None:
+    if free is None:
+        return None
+    return Message("fit.disk.free", {"free": free / GIB}), _level(free < DISK_BYTES["bad"], free < DISK_BYTES["warn"])
 
 
 _DISKS: dict[Disk, str] = {"records": "fit.disk.records", "temporary": "fit.disk.temporary"}
 
 
-def _versions(machine: Machine) -> list[Row]:
-    out = []
-    for package, version in machine.versions.items():
-        name = Message("fit.name.package", {"name": package})
-        if version is None:
-            step = Message("fit.package.step", {"name": package})
-            out.append(Row(package, name, Message("fit.package.missing"), "warn", step))
-        else:
-            row = Row(package, name, _as_told(version), "ok")
-            out.append(_built(machine, row, version) if package == "torch" else row)
-    return out
+def _package(machine: Machine, package: str, version: str | None) -> Row:
+    name = Message("fit.name.package", {"name": package})
+    if version is None:
+        step = Message("fit.package.step", {"name": package})
+        return Row(package, name, Message("fit.package.missing"), "warn", step)
+    served = next((device.runtime for device in machine.host.devices if device.runtime), None)
+    if package != "torch" or served is None:
+        return Row(package, name, _as_told(version), "ok")
+    return _torch(Row(package, name, _as_told(version), "ok"), version, machine.torch_build, served)
 
 
-def _built(machine: Machine, row: Row, version: str) -> Row:
+def _torch(row: Row, version: str, build: str | None, served: str) -> Row:
     """A torch that was built for a newer runtime than the driver serves does not start; of the same major version it does."""
-    serves = next((device.runtime for device in machine.host.devices if device.runtime), None)
-    if serves is None:
-        return row
-    if machine.torch_build is None:
+    if build is None:
         without = Message("fit.torch.without", {"version": version})
         return replace(row, found=without, level="bad", step=Message("fit.torch.another"))
-    built, served = _numbers(machine.torch_build), _numbers(serves)
-    found = Message("fit.torch.built", {"version": version, "built": machine.torch_build, "served": serves})
-    level: Level = "bad" if built[:1] > served[:1] else "warn" if built > served else "ok"
-    return replace(row, found=found, level=level, step=None if level == "ok" else Message("fit.torch.step"))
+    newest, ours = _numbers(served), _numbers(build)
+    found = Message("fit.torch.built", {"version": version, "built": build, "served": served})
+    return replace(row, found=found, level=_level(ours[:1] > newest[:1], ours > newest), step=Message("fit.torch.step"))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
-def _amx(machine: Machine) -> list[Row]:
-    key, name = "amx", Message("fit.name.amx")
+def _amx(machine: Machine) -> Verdict:
     if machine.amx is None:
-        return [Row(key, name, Message("fit.amx.none"), "ok")]
-    if machine.amx:
-        return [Row(key, name, Message("fit.amx.works"), "ok")]
-    return [Row(key, name, Message("fit.amx.broken"), "warn", Message("fit.amx.step"))]
+        return Message("fit.amx.none"), "ok"
+    return (Message("fit.amx.works"), "ok") if machine.amx else (Message("fit.amx.broken"), "warn")
 
 
-def _clock(machine: Machine) -> list[Row]:
-    key, name, source = "clock", Message("fit.name.clock"), machine.host.clock_source
-    if source is None:
-        return [_unknown(key, name)]
+def _clock(machine: Machine) -> Verdict | None:
+    source = machine.host.clock_source
     level: Level = "ok" if source in QUICK else "warn" if source in SLOW else "unknown"
-    return [Row(key, name, _as_told(source), level, Message("fit.clock.step") if level == "warn" else None)]
+    return None if source is None else (_as_told(source), level)
 
 
-_OF_DEVICE: tuple[Callable[[DeviceState], Row], ...] = (
-    *(_persistence, _processes, _clocks, _power, _ecc, _mig, _slowdown, _temperature, _attached),
+ACCELERATOR: tuple[Rule[Machine], ...] = (
+    Rule("fit.name.driver", _driver, Message("fit.driver.step")),
+    Rule("fit.name.devices", _devices, Message("fit.devices.step")),
 )
-_SETTINGS: tuple[Callable[[DeviceState], Row], ...] = (_application_clocks, _power, _ecc, _mig)
-RULES: tuple[Callable[[Machine], list[Row]], ...] = (
-    *(_driver, _devices, _each_device, _load, _cores, _numa, _governor, _memory, _swap, _disk, _versions, _amx, _clock),
+# What a record notes of a device: what it was set to, and nothing that changes by itself.
+_POWER = Rule("fit.name.power", _power, Message("fit.step.back"))
+_ECC = Rule[DeviceState](
+    "fit.name.ecc", lambda device: _switched_on(device.ecc, Message("fit.ecc.off")), Message("fit.step.on")
+)
+_MIG = Rule("fit.name.mig", _mig, Message("fit.step.off"))
+_SET_CLOCKS = Rule[DeviceState](
+    "fit.name.clocks",
+    lambda device: _clocks(device.model_copy(update={"sm_clock_mhz": None, "sm_clock_max_mhz": None})),
+)
+SETTINGS: tuple[Rule[DeviceState], ...] = (_SET_CLOCKS, _POWER, _ECC, _MIG)
+DEVICE: tuple[Rule[DeviceState], ...] = (
+    Rule(
+        "fit.name.persistence",
+        lambda device: _switched_on(device.persistence, Message("fit.persistence.off")),
+        Message("fit.step.on"),
+    ),
+    Rule("fit.name.processes", _processes, Message("fit.processes.step")),
+    Rule("fit.name.clocks", _clocks, Message("fit.step.back")),
+    _POWER,
+    _ECC,
+    _MIG,
+    Rule("fit.name.slowdown", _slowdown, Message("fit.slowdown.step")),
+    Rule("fit.name.temperature", _temperature, Message("fit.temperature.step")),
+    Rule("fit.name.attached", lambda device: _count(device.numa_node)),
+)
+HOST: tuple[Rule[Machine], ...] = (
+    Rule("fit.name.load", _load, Message("fit.load.step")),
+    Rule("fit.name.cores", _cores, Message("fit.cores.step")),
+    Rule("fit.name.numa", lambda machine: _count(machine.host.numa_nodes)),
+    Rule("fit.name.governor", _governor, Message("fit.governor.step", {"governor": STEADY})),
+    Rule("fit.name.memory", _memory, Message("fit.memory.step")),
+    Rule("fit.name.swap", _swap, Message("fit.swap.step")),
+)
+DISK = Rule("fit.name.disk", _disk, Message("fit.disk.step"))
+LAST: tuple[Rule[Machine], ...] = (
+    Rule("fit.name.amx", _amx, Message("fit.amx.step")),
+    Rule("fit.name.clock", _clock, Message("fit.clock.step")),
 )

@@ -7,11 +7,12 @@ differ in nothing else are one point: repeats, whose spread says whether a point
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from steelyard.case.key import key_of
 from steelyard.errors import RequestError
-from steelyard.metrics import fields, rates, ratio, runs, verify
+from steelyard.metrics import fields, rates, ratio, runs, stats, verify
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.index import Entry
@@ -157,12 +158,12 @@ def _groups(ordered: list[Indexed]) -> list[list[Indexed]]:
     """By question and what else makes a trend. A run that did not come to read its data is counted with those of the same
     question that did, where there are any."""
     keys = {_alike(one.entry, one.entry.unread_key): one.entry.key for one in ordered if one.entry.read}
-    out: dict[str, list[Indexed]] = {}
-    for one in ordered:
+
+    def trend(one: Indexed) -> str:
         entry = one.entry
-        key = entry.key if entry.read else keys.get(_alike(entry, entry.unread_key), entry.key)
-        out.setdefault(_alike(entry, key), []).append(one)
-    return list(out.values())
+        return _alike(entry, entry.key if entry.read else keys.get(_alike(entry, entry.unread_key), entry.key))
+
+    return list(stats.grouped(ordered, trend).values())
 
 
 def _alike(entry: Entry, key: str) -> str:
@@ -170,20 +171,13 @@ def _alike(entry: Entry, key: str) -> str:
 
 
 def _trend(group: list[Indexed], threshold: float) -> Trend:
-    repeats: list[list[Indexed]] = []
-    for one in group:
-        if repeats and repeats[-1][-1].entry.setup == one.entry.setup:
-            repeats[-1].append(one)
-        else:
-            repeats.append([one])
     points: list[Point] = []
-    for own in repeats:
+    for _, repeats in groupby(group, key=lambda one: one.entry.setup):
+        own = tuple(repeats)
         before = [point for point in points if point.rate is not None]
         found = _rates(own)
-        mean, source = runs.over_runs(found) if found else (None, None)
-        ratios = (ratio.of_rates(other.rates, found) if before else None for other in (before[:1] + before[-1:]))
-        first, last = (*ratios,) if before else (None, None)
-        points.append(Point(tuple(own), mean, source, first, last))
+        ratios = [ratio.of_rates(other.rates, found) for other in before[:1] + before[-1:]] or [None, None]
+        points.append(Point(own, *runs.mean(found), *ratios))
     return Trend(tuple(points), _first_bad(points, threshold))
 
 

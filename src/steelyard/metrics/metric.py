@@ -32,5 +32,8 @@ class Metric:
     def base_unit(self) -> str:
         return self.published_unit or (self.unit if isinstance(self.unit, str) else "")
 
+    def unit_of(self, record: Record) -> str:
+        return self.unit if isinstance(self.unit, str) else self.unit(record)
+
     def words(self, lang: str) -> Meaning:
         return self.zh if lang == "zh" else self.en

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from steelyard.metrics import repeats, runs, stats
 from steelyard.metrics.result import work_name
-from steelyard.metrics.runs import Estimate, Interval
+from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record
 
 LARGEST = 1e30  # as of rates: squares stay finite
@@ -57,9 +57,7 @@ class Against:
 
 def rows(records: Iterable[Record]) -> list[Row]:
     """Repeats together, in the order in which they came."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(runs.in_common(record, repeats.ALIKE), []).append(record)
+    groups = stats.grouped(records, lambda record: runs.in_common(record, repeats.ALIKE))
     return [_row(group) for group in groups.values()]
 
 
@@ -70,9 +68,9 @@ def _row(group: Sequence[Record]) -> Row:
     sizes = [size for size in (runs.metric(record, "mem") for record in counted) if size is not None]
     return Row(
         records=tuple(group),
-        rate=_mean([_rate(record) for record in counted]),
-        mfu=_mean([_mfu(record) for record in counted]),
-        energy=_mean([_own(record, "energy_per_token") for record in counted]),
+        rate=runs.mean(map(_rate, counted))[0],
+        mfu=runs.mean(map(_mfu, counted))[0],
+        energy=runs.mean(_own(record, "energy_per_token") for record in counted)[0],
         mem=max(sizes, default=None),
         quality=stats.mean_of_known([runs.metric(record, metric) for record in counted]),
         metric=metric,
@@ -81,7 +79,7 @@ def _row(group: Sequence[Record]) -> Row:
 
 def _rate(record: Record) -> Estimate | None:
     found, devices = runs.rate(record), record.plan.world
-    return None if found is None else _scaled(found, 1 / devices)
+    return None if found is None else found.scaled(1 / devices)
 
 
 def _mfu(record: Record) -> Estimate | None:
@@ -89,7 +87,7 @@ def _mfu(record: Record) -> Estimate | None:
     found, rate = _own(record, "mfu"), runs.rate(record)
     if found is None or found.interval is not None or rate is None:
         return found
-    return Estimate(found.value, _scaled(rate, found.value / rate.value).interval)
+    return Estimate(found.value, rate.scaled(found.value / rate.value).interval)
 
 
 def _own(record: Record, name: str) -> Estimate | None:
@@ -99,44 +97,31 @@ def _own(record: Record, name: str) -> Estimate | None:
     return Estimate(found.value, found.interval)
 
 
-def _scaled(one: Estimate, factor: float) -> Estimate:
-    ends: Interval | None = None if one.interval is None else (one.interval[0] * factor, one.interval[1] * factor)
-    return Estimate(one.value * factor, ends)
-
-
-def _mean(found: Sequence[Estimate | None]) -> Estimate | None:
-    known = [one for one in found if one is not None]
-    return runs.over_runs(known)[0] if known else None
-
-
 def best(found: Iterable[Row]) -> dict[str, Row]:
     """The valid row with the highest rate per device of each division. The closed one comes first."""
-    out: dict[str, Row] = {}
-    for row in _rated(found):
-        division = row.first.case.division
-        if division not in out or _value(row) > _value(out[division]):
-            out[division] = row
-    return dict(sorted(out.items(), key=lambda one: (one[0] != "closed", one[0])))
+    by_division = stats.grouped(_rated(found), lambda row: row.first.case.division)
+    order = sorted(by_division, key=lambda division: (division != "closed", division))
+    return {division: max(by_division[division], key=_value) for division in order}
 
 
 def against(found: Iterable[Row]) -> list[Against]:
     """Accelerators against the slowest of them, on the one question that most of them answered; of several such questions,
     a closed one, and that of the highest rate. None where no question has valid rows of two accelerators."""
-    by_key: dict[str, dict[str, Row]] = {}
-    for row in _rated(found):
-        of_key = by_key.setdefault(row.first.case.key, {})
-        if row.accelerator not in of_key or _value(row) > _value(of_key[row.accelerator]):
-            of_key[row.accelerator] = row
-    chosen = max(by_key.values(), key=_worth, default={})
+    by_key = stats.grouped(_rated(found), lambda row: row.first.case.key)
+    chosen = max(map(_best_of_each, by_key.values()), key=_worth, default=[])
     if len(chosen) < 2:
         return []
-    base, *others = sorted(chosen.values(), key=_value)
+    base, *others = sorted(chosen, key=_value)
     pairs = [(row, row.rate, base.rate) for row in reversed(others)]
     return [Against(row, base, runs.ratio(top, bottom)) for row, top, bottom in pairs if top is not None and bottom is not None]
 
 
-def _worth(of_key: dict[str, Row]) -> tuple[int, bool, float]:
-    members = list(of_key.values())
+def _best_of_each(found: list[Row]) -> list[Row]:
+    """Return the row with the highest rate of each accelerator."""
+    return [max(own, key=_value) for own in stats.grouped(found, lambda row: row.accelerator).values()]
+
+
+def _worth(members: list[Row]) -> tuple[int, bool, float]:
     return len(members), members[0].first.case.division == "closed", max(map(_value, members))
 
 

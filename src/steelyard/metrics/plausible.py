@@ -24,15 +24,13 @@ ASIDE = 0.1  # the most of a pass's wall time that may be spent beside it, on it
 ASIDE_S = 0.05  # less is not worth hiding work in
 
 
-def drawn(record: Record, values: dict[str, Value]) -> list[Finding]:
+def drawn(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     """Samples count what the task counts in the rows drawn: all of scoring together, of training every step's global batch."""
-    out: list[Finding] = []
     for name, wanted in record.drawn.items():
         found = _by_step(record, name) if name in record.task.kind_row.stepped else [spans.total(record, name)]
         wrong = next(_differences(record, wanted, found), None)
         told: Values = {"pass": name} if wrong is None else {"pass": name, "difference": wrong}
-        out.append(judged(f"drawn_{name}", wrong is None, "tokens", "check.drawn", told))
-    return out
+        yield judged(f"drawn_{name}", wrong is None, "tokens", "check.drawn", told)
 
 
 def _by_step(record: Record, name: str) -> list[dict[str, int]]:
@@ -89,7 +87,7 @@ def _limits(record: Record, name: str) -> Iterator[tuple[Message, float | None, 
     several = record.formulas is not None and record.formulas >= SEVERAL
     wide = several and busy.is_busy(record)
     margin = BUSY_MARGIN if wide else MARGIN
-    if record.environment.hardware.accelerator != "cpu":
+    if busy.bounds_of(record.environment.hardware.accelerator) is not busy.CORES_ARE_THE_DEVICE:
         measured = [_fastest(rank) for rank in record.ranks]
         whole = fsum(rate for rate in measured if rate) if all(measured) else None
         yield _limit("limit.matmul", {"margin": margin}, wide), whole and margin * whole, least_s
@@ -124,21 +122,24 @@ def _fastest(rank: RankFacts) -> float | None:
     return max((rate for rate in known if rate), default=None)
 
 
-def beside(record: Record, values: dict[str, Value]) -> list[Finding]:
+def beside(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     """What an engine does for its answers and its length, with the device idle at the end of each, takes little time."""
-    out: list[Finding] = []
     budgets = {rank.rank: rank.budget or {} for rank in record.ranks}
     for window in record.passes:
         budget = budgets.get(window.rank, {})
         parts = {part: budget[f"{part}_{window.pass_name}"] for part in ASIDES if f"{part}_{window.pass_name}" in budget}
-        if not parts:
-            continue
         spent_s = fsum(parts.values())
-        ok = spent_s <= ASIDE_S + ASIDE * window.wall_s
-        told: Values = {"pass": window.pass_name, "rank": window.rank, "spent": spent_s, "parts": tuple(parts)}
-        told |= {"wall": window.wall_s, "most": ASIDE}
-        out.append(judged(f"beside_{window.pass_name}", ok, "hidden", "check.beside", told))
-    return out
+        told: Values = {
+            "pass": window.pass_name,
+            "rank": window.rank,
+            "spent": spent_s,
+            "parts": tuple(parts),
+            "wall": window.wall_s,
+            "most": ASIDE,
+        }
+        if parts:
+            ok = spent_s <= ASIDE_S + ASIDE * window.wall_s
+            yield judged(f"beside_{window.pass_name}", ok, "hidden", "check.beside", told)
 
 
 ASIDES = ("total", "outputs")  # parts of a worker's budget, each followed by the name of a pass

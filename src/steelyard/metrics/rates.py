@@ -1,4 +1,5 @@
-"""Formulas over a record: rates, FLOPs and their shares of a peak, memory, quality."""
+"""Formulas over a record: rates, FLOPs and their shares of a peak, memory, quality. Rows fix the
+other arguments."""
 
 from collections.abc import Callable
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
@@ -16,20 +17,16 @@ Formula = Callable[[Record], Result]
 TimeOf = Callable[[Record, str], float | None]
 
 
-def pass_rate(name: str, seconds: TimeOf) -> Formula:
+def pass_rate(record: Record, name: str, seconds: TimeOf) -> Result:
     """Work of a pass of scoring over its time."""
-
-    def formula(record: Record) -> Result:
-        done, time_s = total(record, name).get(work_name(record)), seconds(record, name)
-        if not done or not time_s:
-            return absent(name)
-        rate = done / time_s
-        if seconds is not wall_s:
-            return Result(rate)
-        slowest = max(windows(record, name), key=lambda window: window.wall_s).rank
-        return Result(rate, interval=_interval(record, [s for s in samples(record, name) if s.rank == slowest], rate))
-
-    return formula
+    done, time_s = total(record, name).get(work_name(record)), seconds(record, name)
+    if not done or not time_s:
+        return absent(name)
+    rate = done / time_s
+    if seconds is not wall_s:
+        return Result(rate)
+    slowest = max(windows(record, name), key=lambda window: window.wall_s).rank
+    return Result(rate, interval=_interval(record, [s for s in samples(record, name) if s.rank == slowest], rate))
 
 
 def _interval(record: Record, steps: list[Sample], rate: float) -> tuple[float, float] | None:
@@ -54,27 +51,21 @@ def missing(record: Record) -> Result:
     return absent(headline(record) or record.task.kind_row.headline[0])
 
 
-def per_second(key: str, per_device: bool = False) -> Formula:
-    def formula(record: Record) -> Result:
-        found = span(record)
-        if found is None or not found.counts.get(key) or not found.wall_s:
-            return missing(record)
-        rate = found.counts[key] / found.wall_s / (devices(record) if per_device else 1)
-        return Result(rate, found.note, _interval(record, found.steps.get(found.slowest, []), rate))
-
-    return formula
+def per_second(record: Record, key: str, per_device: bool = False) -> Result:
+    found = span(record)
+    if found is None or not found.counts.get(key) or not found.wall_s:
+        return missing(record)
+    rate = found.counts[key] / found.wall_s / (devices(record) if per_device else 1)
+    return Result(rate, found.note, _interval(record, found.steps.get(found.slowest, []), rate))
 
 
-def model_flops(convention: str) -> Formula:
-    def formula(record: Record) -> Result:
-        found = span(record)
-        if found is None or not found.counts.get("tokens"):
-            return missing(record)
-        question = record.question
-        value = flops.work(question.model, found.counts, convention, record.task.kind_row.forwards)
-        return Result(None, Message("metric.no_nominal")) if value is None else Result(float(value), found.note)
-
-    return formula
+def model_flops(record: Record, convention: str) -> Result:
+    found = span(record)
+    if found is None or not found.counts.get("tokens"):
+        return missing(record)
+    question = record.question
+    value = flops.work(question.model, found.counts, convention, record.task.kind_row.forwards)
+    return Result(None, Message("metric.no_nominal")) if value is None else Result(float(value), found.note)
 
 
 def datasheet_peak(record: Record) -> Result:
@@ -101,29 +92,18 @@ def _own_rate(record: Record, rank: RankFacts) -> float | None:
     return sum(one.flops for one in rank.matmuls) / fsum(one.flops / one.flops_per_s for one in rank.matmuls)
 
 
-def mfu(convention: str, seconds: Callable[[Span], float | None], ceiling: Formula) -> Formula:
-    def formula(record: Record) -> Result:
-        done, peak, found = model_flops(convention)(record), ceiling(record), span(record)
-        if done.value is None or peak.value is None:
-            return Result(None, done.note if done.value is None else peak.note)
-        time_s = seconds(found) if found is not None else None
-        if found is not None and time_s is None:
-            return Result(None, Message("metric.no_compute"))
-        if not time_s:
-            return missing(record)
-        return Result(
-            done.value / time_s / (peak.value * devices(record)), Message("metric.convention", {"convention": convention})
-        )
-
-    return formula
-
-
-def wall(found: Span) -> float | None:
-    return found.wall_s
-
-
-def compute(found: Span) -> float | None:
-    return found.compute_s
+def mfu(record: Record, convention: str, seconds: Callable[[Span], float | None], ceiling: Formula) -> Result:
+    done, peak, found = model_flops(record, convention), ceiling(record), span(record)
+    if done.value is None or peak.value is None:
+        return Result(None, done.note if done.value is None else peak.note)
+    time_s = seconds(found) if found is not None else None
+    if found is not None and time_s is None:
+        return Result(None, Message("metric.no_compute"))
+    if not time_s:
+        return missing(record)
+    return Result(
+        done.value / time_s / (peak.value * devices(record)), Message("metric.convention", {"convention": convention})
+    )
 
 
 def mem(record: Record) -> Result:
@@ -153,14 +133,11 @@ def rank_mem(record: Record, rank: int) -> float | None:
     return own / GIB if own is not None else _peak_memory(record, name, [series]).value if series else None
 
 
-def framework(key: str) -> Formula:
-    def formula(record: Record) -> Result:
-        name = headline(record)
-        found = [getattr(window, key) for window in windows(record, name)] if name else []
-        known = [value for value in found if value is not None]
-        return Result(max(known) / GIB) if known else Result(None, Message("metric.no_framework_memory"))
-
-    return formula
+def framework(record: Record, key: str) -> Result:
+    name = headline(record)
+    found = [getattr(window, key) for window in windows(record, name)] if name else []
+    known = [value for value in found if value is not None]
+    return Result(max(known) / GIB) if known else Result(None, Message("metric.no_framework_memory"))
 
 
 def mem_total(record: Record) -> Result:
@@ -196,17 +173,13 @@ def padded_share(record: Record) -> Result:
     return Result(counts.get("padded", 0) / computed) if computed else missing(record)
 
 
-def quality(value: str, of: str | None) -> Formula:
+def quality(record: Record, value: str, of: str | None) -> Result:
     """A value of the task's scores, of a pass or of the headline one."""
-
-    def formula(record: Record) -> Result:
-        name, answers = of or headline(record), record.answers
-        found = record.task.score(answers, name).get(value) if answers is not None and name else None
-        if found is None and name and record.task.kind_row.trains and windows(record, name):
-            return Result(None, Message("metric.not_evaluated", {"pass": name}))
-        return absent(name or "infer") if found is None else Result(found)
-
-    return formula
+    name, answers = of or headline(record), record.answers
+    found = record.task.score(answers, name).get(value) if answers is not None and name else None
+    if found is None and name and record.task.kind_row.trains and windows(record, name):
+        return Result(None, Message("metric.not_evaluated", {"pass": name}))
+    return absent(name or "infer") if found is None else Result(found)
 
 
 def agreement(record: Record) -> Result:
@@ -215,16 +188,12 @@ def agreement(record: Record) -> Result:
     return Result(None, Message("metric.needs_both")) if found is None else Result(found)
 
 
-def padded_rate(seconds: TimeOf) -> Formula:
+def padded_rate(record: Record, seconds: TimeOf) -> Result:
     """Every sample counted as long as the model has positions, as the published rows count; for comparison with them only."""
-
-    def formula(record: Record) -> Result:
-        done, time_s = total(record, "infer").get("samples"), seconds(record, "infer")
-        if not done or not time_s:
-            return absent("infer")
-        return Result(done * record.question.model.positions / time_s, Message("metric.padding"))
-
-    return formula
+    done, time_s = total(record, "infer").get("samples"), seconds(record, "infer")
+    if not done or not time_s:
+        return absent("infer")
+    return Result(done * record.question.model.positions / time_s, Message("metric.padding"))
 
 
 def per_item(unit: str) -> Callable[[Record], str]:

@@ -57,13 +57,13 @@ def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
     """The same of bare numbers. None where a side has none, or where one is not positive and so has no logarithm."""
     if not base or not new or min(*base, *new) <= 0:
         return None
-    ours, theirs = _logs(base), _logs(new)
-    apart = theirs.mean - ours.mean
+    (our_mean, our_error), (their_mean, their_error) = _logs(base), _logs(new)
+    apart = their_mean - our_mean
     value = exp(apart)
-    error = ours.error + theirs.error  # variances of the two means
+    error = our_error + their_error
     if min(len(base), len(new)) < FEWEST or error <= SAME**2:  # copies of one run say nothing of the next
         return Ratio(value, None, None, "not tested")
-    freedom = error**2 / (ours.error**2 / max(1, len(base) - 1) + theirs.error**2 / max(1, len(new) - 1))
+    freedom = error**2 / (our_error**2 / max(1, len(base) - 1) + their_error**2 / max(1, len(new) - 1))
     half = stats.t_95_between(freedom) * sqrt(error)
     return Ratio(
         value,
@@ -76,15 +76,10 @@ def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
 _MOST = 700.0  # of a logarithm: exp of more is no number
 
 
-@dataclass(frozen=True)
-class _Logs:
-    mean: float
-    error: float  # the variance of the mean
-
-
-def _logs(values: Sequence[float]) -> _Logs:
+def _logs(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of the logarithms, and the variance of that mean."""
     logs = [log(value) for value in values]
     count = len(logs)
     mean = fsum(logs) / count
     variance = fsum((one - mean) ** 2 for one in logs) / (count - 1) if count > 1 else 0.0
-    return _Logs(mean, variance / count)
+    return mean, variance / count

@@ -7,7 +7,7 @@ are too uneven for the case while its repeats agree. Its rate may be right; that
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.metrics import rates, runs
+from steelyard.metrics import rates, runs, stats
 from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.record import Record
 
@@ -57,12 +57,12 @@ def groups(records: Iterable[Record]) -> list[Repeats]:
     """The groups of at least two runs that were asked the same."""
     every = list(records)
     finished = {runs.in_common(one, ASKED): runs.in_common(one, ALIKE) for one in reversed(every) if one.status != "failed"}
-    alike: dict[str, list[Record]] = {}
-    for record in every:
+
+    def key(record: Record) -> str:
         asked = runs.in_common(record, ASKED)
-        group = finished.get(asked, asked) if record.status == "failed" else runs.in_common(record, ALIKE)
-        alike.setdefault(group, []).append(record)
-    return [Repeats(tuple(group), _metrics(group)) for group in alike.values() if len(group) > 1]
+        return finished.get(asked, asked) if record.status == "failed" else runs.in_common(record, ALIKE)
+
+    return [Repeats(tuple(group), _metrics(group)) for group in stats.grouped(every, key).values() if len(group) > 1]
 
 
 def _metrics(group: list[Record]) -> tuple[Spread, ...]:

@@ -1,6 +1,6 @@
 """What a formula finds, a value or the reason why there is none, and what a rule finds: checks and notes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from steelyard.record.record import Record, Value
@@ -27,7 +27,7 @@ class Finding:
     note: Message | None = None
 
 
-Rule = Callable[[Record, dict[str, Value]], list[Finding]]
+Rule = Callable[[Record, dict[str, Value]], Iterable[Finding]]
 
 
 def judged(name: str, ok: bool, code: str, said: str, values: Values, note: Message | None = None) -> Finding:

@@ -61,7 +61,7 @@ PARTS: dict[str, Callable[[Record], Any]] = {
 
 
 def in_common(record: Record, parts: Iterable[str]) -> str:
-    """Equal for runs that are alike in these parts."""
+    """Return a text that is equal for runs that are alike in these parts."""
     return canonical([PARTS[name](record) for name in parts])
 
 
@@ -72,18 +72,10 @@ class Estimate:
     value: float
     interval: Interval | None = None
 
-
-@dataclass(frozen=True)
-class Runs:
-    """Runs as one rate."""
-
-    records: tuple[Record, ...]
-    rate: Estimate
-    source: Source | None
-
-    @property
-    def world(self) -> int:
-        return self.records[0].plan.world
+    def scaled(self, factor: float) -> "Estimate":
+        """Return the same times a positive factor."""
+        ends = self.interval
+        return Estimate(self.value * factor, None if ends is None else (ends[0] * factor, ends[1] * factor))
 
 
 def rate(record: Record, work: str | None = None) -> Estimate | None:
@@ -96,13 +88,14 @@ def rate(record: Record, work: str | None = None) -> Estimate | None:
         return None
     ends = found.interval
     within = ends is not None and 0 <= ends[0] <= found.value <= ends[1] < RATE_BOUNDS[1]
-    return Estimate(found.value * devices, (ends[0] * devices, ends[1] * devices) if ends and within else None)
+    return Estimate(found.value, ends if within else None).scaled(devices)
 
 
-def rate_over_runs(records: Sequence[Record]) -> Runs:
-    """The mean rate of runs that have one."""
-    mean, source = over_runs([one for one in map(rate, records) if one is not None])
-    return Runs(tuple(records), mean, source)
+def mean(found: Iterable[Estimate | None]) -> tuple[Estimate | None, Source | None]:
+    """Return the mean over the runs that have a number, with what its interval comes from; None if
+    none has."""
+    known = [one for one in found if one is not None]
+    return over_runs(known) if known else (None, None)
 
 
 def over_runs(found: Sequence[Estimate]) -> tuple[Estimate, Source | None]:

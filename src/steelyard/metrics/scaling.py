@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.metrics import rates, runs
-from steelyard.metrics.runs import Estimate, Runs, Source
+from steelyard.metrics import rates, runs, stats
+from steelyard.metrics.runs import Estimate, Source
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Record
 
@@ -48,27 +48,26 @@ class Scaling:
 
 def groups(records: Iterable[Record]) -> list[Scaling]:
     """The groups of valid records that can be compared and have at least two numbers of devices."""
-    alike: dict[str, list[Record]] = {}
-    for record in records:
-        if record.status == "valid" and runs.rate(record) is not None:
-            alike.setdefault(runs.in_common(record, ALIKE), []).append(record)
+    rated = (record for record in records if record.status == "valid" and runs.rate(record) is not None)
+    alike = stats.grouped(rated, lambda record: runs.in_common(record, ALIKE))
     several = [group for group in alike.values() if len({record.plan.world for record in group}) > 1]
     return [Scaling(rates.work_unit(group[0]), _rows(group)) for group in several]
 
 
 def _rows(group: list[Record]) -> tuple[ScalingRow, ...]:
-    by_plan: dict[tuple[int, ...], list[Record]] = {}
-    for record in group:
-        plan = record.plan
-        by_plan.setdefault((plan.world, plan.nodes, plan.tp, plan.pp, plan.dp), []).append(record)
-    plans = [runs.rate_over_runs(records) for _, records in sorted(by_plan.items())]
-    base = max((one for one in plans if one.world == plans[0].world), key=lambda one: one.rate.value)
-    return tuple(_row(one, base) for one in plans)
+    by_plan = stats.grouped(group, _degrees)
+    rates = {plan: runs.over_runs([one for one in map(runs.rate, by_plan[plan]) if one]) for plan in sorted(by_plan)}
+    fewest = min(world for world, *_ in rates)
+    base = max((plan for plan in rates if plan[0] == fewest), key=lambda plan: rates[plan][0].value)
+    rows = []
+    for plan, (rate, source) in rates.items():
+        speedup = Estimate(1.0) if plan == base else runs.ratio(rate, rates[base][0])
+        efficiency = speedup.scaled(fewest / plan[0])
+        rows.append(ScalingRow(tuple(by_plan[plan]), rate, source, speedup, efficiency, plan == base))
+    return tuple(rows)
 
 
-def _row(one: Runs, base: Runs) -> ScalingRow:
-    speedup = Estimate(1.0) if one is base else runs.ratio(one.rate, base.rate)
-    share = base.world / one.world
-    ends = speedup.interval
-    efficiency = Estimate(speedup.value * share, (ends[0] * share, ends[1] * share) if ends else None)
-    return ScalingRow(one.records, one.rate, one.source, speedup, efficiency, one is base)
+def _degrees(record: Record) -> tuple[int, ...]:
+    """Return what makes a plan, the number of devices first."""
+    plan = record.plan
+    return plan.world, plan.nodes, plan.tp, plan.pp, plan.dp

@@ -5,13 +5,16 @@ is compared. A record may also be older than a field of the question that the sh
 the shipped case's of before, which is said in words of its own.
 """
 
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import cache
 from typing import Any
 
 from steelyard.case import resolve
 from steelyard.case.key import LATER, key_of
+from steelyard.case.new import MADE
 from steelyard.errors import RequestError
+from steelyard.models.auto_shape import AutoModel
 from steelyard.record.record import Record
 from steelyard.words import Message
 
@@ -104,3 +107,17 @@ def _with_changes(shipped: dict[str, Any], told: dict[str, Any], origins: dict[s
         if isinstance(into, dict) and isinstance(of, dict):
             into[leaf] = of.get(leaf)
     return out
+
+
+def own_notes(record: Record) -> list[Message]:
+    """Return what a record says of a model of one's own: that its case is in no file, and who
+    counted its FLOPs."""
+    made = any(origin.startswith(MADE) for origin in record.case.origins.values())
+    return [*([Message("note.own_case")] if made else []), *counted_types([record])]
+
+
+def counted_types(records: Iterable[Record]) -> list[Message]:
+    """Return a note for each model type among records whose FLOPs do not follow from shapes."""
+    models = [record.question.model for record in records]
+    types = dict.fromkeys(model.model_type for model in models if isinstance(model, AutoModel))
+    return [Message("note.counted", {"type": name}) for name in types]

@@ -1,5 +1,7 @@
 """What the passes of a record hold: samples, counts and times, and the span of a run that its rates are taken over."""
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 
@@ -7,6 +9,9 @@ from steelyard.metrics import formulas_1, stats
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Sample, Window
 from steelyard.words import Message
+
+PHASES = ("data", "meet", "compute", "exchange", "score", "evaluate", "checkpoint")
+OTHER_PHASE = "other"  # in no phase: launch gaps, and what an engine does not mark
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,7 @@ def samples(record: Record, name: str) -> list[Sample]:
 
 def working(record: Record, name: str) -> dict[int, list[Sample]]:
     """Steps of a pass that did work, by rank; others only evaluate, write a checkpoint or read answers back."""
-    out: dict[int, list[Sample]] = {}
-    for sample in samples(record, name):
-        if sample.counts:
-            out.setdefault(sample.rank, []).append(sample)
-    return out
+    return stats.grouped((sample for sample in samples(record, name) if sample.counts), lambda sample: sample.rank)
 
 
 def total(record: Record, name: str) -> dict[str, int]:
@@ -56,13 +57,12 @@ def total(record: Record, name: str) -> dict[str, int]:
 
 def _counts(record: Record, chosen: list[Sample]) -> dict[str, int]:
     """Ranks that hold one model together, in a tensor-parallel group or as stages, count the same work: one of them counts."""
-    out: dict[str, int] = {}
+    out = Counter[str]()
     for sample in chosen:
         at = degrees.place(record.plan, sample.rank)
         if at.tp == at.pp == 0:
-            for key, count in sample.counts.items():
-                out[key] = out.get(key, 0) + count
-    return out
+            out.update(sample.counts)
+    return dict(out)
 
 
 def wall_s(record: Record, name: str) -> float | None:
@@ -79,13 +79,16 @@ def computing_s(sample: Sample) -> float | None:
 
 def compute_s(record: Record, name: str) -> float | None:
     """Compute time of a pass: that of the slowest rank. None where an engine does not separate it."""
-    sums = []
-    for steps in working(record, name).values():
-        times = [time_s for time_s in map(computing_s, steps) if time_s is not None]
-        if len(times) < len(steps):
-            return None
-        sums.append(fsum(times))
-    return max(sums, default=None)
+    by_rank = _computing(working(record, name).values())
+    return None if by_rank is None else max(map(fsum, by_rank), default=None)
+
+
+def _computing(groups: Iterable[Sequence[Sample]]) -> list[list[float]] | None:
+    """Return the compute time of each step in groups of steps; None where an engine does not
+    separate one of them."""
+    every = [list(map(computing_s, steps)) for steps in groups]
+    known = [[time_s for time_s in times if time_s is not None] for times in every]
+    return known if list(map(len, known)) == list(map(len, every)) else None
 
 
 def span(record: Record) -> Span | None:
@@ -131,10 +134,35 @@ def _steady(record: Record, name: str) -> Span | None:
 
 def _compute_by_step(kept: dict[int, list[Sample]]) -> float | None:
     """Per step the slowest rank's, summed: ranks wait for one another in every step."""
-    slowest = []
-    for step in zip(*kept.values(), strict=True):
-        times = [time_s for time_s in map(computing_s, step) if time_s is not None]
-        if len(times) < len(step):
-            return None
-        slowest.append(max(times))
-    return fsum(slowest)
+    by_step = _computing(zip(*kept.values(), strict=True))
+    return None if by_step is None else fsum(map(max, by_step))
+
+
+def phases_per_step(record: Record) -> dict[str, float]:
+    """By phase, of the rank whose wall time it is; they add up to the wall time of the span over
+    its steps. Nothing where there is no span. What lies between two steps, an evaluation say, is
+    shared out over all steps."""
+    found, name = span(record), headline(record)
+    steps = found.steps.get(found.slowest, []) if found is not None else []
+    if found is None or name is None or not steps:
+        return {}
+    mine = [sample for sample in samples(record, name) if sample.rank == found.slowest]
+    if record.task.kind_row.steady:
+        mine = [sample for sample in mine if steps[0].start_s <= sample.start_s and sample.end_s <= steps[-1].end_s]
+    names = phases_in_order({phase for sample in mine for phase in sample.phases})
+    out = {name: fsum(sample.phases.get(name, 0.0) for sample in mine) / len(steps) for name in names}
+    rest_s = found.wall_s / len(steps) - fsum(out.values())
+    return out | {OTHER_PHASE: max(0.0, rest_s)}
+
+
+def tokens_per_step(record: Record) -> float | None:
+    """How large a step is, over all ranks: times of steps of different sizes are not better or
+    worse than one another."""
+    found = span(record)
+    steps = found.steps.get(found.slowest, []) if found is not None else []
+    return found.counts["tokens"] / len(steps) if found is not None and steps and found.counts.get("tokens") else None
+
+
+def phases_in_order(names: Iterable[str]) -> list[str]:
+    """The known phases in the order of a step, then others by name."""
+    return sorted(names, key=lambda name: (PHASES.index(name) if name in PHASES else len(PHASES), name == OTHER_PHASE, name))

@@ -1,13 +1,17 @@
 """Statistics of measured samples: the interval of a rate, and where a run becomes steady. What they find and what they cannot
 is in docs/metrics.md; older records follow `formulas_1`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import exp, fsum
 from statistics import fmean, median
+from typing import TypeVar
 
 import numpy as np
 
 from steelyard.words import Message
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 # Student's t, two-sided 95 %, by degrees of freedom (any statistics handbook); beyond the table, the next smaller row.
 T_95 = {
@@ -147,3 +151,11 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
 def mean_of_all(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values; None if there are none, or one is not known."""
     return None if None in values else mean_of_known(values)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return items by their key, both in the order in which they come."""
+    out: dict[Key, list[Item]] = {}
+    for item in items:
+        out.setdefault(key(item), []).append(item)
+    return out

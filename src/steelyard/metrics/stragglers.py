@@ -177,20 +177,17 @@ def _by_pass(record: Record) -> Stragglers | Unknown:
     name = spans.headline(record)
     if record.plan.dp < 2:
         return Unknown(ONE_REPLICA)
-    walls: dict[int, dict[int, float]] = {}
-    for window in spans.windows(record, name) if name else []:
-        walls.setdefault(degrees.place(record.plan, window.rank).dp, {})[window.rank] = window.wall_s
-    if name is None or len(walls) < 2 or sum(map(len, walls.values())) < spans.devices(record):
+    windows = {window.rank: window for window in spans.windows(record, name)} if name else {}
+    ranks = stats.grouped(sorted(windows), lambda rank: degrees.place(record.plan, rank).dp)
+    if name is None or len(ranks) < 2 or len(windows) < spans.devices(record):
         return Unknown(UNFINISHED)
-    tokens: dict[int, int] = {}
-    for rank, steps in spans.working(record, name).items():
-        tokens.setdefault(degrees.place(record.plan, rank).dp, _tokens(steps))  # its ranks count the same work
-    replicas, told = sorted(walls), _by_rank(record)
-    own = [max(walls[one].values()) for one in replicas]
-    rows = [
-        _row(told, tuple(sorted(walls[one])), own_s, others_s, None, None, tokens.get(one, 0))
-        for one, own_s, others_s in zip(replicas, own, _medians_of_others(own), strict=True)
-    ]
+    told, steps = _by_rank(record), spans.working(record, name)
+    replicas = [ranks[one] for one in sorted(ranks)]
+    own = [max(windows[rank].wall_s for rank in every) for every in replicas]
+    rows = []
+    for every, own_s, others_s in zip(replicas, own, _medians_of_others(own), strict=True):
+        tokens = next((_tokens(steps[rank]) for rank in every if rank in steps), 0)  # its ranks count the same work
+        rows.append(_row(told, tuple(every), own_s, others_s, None, None, tokens))
     return _ordered("pass", max(own), rows)
 
 

@@ -4,6 +4,7 @@ A task's own scores come from its row. Other packages add rows through the entry
 """
 
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 
 from steelyard import plugins, tasks, words
@@ -26,7 +27,7 @@ def of_task(task: Task) -> list[Metric]:
 
 
 def _of_score(score: Score) -> Metric:
-    formula = rates.quality(score.value, score.of)
+    formula = partial(rates.quality, value=score.value, of=score.of)
     return Metric(score.name, score.unit, score.better, formula, score.en, score.zh, score.form)
 
 
@@ -37,13 +38,9 @@ def derive(record: Record) -> dict[str, Value]:
 
 def values(record: Record, found_by_name: dict[str, Result]) -> dict[str, Value]:
     """Return metrics as a record stores them, with their units and notes."""
-    units = {metric.name: metric.unit for metric in of_task(record.task)}
-    out = {}
-    for name, found in found_by_name.items():
-        unit = units[name]
-        told = unit if isinstance(unit, str) else unit(record)
-        out[name] = Value(value=found.value, unit=told, interval=found.interval, note=words.stored(found.note, record.wording))
-    return out
+    units = {metric.name: metric.unit_of(record) for metric in of_task(record.task)}
+    every = [(name, found, words.stored(found.note, record.wording)) for name, found in found_by_name.items()]
+    return {name: Value(value=found.value, unit=units[name], interval=found.interval, note=note) for name, found, note in every}
 
 
 def results(record: Record) -> dict[str, Result]:

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from math import fsum
 from statistics import fmean
 
+from steelyard.metrics import stats
 from steelyard.metrics.result import GIB, Result, absent, work_name
 from steelyard.metrics.spans import samples, span, total, wall_s, working
 from steelyard.models.shapes import LlamaModel
@@ -31,10 +32,9 @@ def p_train(record: Record) -> Result:
 
 def _aside_s(record: Record) -> float:
     """Time of the pass that was spent on evaluations and checkpoints, on the rank where it was longest."""
-    by_rank: dict[int, list[float]] = {}
-    for sample in samples(record, PASS):
-        by_rank.setdefault(sample.rank, []).extend(sample.phases.get(name, 0.0) for name in ASIDE)
-    return max(map(fsum, by_rank.values()), default=0.0)
+    by_rank = stats.grouped(samples(record, PASS), lambda sample: sample.rank)
+    sums = (fsum(sample.phases.get(name, 0.0) for sample in own for name in ASIDE) for own in by_rank.values())
+    return max(sums, default=0.0)
 
 
 def p_core(record: Record) -> Result:

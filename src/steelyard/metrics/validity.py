@@ -1,11 +1,12 @@
 """What makes a finished run valid: checks on a record's evidence, and the reasons that follow from them."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import fsum
 
 from steelyard import accelerators, plugins, words
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import busy, clocks, fit, own, plausible, readings, shipped, stats, stragglers, training
+from steelyard.metrics import busy, clocks, fit, plausible, readings, shipped, stats, stragglers, training
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import Finding, Judged, Rule, failed, judged, note
 from steelyard.record.facts import Restart, StepDown
@@ -44,31 +45,28 @@ def findings(record: Record, values: dict[str, Value]) -> Judgement:
     """The same as messages."""
     found = [one for rule in RULES for one in rule(record, values)]
     failed = [(one.code, one.check.said) for one in found if one.check is not None and not one.check.ok and one.code]
+    evaluated, unevaluated = quality(record, values)
     return Judgement(
         checks=tuple(one.check for one in found if one.check is not None),
         reasons=tuple(failed),
         notes=tuple(one.note for one in found if one.note is not None),
-        quality=quality(record, values),
-        unevaluated=_unevaluated(record, values),
+        quality=evaluated,
+        unevaluated=unevaluated,
     )
 
 
-def quality(record: Record, values: dict[str, Value]) -> Quality:
-    """The case's quality, and whether the gate may be applied to it."""
-    metric, value = _quality(record, values)
-    why = _unevaluated(record, values)
-    note = words.stored(why, record.wording)
-    return Quality(metric=metric, value=value, gate=record.case.gate, evaluated=why is None, note=note)
-
-
-def _quality(record: Record, values: dict[str, Value]) -> tuple[str, float | None]:
+def quality(record: Record, values: dict[str, Value]) -> tuple[Quality, Message | None]:
+    """Return the case's quality, and why the gate may not be applied to it; None where it may."""
     gate = record.case.gate
     metric = gate.metric if gate else record.task.quality
-    return metric, values[metric].value if metric in values else None
+    value = values[metric].value if metric in values else None
+    why = words.both(*_unmet(record, values)) or (UNKNOWN if value is None else None)
+    note = words.stored(why, record.wording)
+    return Quality(metric=metric, value=value, gate=gate, evaluated=why is None, note=note), why
 
 
-def _unevaluated(record: Record, values: dict[str, Value]) -> Message | None:
-    """Why the gate may not be applied; None where it may."""
+def _unmet(record: Record, values: dict[str, Value]) -> list[Message]:
+    """Return what a gate needs to be applied and the run does not have, beside the value itself."""
     gate = record.case.gate
     needs = [
         (gate is not None, Message("quality.no_gate")),
@@ -79,10 +77,7 @@ def _unevaluated(record: Record, values: dict[str, Value]) -> Message | None:
     if gate is not None and gate.below is not None:
         below = values.get(gate.below)
         needs.append((below is not None and below.value is not None, Message("quality.no_base", {"metric": gate.below})))
-    unmet = [text for holds, text in needs if not holds]
-    if unmet:
-        return words.both(*unmet)
-    return UNKNOWN if _quality(record, values)[1] is None else None
+    return [text for holds, text in needs if not holds]
 
 
 def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
@@ -111,27 +106,22 @@ UNKNOWN = Message("quality.unknown")
 _RANDOM, _OTHER_DATA = Message("quality.random"), Message("quality.other_data")
 
 
-def _of_kind(record: Record, values: dict[str, Value]) -> list[Finding]:
+def _of_kind(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     """Apply the rules that the record's kind of work names."""
-    return [one for rule in record.task.kind_row.rules for one in plugins.load(rule)(record, values)]
+    for rule in record.task.kind_row.rules:
+        yield from plugins.load(rule)(record, values)
 
 
-def finite_answers(record: Record, values: dict[str, Value]) -> list[Finding]:
-    out: list[Finding] = []
+def finite_answers(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     for name, noun, tally in _tallies(record):
         told: Values = {"pass": name, "bad": tally.not_finite, "items": tally.items, "nouns": words.items(noun)}
-        out.append(judged(f"finite_{name}", not tally.not_finite, "nan", "check.finite", told))
-    return out
+        yield judged(f"finite_{name}", not tally.not_finite, "nan", "check.finite", told)
 
 
 def finite_values(record: Record, values: dict[str, Value]) -> list[Finding]:
-    out: list[Finding] = []
-    for sample in record.samples:
-        if any(value is None for value in sample.values.values()):
-            told: Values = {"pass": sample.pass_name, "step": sample.step, "rank": sample.rank}
-            out.append(failed("finite_values", "nan", "check.finite_values", told))
-            break
-    return out
+    bad = next((sample for sample in record.samples if None in sample.values.values()), None)
+    told: Values = {} if bad is None else {"pass": bad.pass_name, "step": bad.step, "rank": bad.rank}
+    return [failed("finite_values", "nan", "check.finite_values", told)] if told else []
 
 
 def _stopped(record: Record) -> Stopped | None:
@@ -139,25 +129,22 @@ def _stopped(record: Record) -> Stopped | None:
     return None if answers is None else record.task.stopped(answers)
 
 
-def finite_losses(record: Record, values: dict[str, Value]) -> list[Finding]:
+def finite_losses(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     """A norm may overflow: scaled losses in fp16 look for the limit. A loss may not."""
     losses, stopped = training.values(record, "loss"), _stopped(record)
     why = stopped.why if stopped else None
     bad = losses.index(None) if None in losses else stopped.step if stopped and why == "nan" else None
-    at: Values = {} if bad is None else {"step": bad}
-    out: list[Finding] = []
     if losses or stopped:
-        out.append(judged("finite_loss", bad is None, "nan", "check.finite_loss", at))
+        yield judged("finite_loss", bad is None, "nan", "check.finite_loss", {} if bad is None else {"step": bad})
     train = record.question.train
     if stopped and why == "bound" and train is not None:
         told: Values = {"step": stopped.step, "value": str(stopped.value), "bound": str(train.bound)}
-        out.append(failed("loss_bound", "loss_bound", "check.loss_bound", told))
+        yield failed("loss_bound", "loss_bound", "check.loss_bound", told)
     answers = record.answers
     for name in ("before", "after"):
         finite = None if answers is None else record.task.held_out_finite(answers, name)
         if finite is not None:
-            out.append(judged(f"finite_{name}", finite, "nan", "check.finite_held_out", {"pass": name}))
-    return out
+            yield judged(f"finite_{name}", finite, "nan", "check.finite_held_out", {"pass": name})
 
 
 def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
@@ -169,19 +156,23 @@ def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
     return [(name, noun, tally) for name, noun, tally in found if tally is not None]
 
 
-def covered_items(record: Record, values: dict[str, Value]) -> list[Finding]:
+def covered_items(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     """Every item in scope is answered once. Where --steps ends a pass early only some are, and none twice."""
     kind = record.task.kind_row
     partly = kind.cut_by_steps and record.scope.steps is not None
-    out: list[Finding] = []
     for name, noun, tally in _tallies(record):
         ok = not tally.repeated and (not tally.missing or partly)
-        told: Values = {"pass": name, "items": tally.items, "nouns": words.items(noun), "missing": tally.missing}
-        told |= {"repeated": tally.repeated, "answered": tally.items - tally.missing}
+        told: Values = {
+            "pass": name,
+            "items": tally.items,
+            "nouns": words.items(noun),
+            "missing": tally.missing,
+            "repeated": tally.repeated,
+            "answered": tally.items - tally.missing,
+        }
         check = f"covered_{name}_{noun}s" if name in kind.stepped else f"covered_{name}"
         said = "check.covered_part" if partly and tally.missing else "check.covered"
-        out.append(judged(check, ok, "coverage", said, told))
-    return out
+        yield judged(check, ok, "coverage", said, told)
 
 
 def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -200,17 +191,15 @@ def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
     return [judged("covered_train", counts[worst] == wanted, "coverage", "check.steps", told)]
 
 
-def counted_all(record: Record, values: dict[str, Value]) -> list[Finding]:
+def counted_all(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     """In division closed, the tokens that samples count are those of the data, no more and no fewer."""
     wanted = getattr(record.data, "tokens", None)
     if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
-        return []
-    out: list[Finding] = []
+        return
     for name in sorted({sample.pass_name for sample in record.samples}):
         found = passes.total(record, name).get("tokens", 0)
         told: Values = {"pass": name, "tokens": found, "wanted": wanted}
-        out.append(judged(f"counted_{name}", found == wanted, "tokens", "check.counted", told))
-    return out
+        yield judged(f"counted_{name}", found == wanted, "tokens", "check.counted", told)
 
 
 def counted_any(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -226,8 +215,7 @@ def _judged(record: Record) -> list[Window]:
     return [window for window in record.passes if window.pass_name in record.task.kind_row.judged]
 
 
-def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
-    out: list[Finding] = []
+def _accounted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     for window in _judged(record):
         if window.pass_name in record.task.kind_row.bare:
             continue
@@ -246,8 +234,7 @@ def _accounted(record: Record, values: dict[str, Value]) -> list[Finding]:
         }
         short = share < ACCOUNTED and rest_s < LEAST_S
         said = "check.accounted_short" if short else "check.accounted"
-        out.append(judged(name, share >= ACCOUNTED or short, "unaccounted", said, told))
-    return out
+        yield judged(name, share >= ACCOUNTED or short, "unaccounted", said, told)
 
 
 def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -264,11 +251,10 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
     return [judged("interval", width <= limit, "interval", "check.interval", {"width": width, "limit": limit})]
 
 
-def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Clocks and neighbours, inside every pass."""
-    out: list[Finding] = []
+def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+    """Judge clocks and neighbours, inside every pass."""
     if record.case.size == "smoke":
-        return out
+        return
     known = accelerators.settings(lambda row: row.severity)  # older records do not state it
     for series in record.telemetry:
         spans = [(w.start_s, w.start_s + w.wall_s) for w in _judged(record)]
@@ -280,86 +266,72 @@ def _device(record: Record, values: dict[str, Value]) -> list[Finding]:
             told: Values = {"device": series.device, "reason": name, "share": share}
             severity = (known if series.severity is None else series.severity).get(name, "note")
             if severity == "invalidates":
-                out.append(failed(f"clocks_{name}", "slowdown", "check.slowdown", told))
+                yield failed(f"clocks_{name}", "slowdown", "check.slowdown", told)
             elif severity == "note":
-                out.append(note(Message("note.slowdown", told)))
+                yield note(Message("note.slowdown", told))
         foreign = [readings.foreign(series, start, end) for start, end in spans]
         if any(one is not None for one in foreign):
-            out.append(judged("alone", not any(foreign), "shared", "check.alone", {"device": series.device}))
-    return out
+            yield judged("alone", not any(foreign), "shared", "check.alone", {"device": series.device})
 
 
-def _gate(record: Record, values: dict[str, Value]) -> list[Finding]:
-    found, gate = quality(record, values), record.case.gate
-    unseen = _unevaluated(record, values) == UNKNOWN
-    if gate is not None and gate.reach is not None and unseen and record.failure is None:
+def _gate(record: Record, values: dict[str, Value]) -> Iterable[Finding]:
+    (found, why), gate = quality(record, values), record.case.gate
+    if gate is not None and gate.reach is not None and why == UNKNOWN and record.failure is None:
         return [failed("gate", "quality", "check.gate_unknown", {"metric": found.metric})]  # nobody looked
     if not found.evaluated or gate is None or found.value is None:
         return []
     if gate.reach is not None:
-        return _reaches(found.metric, found.value, gate.reach)
+        told: Values = {"metric": found.metric, "value": found.value, "target": gate.reach}
+        return [judged("gate", found.value >= gate.reach, "target_not_reached", "check.gate_reach", told)]
     if gate.below is not None:
         return _falls(found.metric, found.value, gate, values[gate.below].value)
     return _near(found.metric, found.value, gate, values.get(f"{found.metric}_val"))
 
 
-def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> list[Finding]:
-    """A value near its target, and the reference pass near it."""
+def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> Iterator[Finding]:
+    """Judge whether a value is near its target, and the reference pass near it."""
     if gate.target is None or gate.within is None:
-        return []
+        return
     told: Values = {"metric": metric, "value": value, "target": gate.target, "within": gate.within}
-    out = [judged("gate", abs(value - gate.target) <= gate.within, "quality", "check.gate", told)]
+    yield judged("gate", abs(value - gate.target) <= gate.within, "quality", "check.gate", told)
     if val is not None and val.value is not None and gate.agree_within is not None:
         apart = abs(value - val.value)
         near: Values = {"apart": apart, "most": gate.agree_within}
-        out.append(judged("gate_agree", apart <= gate.agree_within, "quality", "check.gate_agree", near))
-    return out
+        yield judged("gate_agree", apart <= gate.agree_within, "quality", "check.gate_agree", near)
 
 
 def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
     """A loss below another, and below a bound where one is stated."""
     known = [limit for limit in (start, gate.target) if limit is not None]
-    asked: list[Message] = []
-    if start is not None:
-        asked.append(Message("gate.metric", {"name": str(gate.below), "limit": start}))
-    if gate.target is not None:
-        asked.append(Message("gate.target", {"limit": gate.target}))
-    told: Values = {"metric": metric, "value": value, "limits": tuple(asked)}
+    asked: tuple[Message, ...] = () if start is None else (Message("gate.metric", {"name": str(gate.below), "limit": start}),)
+    asked += () if gate.target is None else (Message("gate.target", {"limit": gate.target}),)
+    told: Values = {"metric": metric, "value": value, "limits": asked}
     return [judged("gate", all(value < limit for limit in known), "quality", "check.gate_below", told)]
 
 
-def _reaches(metric: str, value: float, target: float) -> list[Finding]:
-    told: Values = {"metric": metric, "value": value, "target": target}
-    return [judged("gate", value >= target, "target_not_reached", "check.gate_reach", told)]
-
-
 def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """What a reader must know before comparing: another question, other limits, a sample that shares less."""
-    out: list[Message] = []
-    case = record.case
-    keys = changed_question(case.origins)
-    if keys:
-        out.append(Message("note.question", {"keys": tuple(keys)}))
-    limits = [key for key, origin in case.origins.items() if origin == "command line"]
-    limits = [key for key in limits if key == "max_interval" or key.startswith("gate.")]
-    if limits:
-        out.append(Message("note.limits", {"keys": tuple(limits)}))
-    other = shipped.modified(record)
-    if other:
-        out.append(Message("note.modified", {"parts": tuple(other), "case": case.name}))
-    later = shipped.later(record)
-    if later:
-        out.append(Message("note.earlier", {"case": case.name, "fields": tuple(later)}))
-    out += map(_resumed, record.restarts)
-    if record.stepped_down is not None:
-        out.append(_stepped_down(record, record.stepped_down))
-    if case.division == "open" and record.scope.sample is not None and record.task.kind_row.shares:
-        out.append(Message("note.sample"))
-    if record.scope.subjects or record.scope.rows:
-        out.append(Message("note.selected"))
-    if (record.engine.details.fp8 or "").startswith("emulated"):
-        out.append(Message("note.emulated"))
-    return [note(one) for one in (*out, *own.notes(record))]
+    """Note what a reader must know before comparing: another question, other limits, a sample that
+    shares less."""
+    case, scope = record.case, record.scope
+    keys = tuple(changed_question(case.origins))
+    changed = [key for key, origin in case.origins.items() if origin == "command line"]
+    limits = tuple(key for key in changed if key == "max_interval" or key.startswith("gate."))
+    parts, fields = tuple(shipped.modified(record)), tuple(shipped.later(record))
+    shares_less = case.division == "open" and scope.sample is not None and record.task.kind_row.shares
+    emulated = (record.engine.details.fp8 or "").startswith("emulated")
+    every = (
+        Message("note.question", {"keys": keys}) if keys else None,
+        Message("note.limits", {"keys": limits}) if limits else None,
+        Message("note.modified", {"parts": parts, "case": case.name}) if parts else None,
+        Message("note.earlier", {"case": case.name, "fields": fields}) if fields else None,
+        *map(_resumed, record.restarts),
+        None if record.stepped_down is None else _stepped_down(record, record.stepped_down),
+        Message("note.sample") if shares_less else None,
+        Message("note.selected") if scope.subjects or scope.rows else None,
+        Message("note.emulated") if emulated else None,
+        *shipped.own_notes(record),
+    )
+    return [note(one) for one in every if one is not None]
 
 
 def _stepped_down(record: Record, first: StepDown) -> Message:

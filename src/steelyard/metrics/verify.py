@@ -1,5 +1,6 @@
 """Verification: a record says what its raw samples say, byte for byte and number for number."""
 
+from collections.abc import Iterator
 from math import isclose
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from steelyard.case import resolve
 from steelyard.case.key import key_of
 from steelyard.case.precision import name_of, presets
 from steelyard.errors import RequestError
-from steelyard.metrics import evidence, shipped, table, validity
+from steelyard.metrics import evidence, shipped, stats, table, validity
 from steelyard.record import record
 from steelyard.record.record import Check, Reason, Record, Value
 
@@ -16,15 +17,14 @@ from steelyard.record.record import Check, Reason, Record, Value
 def read(path: Path) -> Record:
     """A sound record: what a page is made of."""
     found = record.read(path)
-    wrong = _wrong(path, found)
-    if wrong:
-        raise RequestError(f"{path}: does not verify: {wrong[0]}; see steelyard verify")
+    for problem in _wrong(path, found):
+        raise RequestError(f"{path}: does not verify: {problem}; see steelyard verify")
     return found
 
 
 def verify(path: Path) -> list[str]:
     """What is wrong with a record; nothing, where it is sound."""
-    return _wrong(path, record.read(path))
+    return list(_wrong(path, record.read(path)))
 
 
 def remarks(path: Path) -> list[str]:
@@ -45,35 +45,32 @@ def remarks(path: Path) -> list[str]:
     return [f"the key is {case.key}; that of the shipped case {case.name} with these data is {now}"]
 
 
-def _wrong(path: Path, found: Record) -> list[str]:
+def _wrong(path: Path, found: Record) -> Iterator[str]:
     values = table.derive(found)
     checks, reasons, notes, quality = validity.judge(found, values)
-    wrong = record.integrity(path) + _question(found) + _metrics(found, values)
-    told, again = _by_name(found.checks), _by_name(checks)
-    wrong += [f"check {name!r} does not follow from the samples" for name, every in told.items() if again.get(name) != every]
+    yield from (*record.integrity(path), *_question(found), *_metrics(found, values))
+    again = _by_name(checks)
+    for name, every in _by_name(found.checks).items():
+        if again.get(name) != every:
+            yield f"check {name!r} does not follow from the samples"
     if not words.all_among(found.notes, notes):
-        wrong.append("the notes are not those that follow from the samples")
+        yield "the notes are not those that follow from the samples"
     if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
-        wrong.append(f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}")
-    return wrong + _status(found, reasons) + evidence.contradictions(found)
+        yield f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}"
+    yield from (*_status(found, reasons), *evidence.contradictions(found))
 
 
 def _by_name(checks: list[Check]) -> dict[str, list[bool]]:
-    """A check that is made of every rank stands there as often."""
-    out: dict[str, list[bool]] = {}
-    for one in checks:
-        out.setdefault(one.name, []).append(one.ok)
-    return out
+    """Return the results by name: a check that is made of every rank has as many."""
+    return {name: [one.ok for one in every] for name, every in stats.grouped(checks, lambda one: one.name).items()}
 
 
-def _metrics(found: Record, values: dict[str, Value]) -> list[str]:
-    wrong = []
+def _metrics(found: Record, values: dict[str, Value]) -> Iterator[str]:
     for name, told in found.metrics.items():  # a record may be older than a metric, or than the wording of a note
         if name not in values:
-            wrong.append(f"metric {name!r} is not one that can be derived")
+            yield f"metric {name!r} is not one that can be derived"
         elif not _same(told, values[name]):
-            wrong.append(f"metric {name} is {told.value}; recomputed from the samples: {values[name].value}")
-    return wrong
+            yield f"metric {name} is {told.value}; recomputed from the samples: {values[name].value}"
 
 
 def _same(told: Value, again: Value) -> bool:
@@ -84,28 +81,24 @@ def _same(told: Value, again: Value) -> bool:
     return all(a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9)) for a, b in pairs)
 
 
-def _status(found: Record, reasons: list[Reason]) -> list[str]:
+def _status(found: Record, reasons: list[Reason]) -> Iterator[str]:
     """A failure comes first among the reasons; it alone does not follow from the samples."""
     own = found.reasons[1:] if found.failure else found.reasons
     status = "failed" if found.failure else "invalid" if reasons else "valid"
-    wrong = []
     if [one.code for one in own] != [one.code for one in reasons] or (found.failure and not found.reasons):
-        wrong.append("the reasons are not those that follow from the samples")
+        yield "the reasons are not those that follow from the samples"
     if found.status != status:
-        wrong.append(f"the status is {found.status}; it follows from the samples that it is {status}")
-    return wrong
+        yield f"the status is {found.status}; it follows from the samples that it is {status}"
 
 
-def _question(found: Record) -> list[str]:
+def _question(found: Record) -> Iterator[str]:
     """The key stands for the question, and so do the names beside it."""
     case = found.case
-    wrong = []
     if key_of(case.question, found.fingerprint) != case.key:
-        wrong.append("the key is not that of the question")
+        yield "the key is not that of the question"
     if (found.question.division, found.question.precision.name) != (case.division, case.precision):
-        wrong.append("the division or the precision is not that of the question")
+        yield "the division or the precision is not that of the question"
     precision = found.question.precision
     named = name_of(found.question.kind, precision.model_dump())
     if precision.name in presets()[found.question.kind] and precision.name != named:
-        wrong.append(f"the precision is called {precision.name}, and is {named}")
-    return wrong
+        yield f"the precision is called {precision.name}, and is {named}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from steelyard import words
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import own
+from steelyard.metrics import shipped
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
@@ -72,7 +72,7 @@ def values(runs: list[Run], accelerators: dict[int, str], say: Words) -> Table:
     size = runs[0].record.case.size
     if references and size != "full":
         notes.append(say("published.size", size))
-    notes += [words.text(one, say.lang) for one in own.counted(run.record for run in runs)]
+    notes += [words.text(one, say.lang) for one in shipped.counted_types(run.record for run in runs)]
     return Table(tuple(_column(field, units[field.name], say) for field in chosen), tuple(rows), tuple(notes))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from steelyard import words
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import own
+from steelyard.metrics import shipped
 from steelyard.metrics.rates import work_unit
 from steelyard.metrics.result import work_name
 from steelyard.metrics.runs import kinds, quality, rate
@@ -151,7 +151,7 @@ def _blocks(records: list[Record], fields: list[_Field], say: Words, first: list
     starred = any(cell.text.endswith(UNCHECKED) for field in kept for cell in cells[field.title])
     notes = [say("terminal.unchecked")] if starred else []
     notes += _no_mfu(records, say) if any(field.title == "MFU" for field in empty) else []
-    notes += [words.text(one, say.lang) for one in own.counted(records)]
+    notes += [words.text(one, say.lang) for one in shipped.counted_types(records)]
     return [*([Paragraph(told)] if told else []), Table(tuple(columns), tuple(rows), tuple(notes))]
 
 

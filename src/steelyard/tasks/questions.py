@@ -3,7 +3,6 @@
 A task of such questions says how its rows are read; `prepare` does the rest. `tasks.choices` has what a record keeps.
 """
 
-import hashlib
 import random
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from steelyard.errors import RequestError
 from steelyard.schema import Frozen, canonical
 from steelyard.tasks import choices
 from steelyard.tasks.choices import LETTERS
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_published
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
 
 McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
 
@@ -88,10 +87,7 @@ def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}"
 
 def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:
     """The hash of all rows and of the vocabulary they are read with."""
-    digest = hashlib.sha256(tokenizer.sha256.encode())
-    for subject in subjects:
-        digest.update(canonical([subject.name, subject.dev, subject.test]).encode())
-    return digest.hexdigest()
+    return fingerprint_of(tokenizer, (canonical([one.name, one.dev, one.test]) for one in subjects))
 
 
 def text(row: McqRow) -> str:

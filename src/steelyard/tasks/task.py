@@ -4,7 +4,8 @@ A worker prepares a task's inputs and checks the answers that an engine gives; t
 outputs and scores them, again on every verification. Nothing here needs a framework.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -128,6 +129,14 @@ class DataFacts(OpenTable):
     fingerprint: str
     published: bool | None
     tokenizer: TokenizerFacts | None = None
+
+
+def fingerprint_of(tokenizer: Tokenizer, parts: Iterable[str]) -> str:
+    """Return the hash of a vocabulary and of the parts of the data that are read with it."""
+    digest = hashlib.sha256(tokenizer.sha256.encode())
+    for part in parts:
+        digest.update(part.encode())
+    return digest.hexdigest()
 
 
 def is_published(fingerprint: str, published: str | None) -> bool | None:

@@ -109,56 +109,44 @@ class Piece:
         return DTYPES[self.stored.dtype]
 
 
-class Headers(Protocol):
-    """A folder whose headers were read, of any family and format: what they tell."""
+@dataclass(frozen=True)
+class Headers:
+    """What the headers of a folder tell, of any family and format."""
+
+    format: str
+    tp: int
+    iteration: str | None
+    step: int  # the iteration as a number; 0 if there is none
+    folders: tuple[Path, ...]  # where its files are
+    files: list[tuple[str, int]]  # name and size of each
+    tensors: list[Stored]  # the model's, each once for every file that holds a part of it
+    digest: str
+    notes: tuple[str, ...] = ()
+
+
+class Opened(Protocol):
+    """A folder of any family and format whose headers were read."""
 
     @property
-    def family(self) -> str: ...
-
-    @property
-    def format(self) -> str: ...
-
-    @property
-    def tp(self) -> int: ...
-
-    @property
-    def iteration(self) -> str | None: ...
-
-    @property
-    def files(self) -> list[tuple[str, int]]:
-        """Name and size of each."""
-
-    @property
-    def tensors(self) -> list[Stored]:
-        """The model's tensors, each once for every file that holds a part of it."""
+    def headers(self) -> Headers: ...
 
     def config(self) -> dict[str, Any]:
-        """Dimensions of the model; None where the files do not tell."""
+        """Return the dimensions of the model; None where the files do not tell."""
 
     def count(self) -> int:
-        """How many parameters the model has; refuses files that are not one whole model."""
-
-    def digest(self) -> str: ...
-
-    def notes(self) -> list[str]: ...
+        """Return how many parameters the model has. Raise RequestError if the files are not one
+        whole model."""
 
 
-class Checkpoint(Headers, Protocol):
-    """A Llama's. Nothing is compared with a model before `pieces` and `check_values` are asked."""
-
-    @property
-    def step(self) -> int:
-        """The iteration as a number; 0 if there is none."""
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """Where its files are."""
+class Checkpoint(Opened, Protocol):
+    """A Llama's. Nothing is compared with a model before `pieces` and `check_values` are called."""
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        """Every parameter of a model of this shape, each element covered once; refuses a checkpoint of another model."""
+        """Return every parameter of a model of this shape, each element covered once. Raise
+        RequestError if the checkpoint is one of another model."""
 
     def check_values(self, shape: LlamaShape) -> None:
-        """Refuse values that must be equal or zero and are not."""
+        """Raise RequestError if values that must be equal or zero are not."""
 
 
 class Progress:
@@ -173,12 +161,12 @@ class Progress:
             self.tell(self.done, self.total)
 
 
-def facts(source: Headers, parameters: int) -> dict[str, Any]:
+def facts(headers: Headers, parameters: int) -> dict[str, Any]:
     """Return where weights came from, as a record of any family says it."""
     return {
-        "source": source.format,
-        "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in source.files],
-        "header_sha256": source.digest(),
+        "source": headers.format,
+        "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in headers.files],
+        "header_sha256": headers.digest,
         "parameters": parameters,
     }
 
@@ -203,14 +191,12 @@ def read_journal(path: Path) -> dict[str, Any]:
 
 def shape_in(source: Checkpoint) -> LlamaShape:
     """The whole model's, as its files tell it."""
-    config, where = source.config(), source.folders[0]
+    config, where, tensors = source.config(), source.headers.folders[0], len(source.headers.tensors)
     missing = [field for field, value in config.items() if value is None and field not in OPTIONAL]
     if missing:
         raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
-    if config["layers"] > len(source.tensors):  # a number of a stranger, before anything is made of that many
-        raise RequestError(
-            f"{where}: tells of {config['layers']} layers and has {len(source.tensors)} tensors; download it again"
-        )
+    if config["layers"] > tensors:  # a number of a stranger, before anything is made of that many
+        raise RequestError(f"{where}: tells of {config['layers']} layers and has {tensors} tensors; download it again")
     return LlamaShape(**config)
 
 

@@ -29,7 +29,7 @@ from steelyard.models.shapes import LlamaModel
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, load
 from steelyard.weights import write as writing
-from steelyard.weights.checkpoint import JOURNAL, ByteProgress, Checkpoint, Piece, TensorPart
+from steelyard.weights.checkpoint import JOURNAL, ByteProgress, Checkpoint, Headers, Piece, TensorPart
 from steelyard.weights.write import File, FilePlan, Planned, Planning
 
 LOCK = "conversion.lock"
@@ -53,13 +53,13 @@ def convert(
     """Write a checkpoint's weights to a folder, bit for bit. `progress` is told the bytes of tensors that are written,
     kept ones included, and those in all, after every tensor."""
     opened = load.open_folder(source)
-    shape = _shape(opened, model)
+    shape, headers = _shape(opened, model), opened.headers
     _check_request(to, tp, shape)
     pieces = checkpoint.by_parameter(opened.pieces(shape))
     opened.check_values(shape)
-    plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), opened.iteration, opened.step), tp)
-    _check_apart(target, (source, *opened.folders))
-    what = {"source": _identity(opened), "to": to, "tp": tp, "shape": checkpoint.as_table(shape)}
+    plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), headers.iteration, headers.step), tp)
+    _check_apart(target, (source, *headers.folders))
+    what = {"source": _identity(headers), "to": to, "tp": tp, "shape": checkpoint.as_table(shape)}
     journal = Journal.open(target, what, plan.names)
     kept = len(plan.names)
     if not journal.complete:
@@ -73,17 +73,17 @@ def convert(
     return Conversion(written, sum(size for _, size in written), kept)
 
 
-def _identity(opened: Checkpoint) -> dict[str, Any]:
+def _identity(headers: Headers) -> dict[str, Any]:
     """What tells a source from another of the same shapes: times of its files, which copies that keep them share, and a
     sample of their values, for times may be those of an archive."""
     out: list[Any] = []
-    for name, size in opened.files:
-        path = opened.folders[0] / name
+    for name, size in headers.files:
+        path = headers.folders[0] / name
         try:
             out.append([name, size, path.stat().st_mtime_ns, _sample(path, size)])
         except OSError as error:
             raise RequestError(f"{path}: cannot be read ({error.strerror}); make it readable, or fetch it again") from error
-    return {"headers": opened.digest(), "files": out}
+    return {"headers": headers.digest, "files": out}
 
 
 def _sample(path: Path, size: int) -> str:

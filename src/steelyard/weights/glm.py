@@ -22,7 +22,7 @@ from steelyard.models.shapes import GlmModel
 from steelyard.models.tensors import without_values
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, huggingface
-from steelyard.weights.checkpoint import ByteProgress, Stored, TensorPart, saved_tensor, shown
+from steelyard.weights.checkpoint import ByteProgress, Headers, Stored, TensorPart, saved_tensor, shown
 from steelyard.weights.hf_config import INDEX_NAME, SINGLE_NAME
 from steelyard.weights.megatron import TRACKER, leaves
 from steelyard.weights.torch_files import read as read_saved
@@ -38,27 +38,20 @@ MATRIX = 2  # dimensions
 MAX_SIZE = 1 << 24  # of a dimension: products of two are countable, and no model is as wide
 MAX_TRACKER_BYTES = 1000
 
+Files = list[tuple[str, int]]  # name and size of each
+Notes = tuple[str, ...]
+
 _LAYER = re.compile(r"transformer\.layers\.[0-9]{1,6}\.attention\.query_key_value\.weight", re.ASCII)
 
 
 @dataclass(frozen=True)
 class GlmCheckpoint:
-    """A checkpoint whose headers were read: its tensors by the names of the model's parameters, `optimizer` whether its
-    file holds more than the model."""
+    """A checkpoint whose headers were read: its tensors by the names of the model's parameters.
+    `where` is its one file, or its folder."""
 
-    format: str
-    iteration: str | None
+    headers: Headers
     where: Path
-    files: list[tuple[str, int]]
     parameters: dict[str, Stored]
-    optimizer: bool = False
-
-    family = "glm"
-    tp = 1
-
-    @property
-    def tensors(self) -> list[Stored]:
-        return list(self.parameters.values())
 
     def config(self) -> dict[str, Any]:
         layers = sum(1 for name in self.parameters if _LAYER.fullmatch(name))
@@ -92,12 +85,14 @@ class GlmCheckpoint:
                 raise RequestError(f"{self.where}: {field} is {value}, allowed: up to {MAX_SIZE}; download it again")
         return GlmModel(family="glm", heads=1, **config)
 
-    def digest(self) -> str:
-        tensors = sorted((name, stored.dtype, list(stored.shape)) for name, stored in self.parameters.items())
-        return hashlib.sha256(canonical({"files": self.files, "tensors": tensors}).encode()).hexdigest()
 
-    def notes(self) -> list[str]:
-        return ["the file holds an optimizer's state too; it is not read"] if self.optimizer else []
+def _opened(
+    format: str, folder: Path, where: Path, sizes: Files, tensors: dict[str, Stored], iteration: str | None, notes: Notes = ()
+) -> GlmCheckpoint:
+    told = sorted((name, stored.dtype, list(stored.shape)) for name, stored in tensors.items())
+    digest = hashlib.sha256(canonical({"files": sizes, "tensors": told}).encode()).hexdigest()
+    headers = Headers(format, 1, iteration, 0, (folder,), sizes, list(tensors.values()), digest, notes)
+    return GlmCheckpoint(headers, where, tensors)
 
 
 def shapes_of(model: GlmModel) -> dict[str, tuple[int, ...]]:
@@ -124,8 +119,8 @@ def load(model: Glm, folder: Path, progress: ByteProgress | None = None) -> dict
             stored = found.parameters[name]
             place.copy_(stored.open().to(place.device))
             copied.add(_bytes(stored))
-    out = checkpoint.facts(found, sum(place.numel() for place in places.values()))
-    return out if found.iteration is None else out | {"iteration": found.iteration}
+    out = checkpoint.facts(found.headers, sum(place.numel() for place in places.values()))
+    return out if found.headers.iteration is None else out | {"iteration": found.headers.iteration}
 
 
 def _bytes(stored: Stored) -> int:
@@ -180,7 +175,8 @@ def _read_own(folder: Path) -> GlmCheckpoint:
     own = [(str(path.relative_to(folder)), path.stat().st_size)]
     name = iteration or inside.resolve().name
     tensors = {key: saved_tensor(path, key, value) for key, value in leaves(module)}
-    return GlmCheckpoint("glm", name, path, own, tensors, "optimizer" in table)
+    notes = ("the file holds an optimizer's state too; it is not read",) if "optimizer" in table else ()
+    return _opened("glm", folder, path, own, tensors, name, notes)
 
 
 def _tracked(path: Path) -> str:
@@ -198,7 +194,8 @@ def _read_safetensors(folder: Path) -> GlmCheckpoint:
     every = {name: stored for shard in shards for name, stored in shard.tensors.items()}
     if every and all(name.startswith(PREFIX) for name in every):
         every = {name.removeprefix(PREFIX): stored for name, stored in every.items()}
-    return GlmCheckpoint("safetensors", None, folder, [(shard.path.name, shard.size_bytes) for shard in shards], every)
+    sizes = [(shard.path.name, shard.size_bytes) for shard in shards]
+    return _opened("safetensors", folder, folder, sizes, every, None)
 
 
 def write(model: Glm, folder: Path, iteration: int) -> None:

@@ -12,7 +12,17 @@ from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.models.shapes import LlamaModel, real_window
 from steelyard.schema import Frozen, canonical
-from steelyard.weights.hf_families import NOT_SCALED, PLAIN_ROPE, ROPE_TABLES, ROPE_TYPES, ROWS, SCALED, HfFamily, mixes
+from steelyard.weights.hf_families import (
+    NOT_SCALED,
+    PLAIN_ROPE,
+    ROPE_TABLES,
+    ROPE_TYPES,
+    ROWS,
+    SCALED,
+    HfFamily,
+    mixes,
+    read_scaling,
+)
 from steelyard.weights.settings import agree, allow, shown
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
@@ -85,7 +95,7 @@ def told(path: Path, config: dict[str, Any]) -> list[Told]:
 
 def _scalings(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     named = [(kind, table) for table in tables(path, config)[1:] for kind in _rope_kinds(table)]
-    return [SCALED[kind].read(table, config) for kind, table in named if kind in SCALED]
+    return [read_scaling(kind, table, config) for kind, table in named if kind in SCALED]
 
 
 def _rope_kinds(table: dict[str, Any]) -> list[str]:

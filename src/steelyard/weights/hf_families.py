@@ -165,47 +165,37 @@ def written_as(shape: Any) -> HfFamily:
     return [row for row in ROWS.values() if row.writes(shape)][-1]
 
 
-@dataclass(frozen=True)
-class RopeKind:
-    """A kind of scaled rotary positions: what its table says, and how it is written."""
+ORIGINAL = "original_max_position_embeddings"
+# Kinds of scaled rotary positions: our name of each number, and that in config.json, for reading and writing.
+SCALED = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low": "low_freq_factor",
+        "high": "high_freq_factor",
+        "original_positions": ORIGINAL,
+    },
+}
 
-    read: Callable[[Config, Config], Any]  # of its table, and of all config.json
-    write: Callable[[Any], dict[str, Any]]
 
-
-def _llama3(table: Config, config: Config) -> Any:
+def read_scaling(kind: str, table: Config, config: Config) -> dict[str, Any]:
+    """Return scaled rotary positions as a case tells them, from their table and all of
+    config.json."""
     # The newer place of the original positions first; where neither tells, transformers takes those of the model.
-    told = table.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    return {
-        "kind": "llama3",
-        "factor": table.get("factor"),
-        "low": table.get("low_freq_factor"),
-        "high": table.get("high_freq_factor"),
-        "original_positions": config.get("max_position_embeddings") if told is None else told,
-    }
+    told = table.get(ORIGINAL, config.get(ORIGINAL))
+    known = {**table, ORIGINAL: config.get("max_position_embeddings") if told is None else told}
+    return {"kind": kind, **{ours: known.get(theirs) for ours, theirs in SCALED[kind].items()}}
 
 
-def _written_llama3(scaling: Llama3Rope) -> dict[str, Any]:
-    return {
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low,
-        "high_freq_factor": scaling.high,
-        "original_max_position_embeddings": scaling.original_positions,
-    }
-
-
-def _linear(table: Config, config: Config) -> Any:
-    return {"kind": "linear", "factor": table.get("factor")}
-
-
-def _written_linear(scaling: LinearRope) -> dict[str, Any]:
-    return {"factor": scaling.factor}
+def _written_scaling(scaling: LinearRope | Llama3Rope) -> dict[str, Any]:
+    names = SCALED[scaling.kind]
+    return {"rope_type": scaling.kind, **{theirs: getattr(scaling, ours) for ours, theirs in names.items()}}
 
 
 def written(shape: Any) -> dict[str, Any]:
     """What config.json says of a shape."""
     row, scaling = written_as(shape), shape.rope_scaling
-    told = None if scaling is None else {"rope_type": scaling.kind, **SCALED[scaling.kind].write(scaling)}
+    told = None if scaling is None else _written_scaling(scaling)
     return {
         "architectures": [row.architecture],
         "model_type": row.model_type,
@@ -226,6 +216,5 @@ def written(shape: Any) -> dict[str, Any]:
     }
 
 
-SCALED = {"linear": RopeKind(_linear, _written_linear), "llama3": RopeKind(_llama3, _written_llama3)}
 PLAIN_ROPE = "default"
 NOT_SCALED = {"dynamic": "depends on the length of the batch"}  # of kinds that are refused, why

@@ -25,7 +25,7 @@ from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint
-from steelyard.weights.checkpoint import Piece, Stored, TensorPart, saved_tensor, shown
+from steelyard.weights.checkpoint import Headers, Piece, Stored, TensorPart, saved_tensor, shown
 from steelyard.weights.hf_config import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -254,43 +254,24 @@ def redundant(shape: LlamaShape) -> dict[str, Redundant]:
 class HuggingFace:
     """A folder whose config.json, the settings, and headers were read."""
 
-    folder: Path
+    headers: Headers
+    path: Path  # of config.json
     settings: dict[str, Any]
-    shards: list[WeightsFile]
-
-    family = "llama"
-    format = "huggingface"
-    tp = 1
-    iteration = None
-    step = 0
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        return (self.folder,)
-
-    @property
-    def files(self) -> list[tuple[str, int]]:
-        return [(shard.path.name, shard.size_bytes) for shard in self.shards]
-
-    @property
-    def tensors(self) -> list[Stored]:
-        return [stored for shard in self.shards for stored in shard.tensors.values()]
 
     def config(self) -> dict[str, Any]:
-        path = self.folder / CONFIG_NAME
-        return checkpoint.typed(path, first_told(path, self.settings))
+        return checkpoint.typed(self.path, first_told(self.path, self.settings))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        check_config(self.folder / CONFIG_NAME, self.settings, vars(shape))
-        wanted, known = parts(shape), redundant(shape)
-        checkpoint.check_entries(self.tensors, wanted, lambda name: name in known)
-        checkpoint.check_missing(self.folder, [stored.name for stored in self.tensors], wanted)
-        here = [(stored, wanted[stored.name]) for stored in self.tensors if stored.name in wanted]
+        check_config(self.path, self.settings, vars(shape))
+        wanted, known, tensors = parts(shape), redundant(shape), self.headers.tensors
+        checkpoint.check_entries(tensors, wanted, lambda name: name in known)
+        checkpoint.check_missing(self.path.parent, [stored.name for stored in tensors], wanted)
+        here = [(stored, wanted[stored.name]) for stored in tensors if stored.name in wanted]
         return [Piece(stored, part.parameter, part.box, part.inside) for stored, part in here]
 
     def check_values(self, shape: LlamaShape) -> None:
         known = redundant(shape)
-        every = {stored.name: stored for stored in self.tensors}
+        every = {stored.name: stored for stored in self.headers.tensors}
         for stored in every.values():
             if stored.name in known and not known[stored.name].harmless(stored.open(), every[EMBED].open):
                 about = f"{stored.path}: tensor {stored.name!r} {list(stored.shape)}"
@@ -299,13 +280,6 @@ class HuggingFace:
     def count(self) -> int:
         return checkpoint.count(self)
 
-    def digest(self) -> str:
-        tensors = [(stored.name, stored.dtype, list(stored.shape)) for stored in self.tensors]
-        return digest([(shard.size_bytes, shard.header_sha256) for shard in self.shards], tensors)
-
-    def notes(self) -> list[str]:
-        return []
-
 
 def holds(folder: Path) -> bool:
     """Whether a folder holds weights of a Llama."""
@@ -313,5 +287,11 @@ def holds(folder: Path) -> bool:
 
 
 def read(folder: Path) -> HuggingFace:
-    """A folder, its config and every header read."""
-    return HuggingFace(folder, read_json(folder / CONFIG_NAME), shards_in(folder))
+    """Open a folder: read its config and every header."""
+    path = folder / CONFIG_NAME
+    settings, shards = read_json(path), shards_in(folder)
+    sizes = [(shard.path.name, shard.size_bytes) for shard in shards]
+    tensors = [stored for shard in shards for stored in shard.tensors.values()]
+    told = [(stored.name, stored.dtype, list(stored.shape)) for stored in tensors]
+    mark = digest([(shard.size_bytes, shard.header_sha256) for shard in shards], told)
+    return HuggingFace(Headers("huggingface", 1, None, 0, (folder,), sizes, tensors, mark), path, settings)

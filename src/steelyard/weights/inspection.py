@@ -11,7 +11,7 @@ from steelyard.errors import RequestError
 from steelyard.models import families
 from steelyard.models.shapes import VARIANTS
 from steelyard.schema import Frozen
-from steelyard.weights.checkpoint import Headers, family_of
+from steelyard.weights.checkpoint import Opened, family_of
 
 SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
@@ -36,10 +36,11 @@ def inspect(folder: Path) -> Inspection:
     """What a folder holds. What keeps it from being used as it is, is a note. Of a folder that no family knows, the reader
     of Llamas says what is missing."""
     family = families.row(family_of(folder) or families.LLAMA.name)
-    source: Headers = plugins.load(family.checkpoint)(folder)
-    config, notes = source.config(), source.notes()
+    source: Opened = plugins.load(family.checkpoint)(folder)
+    headers, config = source.headers, source.config()
+    notes = [*headers.notes]
     dtypes, parameters = Counter[str](), 0
-    for stored in source.tensors:
+    for stored in headers.tensors:
         dtypes[SHOWN.get(stored.dtype, stored.dtype.lower())] += math.prod(stored.shape)
         parameters += math.prod(stored.shape)
     try:
@@ -47,16 +48,16 @@ def inspect(folder: Path) -> Inspection:
     except RequestError as error:
         notes.append(str(error))
     return Inspection(
-        layout=source.format,
-        tp=source.tp,
-        iteration=source.iteration,
+        layout=headers.format,
+        tp=headers.tp,
+        iteration=headers.iteration,
         dtype="+".join(name for name, _ in dtypes.most_common()),
         parameters=parameters,
-        size_bytes=sum(size for _, size in source.files),
-        files=source.files,
+        size_bytes=sum(size for _, size in headers.files),
+        files=headers.files,
         shape={field: _plain(value) for field, value in config.items() if field not in VARIANTS or _unusual(config, field)},
         notes=notes,
-        header_sha256=source.digest(),
+        header_sha256=headers.digest,
     )
 
 

@@ -113,8 +113,9 @@ def load_places(
 
 def facts(source: Checkpoint, shape: LlamaShape) -> dict[str, Any]:
     """Where weights came from, for the record."""
-    out = checkpoint.facts(source, checkpoint.elements(shape))
-    return out if source.iteration is None else out | {"tp": source.tp, "iteration": source.iteration}
+    headers = source.headers
+    out = checkpoint.facts(headers, checkpoint.elements(shape))
+    return out if headers.iteration is None else out | {"tp": headers.tp, "iteration": headers.iteration}
 
 
 def copy_to_hf(model: Llama, parameters: dict[str, Tensor]) -> None:

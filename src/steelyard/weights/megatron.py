@@ -25,7 +25,7 @@ from steelyard.models.placements import Box, Shard
 from steelyard.models.shapes import vocab_rows
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, megatron_args
-from steelyard.weights.checkpoint import Piece, Stored, TensorPart, saved_tensor, shown
+from steelyard.weights.checkpoint import Headers, Piece, Stored, TensorPart, saved_tensor, shown
 from steelyard.weights.megatron_args import ROOT, ours, theirs
 from steelyard.weights.torch_files import read as read_saved
 
@@ -73,51 +73,25 @@ def parts(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, TensorPart]:
 
 @dataclass(frozen=True)
 class Megatron:
-    """A checkpoint whose shards' tables were read. `iteration` is a number or, as in its folder's name, release."""
+    """A checkpoint whose shards' tables were read. Its iteration is a number or, as in its folder's
+    name, release."""
 
-    folder: Path
-    iteration: str
+    headers: Headers
     ranks: list[Rank]
-
-    family = "llama"
-    format = "megatron"
-
-    @property
-    def step(self) -> int:
-        return self.ranks[0].iteration or 0
-
-    @property
-    def tp(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        return (self.folder, *(rank.path.parent for rank in self.ranks))
-
-    @property
-    def files(self) -> list[tuple[str, int]]:
-        return [(str(rank.path.relative_to(self.folder)), rank.size_bytes) for rank in self.ranks]
-
-    @property
-    def tensors(self) -> list[Stored]:
-        first, *others = ({k: v for k, v in rank.tensors.items() if k.rpartition(".")[2] != "bias"} for rank in self.ranks)
-        split = [s for tensors in others for name, s in tensors.items() if placements.placement(name).split is not None]
-        biases = [s for rank in self.ranks for name, s in rank.tensors.items() if name.endswith("qkv.bias")]
-        return [*first.values(), *split, *biases]
 
     def config(self) -> dict[str, Any]:
         rank = self.ranks[0]
         shapes = {name: stored.shape for name, stored in rank.tensors.items()}
-        return checkpoint.typed(rank.path, megatron_args.config(rank.args, shapes, self.tp))
+        return checkpoint.typed(rank.path, megatron_args.config(rank.args, shapes, self.headers.tp))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
         megatron_args.check_plain(shape)
         for rank in self.ranks:
-            megatron_args.check(rank.path, rank.args, shape, self.tp)
+            megatron_args.check(rank.path, rank.args, shape, self.headers.tp)
         rows = self._rows(shape)
         out: list[Piece] = []
         for i, rank in enumerate(self.ranks):
-            wanted = parts(shape, Shard(i, self.tp), rows)
+            wanted = parts(shape, Shard(i, self.headers.tp), rows)
             _check_tensors(rank, wanted, shape)
             for name, part in wanted.items():
                 if i == 0 or placements.placement(name).split is not None:
@@ -125,23 +99,25 @@ class Megatron:
         return out
 
     def _rows(self, shape: LlamaShape) -> int:
-        """Rows of the vocabulary in each shard."""
-        path, stored = self.ranks[0].path, self.ranks[0].tensors.get("embed.weight")
+        """Return the rows of the vocabulary in each shard. Raise RequestError if the case's model
+        has no such shards."""
+        first, tp = self.ranks[0], self.headers.tp
+        stored = first.tensors.get("embed.weight")
         for what, many in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
-            if many % self.tp:
+            if many % tp:
                 raise RequestError(
-                    f"{path}: is one of {self.tp} shards, and the case's {what} {many} cannot be divided by "
-                    f"{self.tp}; give weights of the case's model"
+                    f"{first.path}: is one of {tp} shards, and the case's {what} {many} cannot be divided by "
+                    f"{tp}; give weights of the case's model"
                 )
         rows = stored.shape[0] if stored is not None and len(stored.shape) == 2 else 0
-        if stored is not None and rows * self.tp < shape.vocab:
+        if stored is not None and rows * tp < shape.vocab:
             raise RequestError(
-                f"{stored}: {self.tp} shards of it hold {rows * self.tp} rows, the case's vocab is {shape.vocab}; "
+                f"{stored}: {tp} shards of it hold {rows * tp} rows, the case's vocab is {shape.vocab}; "
                 "give weights of the case's model, or the case of theirs"
             )
         for rank in self.ranks:
-            checkpoint.allow(rank.path, "padded_vocab_size", rank.args.get("padded_vocab_size"), (rows * self.tp,))
-        return rows or vocab_rows(shape.vocab, self.tp)
+            checkpoint.allow(rank.path, "padded_vocab_size", rank.args.get("padded_vocab_size"), (rows * tp,))
+        return rows or vocab_rows(shape.vocab, tp)
 
     def check_values(self, shape: LlamaShape) -> None:
         for name in checkpoint.parameters(shape):
@@ -164,23 +140,23 @@ class Megatron:
     def count(self) -> int:
         return checkpoint.count(self)
 
-    def digest(self) -> str:
-        shards = [
-            (rank.size_bytes, rank.iteration, sorted((s.name, s.dtype, list(s.shape)) for s in rank.tensors.values()))
-            for rank in self.ranks
-        ]
-        return hashlib.sha256(canonical(shards).encode()).hexdigest()
 
-    def notes(self) -> list[str]:
-        rank, out = self.ranks[0], list[str]()
-        if rank.optimizer:
-            out.append("the files hold an optimizer's state too; it is not read")
-        if rank.args.get("rotary_interleaved_patch") is True:
-            out.append("rotary_interleaved_patch: the rows of V are put in plain order when they are read")
-        embed = rank.tensors.get("embed.weight")
-        if embed is not None and embed.shape:
-            out.append(f"the vocabulary is padded to {embed.shape[0] * self.tp} rows")
-        return out
+def _tensors(ranks: list[Rank]) -> list[Stored]:
+    """Return the tensors of the model, each once for every shard that holds a part of it."""
+    first, *others = ({k: v for k, v in rank.tensors.items() if k.rpartition(".")[2] != "bias"} for rank in ranks)
+    split = [s for tensors in others for name, s in tensors.items() if placements.placement(name).split is not None]
+    biases = [s for rank in ranks for name, s in rank.tensors.items() if name.endswith("qkv.bias")]
+    return [*first.values(), *split, *biases]
+
+
+def _notes(rank: Rank, tp: int) -> Iterator[str]:
+    if rank.optimizer:
+        yield "the files hold an optimizer's state too; it is not read"
+    if rank.args.get("rotary_interleaved_patch") is True:
+        yield "rotary_interleaved_patch: the rows of V are put in plain order when they are read"
+    embed = rank.tensors.get("embed.weight")
+    if embed is not None and embed.shape:
+        yield f"the vocabulary is padded to {embed.shape[0] * tp} rows"
 
 
 def _bytes(stored: Stored) -> Tensor:
@@ -276,7 +252,22 @@ def read(folder: Path) -> Megatron:
         _check_alike(rank, ranks[0])
     _check_order(ranks)
     step = ranks[0].iteration
-    return Megatron(folder, RELEASE if folder.name == RELEASE or step is None else str(step), ranks)
+    told = [
+        (rank.size_bytes, rank.iteration, sorted((s.name, s.dtype, list(s.shape)) for s in rank.tensors.values()))
+        for rank in ranks
+    ]
+    headers = Headers(
+        format="megatron",
+        tp=len(ranks),
+        iteration=RELEASE if folder.name == RELEASE or step is None else str(step),
+        step=step or 0,
+        folders=(folder, *(rank.path.parent for rank in ranks)),
+        files=[(str(rank.path.relative_to(folder)), rank.size_bytes) for rank in ranks],
+        tensors=_tensors(ranks),
+        digest=hashlib.sha256(canonical(told).encode()).hexdigest(),
+        notes=tuple(_notes(ranks[0], len(ranks))),
+    )
+    return Megatron(headers, ranks)
 
 
 def _rank(path: Path, iteration: int | None) -> Rank:

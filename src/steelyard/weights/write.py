@@ -121,10 +121,8 @@ def plan_megatron(planning: Planning, tp: int) -> FilePlan:
     rows = padded_vocab_rows(shape.vocab, tp)
     word = planning.iteration or megatron.RELEASE
     folder = word if word == megatron.RELEASE else f"iter_{int(word):07}"
-    shards: list[tuple[Planned, ...]] = []
-    for i in range(tp):
-        parts = megatron.parts(shape, Shard(i, tp), rows)
-        shards.append(tuple(Planned(theirs(name), part, planning.dtype_of(part)) for name, part in parts.items()))
+    every = [megatron.parts(shape, Shard(i, tp), rows) for i in range(tp)]
+    shards = [tuple(Planned(theirs(name), part, planning.dtype_of(part)) for name, part in one.items()) for one in every]
     dtype = Counter(p.dtype for p in shards[0]).most_common(1)[0][0]
     files: list[File] = []
     for i, shard in enumerate(shards):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from steelyard import files
 from steelyard.data import jsonl
 from steelyard.errors import RequestError
-from steelyard.tasks.alpaca.fields import ConversationData, MadeConversations
+from steelyard.tasks.alpaca.task import ConversationData, MadeConversations
 
 MAX_FILE_BYTES = 1 << 30
 MAX_GZIP_BYTES = 256 << 20
@@ -33,6 +33,7 @@ _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _NO_DATA = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "special_tokens_map.json", "added_tokens.json")
 _ROLES: dict[str, Role] = {"human": "human", "user": "human", "gpt": "assistant", "assistant": "assistant"}
 _ALPACA = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
+_STRING = "allowed: a string"
 _LINE = 'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}], "instruction": "…"}'
 
 
@@ -142,7 +143,9 @@ def _alpaca(found: Any, where: str, joint: str) -> Conversation:
     for key in ("instruction", "output"):
         if key not in found:
             raise RequestError(f"{where} has no {key}; {_ALPACA}")
-    asked, more, answer = (_text(found.get(key, ""), key, where) for key in ("instruction", "input", "output"))
+    asked, more, answer = (
+        jsonl.text(found.get(key, ""), f"{where}: {key} is", _STRING) for key in ("instruction", "input", "output")
+    )
     return Conversation((("human", f"{asked}{joint}{more}" if more else asked), ("assistant", answer)))
 
 
@@ -161,18 +164,10 @@ def _conversation(line: jsonl.Line) -> Conversation:
             raise RequestError(f"{where}: turn {number} is from {shown(who)}; allowed: {', '.join(_ROLES)}")
         if role != ("human", "assistant")[(number - 1) % 2]:
             raise RequestError(f"{where}: turn {number} is the {role}'s; turns alternate, and the human begins")
-        out.append((role, _text(turn["value"], f"the value of turn {number}", where)))
+        out.append((role, jsonl.text(turn["value"], f"{where}: the value of turn {number} is", _STRING)))
     if len(out) < 2:
         raise RequestError(f"{where}: no turn of the assistant; it has nothing to train on")
-    return Conversation(tuple(out), _text(found.get("instruction", ""), "instruction", where))
-
-
-def _text(value: Any, name: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{where}: {name} is {shown(value)}; allowed: a string")
-    if not jsonl.whole(value):
-        raise RequestError(f"{where}: {name} is {shown(value)}; a text must be valid Unicode")
-    return value
+    return Conversation(tuple(out), jsonl.text(found.get("instruction", ""), f"{where}: instruction is", _STRING))
 
 
 _WORDS = (

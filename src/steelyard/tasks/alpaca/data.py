@@ -14,21 +14,23 @@ A sample that is longer than a row is cut. The reference keeps one token more th
 still has its target (`maxlen + 1` in `convo_dataset.py`); a case says with `last_target` whether ours does.
 """
 
-import hashlib
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
+from steelyard.data.batches import common_prefix
 from steelyard.data.rows import IGNORED, Key, Row
-from steelyard.data.tokenizer import Tokenizer
+from steelyard.data.sample import batch_of_step, permutation
+from steelyard.data.tokenizer import Tokenizer, end_of
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
+from steelyard.tasks import held_out
 from steelyard.tasks.alpaca.conversations import Conversation, make, read
+from steelyard.tasks.alpaca.task import ConversationData
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
 
-__all__ = ["AlpacaRows", "Conversation", "ConversationSample", "encode", "fingerprint", "make", "read", "totals"]
+__all__ = ["AlpacaRows", "Conversation", "ConversationSample", "encode", "fingerprint", "make", "prepare", "read", "totals"]
 
 HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "
@@ -36,6 +38,32 @@ HEADER = (
 )
 PADDING = 0
 _AT_ONCE = 1024  # conversations whose texts are encoded in one call
+
+
+def prepare(asked: Asked) -> Prepared:
+    """Read or make conversations, and make rows for an engine of them."""
+    fields: ConversationData = asked.data
+    if asked.sources.data is not None:
+        conversations, label = read(asked.sources.data, fields.joint)
+    elif fields.made is not None:
+        conversations, label = make(fields.made, fields.joint), "made"
+    else:
+        raise RequestError("this size needs alpaca's JSON or conversations as jsonl: name the file with --data")
+    tokenizer = asked.tokenizer()
+    samples, shortened = encode(conversations, tokenizer, asked.length, fields.last_target)
+    rows = AlpacaRows(samples, asked.length, asked.step_batch(), asked.seed, fields.held_out, asked.pack)
+    digest = fingerprint(conversations, tokenizer)
+    counts = {f"sample_{key}": value for key, value in totals(samples).items()}
+    facts = DataFacts(
+        source=label,
+        rows=len(conversations),
+        shortened=shortened,
+        **counts,
+        fingerprint=digest,
+        published=is_published(digest, fields.fingerprint),
+        tokenizer=TokenizerFacts.of(tokenizer),
+    )
+    return Prepared(rows, facts, held_out.outputs(len(rows.held_out())))
 
 
 @dataclass(frozen=True)
@@ -80,14 +108,9 @@ def _cut(whole: ConversationSample, length: int, last_target: bool) -> Conversat
 
 
 def _frame(tokenizer: Tokenizer) -> _Frame:
-    if tokenizer.end is None:
-        raise RequestError(
-            f"tokenizer {tokenizer.source} does not say which token ends a text; put its "
-            "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
-        )
     empty, letter = tokenizer.encode(["", "a"])
-    common = next((i for i, (a, b) in enumerate(zip(empty, letter, strict=False)) if a != b), len(empty))
-    return _Frame(empty[:common], empty[common:], tokenizer.end)
+    begin = common_prefix([empty, letter])
+    return _Frame(empty[:begin], empty[begin:], end_of(tokenizer))
 
 
 def _whole(conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame) -> Iterator[ConversationSample]:
@@ -121,10 +144,7 @@ def _bare(ids: list[int], frame: _Frame, source: str) -> list[int]:
 
 def fingerprint(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
     """The hash of all conversations, whatever form they were read from, and of the vocabulary they are read with."""
-    digest = hashlib.sha256(tokenizer.sha256.encode())
-    for one in conversations:
-        digest.update(canonical([one.instruction, one.turns]).encode())
-    return digest.hexdigest()
+    return fingerprint_of(tokenizer, (canonical([one.instruction, one.turns]) for one in conversations))
 
 
 def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
@@ -155,7 +175,7 @@ class AlpacaRows:
             raise RequestError(f"{len(samples)} samples, and {held_out} to hold out; at least one is to be trained on")
         if batch < 1:
             raise RequestError(f"a global batch of {batch} samples; allowed: 1 or more")
-        order = _permutation(len(samples), f"held out:{seed}")
+        order = permutation(len(samples), f"alpaca:held out:{seed}")
         self._samples = samples
         self._length = length
         self._batch = batch
@@ -165,12 +185,8 @@ class AlpacaRows:
         self._held_out = sorted(order[len(samples) - held_out :])
 
     def batch(self, step: int) -> list[Key]:
-        count = len(self._trained)
-        numbers = []
-        for place in range(step * self._batch, (step + 1) * self._batch):
-            epoch, i = divmod(place, count)
-            numbers.append(self._trained[_permutation(count, f"epoch:{self._seed}:{epoch}")[i]])
-        return self._keys(numbers)
+        drawn = batch_of_step(step, self._batch, len(self._trained), f"alpaca:epoch:{self._seed}")
+        return self._keys([self._trained[i] for i in drawn])
 
     def held_out(self) -> list[Key]:
         return self._keys(self._held_out)
@@ -195,13 +211,6 @@ class AlpacaRows:
             start = stop
         padding = self._length - real
         return Row(tokens, targets, (*lens, padding) if padding else tuple(lens), real, len(samples))
-
-
-@lru_cache(maxsize=4)
-def _permutation(count: int, seed: str) -> tuple[int, ...]:
-    order = list(range(count))
-    random.Random(f"alpaca:{seed}").shuffle(order)
-    return tuple(order)
 
 
 def first_fit_decreasing(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[Key]:

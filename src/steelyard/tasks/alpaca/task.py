@@ -1,13 +1,38 @@
 """The row of alpaca: instructions and their answers, to fine-tune a trained model on."""
 
-from steelyard.tasks.alpaca.fields import ConversationData
+from typing import Literal
+
+from pydantic import Field
+
+from steelyard.schema import Frozen
 from steelyard.tasks.held_out import rows_task
+
+
+class MadeConversations(Frozen):
+    """Conversations that the package makes itself, from a seed."""
+
+    conversations: int = Field(ge=1)
+    seed: int = 0
+
+
+class ConversationData(Frozen):
+    """Instructions and their answers."""
+
+    kind: Literal["alpaca"]
+    held_out: int = Field(ge=1, description="samples kept for the loss before and after")
+    fingerprint: str | None = None
+    made: MadeConversations | None = None
+    joint: str = Field("\n", max_length=64, description="what stands between the instruction and the input of alpaca's JSON")
+    last_target: bool = Field(
+        False, description="a sample that is cut keeps the token behind the cut as a target: as many targets as tokens"
+    )
+
 
 TASK = rows_task(
     name="alpaca",
     noun="sample",
     data=ConversationData,
-    reader="steelyard.tasks.alpaca.prepare:prepare",
+    reader="steelyard.tasks.alpaca.data:prepare",
     data_check="steelyard.tasks.alpaca.conversations:check_source",
     starts_trained=True,
     packs=True,

@@ -3,7 +3,6 @@
 Read from JSON lines with the key `text` (OpenAI's formatting of the test set), as a file or the folder that holds it.
 """
 
-import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ from pathlib import Path
 
 from steelyard import files
 from steelyard.data import jsonl, selection
+from steelyard.data.batches import common_prefix
 from steelyard.data.sample import chosen
-from steelyard.data.tokenizer import Tokenizer
+from steelyard.data.tokenizer import Tokenizer, end_of
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
 from steelyard.tasks.lambada import score
-from steelyard.tasks.lambada.fields import LambadaData, MadePassages
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, is_published
+from steelyard.tasks.lambada.task import LambadaData, MadePassages
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
 
 NAMES = ("lambada_test.jsonl", "lambada_test_bak.jsonl", "lambada_test.jsonl.gz", "lambada_test_bak.jsonl.gz")
 MAX_FILE_BYTES = 64 << 20
@@ -129,9 +129,7 @@ def _passage(line: jsonl.Line) -> str:
         raise RequestError(
             f"{line.where} has the text {_shown(text)}; it needs two words with a space between, and to end in one"
         )
-    if not jsonl.whole(text):
-        raise RequestError(f"{line.where} has the text {_shown(text)}; a text must be valid Unicode")
-    return text
+    return jsonl.text(text, f"{line.where} has the text", _LINE)
 
 
 def _shown(text: str) -> str:
@@ -140,21 +138,14 @@ def _shown(text: str) -> str:
 
 def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
     """The hash of all passages and of the vocabulary they are read with."""
-    digest = hashlib.sha256(tokenizer.sha256.encode())
-    digest.update(canonical(texts).encode())
-    return digest.hexdigest()
+    return fingerprint_of(tokenizer, [canonical(texts)])
 
 
 def encode(
     texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int, pool: list[int] | None = None
 ) -> LambadaTexts:
     """Rows of all passages (of `pool`, where it is given), or of a seeded sample; none is cut to fit."""
-    end = tokenizer.end
-    if end is None:
-        raise RequestError(
-            f"tokenizer {tokenizer.source} does not say which token ends a text; put its "
-            "tokenizer_config.json (with eos_token) beside it, or name another with --tokenizer"
-        )
+    end = end_of(tokenizer)
     index = chosen(len(texts), sample, seed, "passage", pool)
     # The last word is what follows the last space.
     wholes = [_open(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
@@ -167,7 +158,7 @@ def encode(
                 "and no passage is cut"
             )
         rows.append([*whole, end])
-        last.append(len(whole) - _common(whole, before))
+        last.append(len(whole) - common_prefix([whole, before]))
         if not last[-1]:
             raise RequestError(
                 f"tokenizer {tokenizer.source}: the last word of passage {i + 1} (its line) has no token of its own"
@@ -178,10 +169,6 @@ def encode(
 def _open(ids: list[int], end: int) -> list[int]:
     """A text's tokens without the end that some tokenizers add by themselves."""
     return ids[:-1] if ids[-1:] == [end] else ids
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 _WHO = ("Mira", "Jonas", "Adele", "Tomas", "Ruth", "Anselm", "Clara", "Edvard")

@@ -1,11 +1,31 @@
 """The row of LAMBADA: passages whose last word can be guessed from the whole passage only."""
 
 from dataclasses import replace
+from typing import Literal
 
+from pydantic import Field
+
+from steelyard.schema import Frozen
 from steelyard.tasks.lambada import score
-from steelyard.tasks.lambada.fields import LambadaData
 from steelyard.tasks.task import ACCURACY, Score, Task
 from steelyard.words import meaning
+
+
+class MadePassages(Frozen):
+    """Passages that the package makes itself, from a seed."""
+
+    passages: int = Field(ge=1)
+    seed: int = 0
+
+
+class LambadaData(Frozen):
+    """Passages whose last word is to be predicted."""
+
+    kind: Literal["lambada"]
+    rows: int = Field(5153, ge=1, description="passages of the set; another number is another set")
+    fingerprint: str | None = None
+    made: MadePassages | None = None
+
 
 _LAST_WORD = meaning("lambada.acc")
 SCORES = (

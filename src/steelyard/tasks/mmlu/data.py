@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from steelyard import files
-from steelyard.data import archive
+from steelyard.data import archive, jsonl
 from steelyard.errors import RequestError
 from steelyard.tasks import questions
 from steelyard.tasks.choices import LETTERS
-from steelyard.tasks.mmlu.fields import MmluData
+from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.questions import McqRow, Subject
 from steelyard.tasks.task import Asked, Prepared
 
@@ -119,12 +119,8 @@ def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 def _content(path: Path) -> bytes:
     """Return the bytes of a CSV file. Raise RequestError if it cannot be read or is too large."""
-    try:
+    with jsonl.refusals(path):
         return files.read(path, MAX_FILE_BYTES)
-    except files.TooLargeError as error:
-        raise RequestError(f"{path}: larger than {MAX_FILE_BYTES} bytes") from error
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:

@@ -6,10 +6,10 @@ import numpy as np
 
 from steelyard.data import corpus as corpus_files
 from steelyard.data.corpus import Corpus
-from steelyard.data.tokenizer import MadeTokenizer, Tokenizer
+from steelyard.data.tokenizer import MadeTokenizer, Tokenizer, end_of
 from steelyard.errors import RequestError
 from steelyard.tasks import held_out
-from steelyard.tasks.openwebtext.fields import CorpusData, MadeText
+from steelyard.tasks.openwebtext.task import CorpusData, MadeText
 from steelyard.tasks.task import Asked, DataFacts, Prepared, is_published
 
 # Who does what to what: a small model soon learns which words follow which.
@@ -46,11 +46,9 @@ def prepare(asked: Asked) -> Prepared:
 
 def make(made: MadeText, tokenizer: Tokenizer) -> Corpus:
     """Documents of a few sentences on who does what when, each ended by the tokenizer's end."""
-    if tokenizer.end is None:
-        raise RequestError(f"tokenizer {tokenizer.source} does not say which token ends a text; name another with --tokenizer")
     rng = random.Random(f"text:{made.seed}")
     texts = [" ".join(_sentence(rng) for _ in range(rng.randrange(2, 12))) for _ in range(made.documents)]
-    documents = [[*ids, tokenizer.end] for ids in tokenizer.encode(texts)]
+    documents = [[*ids, end_of(tokenizer)] for ids in tokenizer.encode(texts)]
     ids = np.array([token for document in documents for token in document], dtype=np.int32)
     return Corpus(ids, np.cumsum([len(document) for document in documents], dtype=np.int64), "made")
 

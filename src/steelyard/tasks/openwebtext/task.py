@@ -1,7 +1,28 @@
 """The row of OpenWebText: a corpus of documents as token files, to train on from random weights."""
 
+from typing import Literal
+
+from pydantic import Field
+
+from steelyard.schema import Frozen
 from steelyard.tasks.held_out import rows_task
-from steelyard.tasks.openwebtext.fields import CorpusData
+
+
+class MadeText(Frozen):
+    """Documents that the package makes itself, from a seed."""
+
+    documents: int = Field(ge=3)
+    seed: int = 0
+
+
+class CorpusData(Frozen):
+    """A corpus of documents as token files."""
+
+    kind: Literal["openwebtext"]
+    held_out: int = Field(ge=1, description="rows of validation documents for the loss before and after")
+    fingerprint: str | None = None
+    made: MadeText | None = None
+
 
 TASK = rows_task(
     name="openwebtext",

@@ -5,18 +5,64 @@ passage and the query's parts around the placeholder are each encoded on their o
 and the longest candidate's span would not fit. (GLM's own code shortens it for every candidate apart.)
 """
 
-import hashlib
 import random
 from dataclasses import dataclass
 
-from steelyard.data.cloze import Cloze
-from steelyard.data.tokenizer import WordPieces
+from steelyard.data.cloze import Cloze, ClozeRows
+from steelyard.data.tokenizer import WordPieces, load_pieces
 from steelyard.errors import RequestError
 from steelyard.schema import canonical
+from steelyard.tasks.superglue_record import made, queries, score
 from steelyard.tasks.superglue_record.queries import PLACEHOLDER, Query
+from steelyard.tasks.superglue_record.task import RecordData
+from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
 
 SHUFFLE_SEED = 42  # of GLM's processor
 _AT_ONCE = 1024  # samples whose texts are encoded in one call
+
+
+def prepare(asked: Asked) -> Prepared:
+    """Read or make queries, and make a cloze for an engine of them."""
+    fields: RecordData = asked.data
+    tokenizer, label, train, held = _read(asked, fields)
+    begins, ends = tokenizer.vocab, tokenizer.vocab + 1
+    if ends >= asked.vocab:
+        raise RequestError(
+            f"the tokenizer has {tokenizer.vocab} pieces and a GLM two more; the model has rows for {asked.vocab}"
+        )
+    try:
+        learned, cut = training(train, tokenizer, asked.length, fields.wrong)
+    except RequestError as error:
+        raise RequestError(f"of those to train on, {error}") from error
+    questions, cut_too = evaluation(held, tokenizer, asked.length)
+    rows = ClozeRows(learned, questions, asked.division, asked.step_batch(), asked.seed, begins, ends)
+    digest = fingerprint(train, held, tokenizer)
+    sizes = [rows.size(i, held=False) for i in range(len(learned))]
+    counts = {"queries": len(train), "evaluated": len(held)}
+    facts = DataFacts(
+        source=label,
+        rows=len(train),
+        samples=len(learned),
+        sample_tokens=round(sum(sizes) / len(sizes), 1),
+        rows_evaluated=len(questions),
+        shortened=cut + cut_too,
+        fingerprint=digest,
+        published=is_published(digest, fields.fingerprint) if counts == asked.published else False,
+        tokenizer=TokenizerFacts.of(tokenizer),
+    )
+    return Prepared(rows, facts, score.outputs(questions))
+
+
+def _read(asked: Asked, fields: RecordData) -> tuple[WordPieces, str, list[Query], list[Query]]:
+    """The tokenizer, where the queries came from, those to train on and those to evaluate."""
+    source = asked.sources.data
+    if source is not None:
+        train, held = (queries.read(path) for path in queries.find(source))
+        return load_pieces(asked.sources.tokenizer_places()), source.name, train, held
+    if fields.made is None:
+        raise RequestError("this size needs ReCoRD: name the folder of train.jsonl and val.jsonl with --data")
+    train, held = made.make(fields.made)
+    return made.ClozeTokenizer(asked.vocab - 2), "made", train, held
 
 
 @dataclass(frozen=True)
@@ -29,7 +75,7 @@ class _Choice:
     answers: tuple[str, ...]
 
 
-def training(queries: list[Query], tokenizer: WordPieces, positions: int, wrong: int) -> tuple[list[Cloze], int]:
+def training(every: list[Query], tokenizer: WordPieces, positions: int, wrong: int) -> tuple[list[Cloze], int]:
     """A sample for every answer of every query, and how many contexts were shortened.
 
     The answer is the first candidate; the wrong ones are the entities that are none of the query's answers, sorted. Of more
@@ -38,7 +84,7 @@ def training(queries: list[Query], tokenizer: WordPieces, positions: int, wrong:
     which of a query's several answers has which draw is open there."""
     rng = random.Random(SHUFFLE_SEED)
     choices = []
-    for query in queries:
+    for query in every:
         for answer in query.answers:
             others = [entity for entity in query.entities if entity not in query.answers]
             if len(others) > wrong:
@@ -47,15 +93,13 @@ def training(queries: list[Query], tokenizer: WordPieces, positions: int, wrong:
     return _encode(choices, tokenizer, positions)
 
 
-def evaluation(queries: list[Query], tokenizer: WordPieces, positions: int) -> tuple[list[Cloze], int]:
+def evaluation(every: list[Query], tokenizer: WordPieces, positions: int) -> tuple[list[Cloze], int]:
     """A sample for every query, and how many contexts were shortened.
 
     All entities are candidates, and nothing else: an answer that is none of them cannot be chosen, and a query without any
     other has no right candidate and counts as wrong, as it does in GLM's own evaluation."""
-    choices = []
-    for query in queries:
-        right = tuple(i for i, entity in enumerate(query.entities) if entity in query.answers)
-        choices.append(_Choice(query, query.entities, right, query.answers))
+    rights = [tuple(i for i, entity in enumerate(one.entities) if entity in one.answers) for one in every]
+    choices = [_Choice(one, one.entities, right, one.answers) for one, right in zip(every, rights, strict=True)]
     return _encode(choices, tokenizer, positions)
 
 
@@ -94,9 +138,8 @@ def _parts(query: Query) -> tuple[str, str, str]:
 
 def fingerprint(train: list[Query], held: list[Query], tokenizer: WordPieces) -> str:
     """The hash of all queries, whatever file they were read from, and of the vocabulary they are read with."""
-    digest = hashlib.sha256(tokenizer.sha256.encode())
-    for queries in (train, held):
-        digest.update(f"{len(queries)} queries\n".encode())
-        for one in queries:
-            digest.update(canonical([one.passage, one.query, one.entities, one.answers]).encode())
-    return digest.hexdigest()
+    parts = []
+    for every in (train, held):
+        parts.append(f"{len(every)} queries\n")
+        parts += [canonical([one.passage, one.query, one.entities, one.answers]) for one in every]
+    return fingerprint_of(tokenizer, parts)

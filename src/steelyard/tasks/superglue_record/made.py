@@ -5,11 +5,10 @@ most often. It needs the passage and nothing else, and a tiny GLM learns it from
 import hashlib
 import random
 import re
-from dataclasses import dataclass
 
 from steelyard.errors import RequestError
-from steelyard.tasks.superglue_record.fields import MadeCloze
 from steelyard.tasks.superglue_record.queries import PLACEHOLDER, Query
+from steelyard.tasks.superglue_record.task import MadeCloze
 
 # Some have two words: a candidate is not always one token.
 _NAMES = (
@@ -58,39 +57,21 @@ _WORDS = tuple(
 )
 
 
-@dataclass(frozen=True)
 class ClozeTokenizer:
-    """Word pieces of the made task: a piece is a whole word, and one that the task does not have is unknown."""
+    """Word pieces of the made task: a piece is a whole word, and one that the task does not have is
+    unknown. The vocabulary is without what begins and ends a piece, which follow it; a model has
+    two more."""
 
-    vocab: int  # without what begins and ends a piece, which follow it; a model has two more
-    source: str = "made"
+    source = "made"
+    end: int | None = None
+    pad, cls, mask = range(3)
 
-    def __post_init__(self) -> None:
+    def __init__(self, vocab: int) -> None:
         least = len(_SPECIAL) + len(_WORDS)
-        if self.vocab < least:
-            raise RequestError(
-                f"a made vocabulary of {self.vocab} pieces; allowed: {least} or more, all words of the made task"
-            )
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(f"made-cloze-1:{self.vocab}:{' '.join(_WORDS)}".encode()).hexdigest()
-
-    @property
-    def end(self) -> None:
-        return None
-
-    @property
-    def pad(self) -> int:
-        return 0
-
-    @property
-    def cls(self) -> int:
-        return 1
-
-    @property
-    def mask(self) -> int:
-        return 2
+        if vocab < least:
+            raise RequestError(f"a made vocabulary of {vocab} pieces; allowed: {least} or more, all words of the made task")
+        self.vocab = vocab
+        self.sha256 = hashlib.sha256(f"made-cloze-1:{vocab}:{' '.join(_WORDS)}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[_IDS.get(piece, len(_SPECIAL) - 1) for piece in _pieces(text)] for text in texts]

@@ -137,8 +137,7 @@ def _answers(found: Any, name: str, where: str) -> tuple[str, ...]:
 
 
 def _text(value: Any, name: str, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
+    text = jsonl.text(value, f"{where}: {name} is", _LINE)
+    if not text.strip():
         raise RequestError(f"{where}: {name} is {shown(value)}; {_LINE}")
-    if not jsonl.whole(value):
-        raise RequestError(f"{where}: {name} is {shown(value)}; a text must be valid Unicode")
-    return value
+    return text

@@ -3,10 +3,33 @@
 Its folder has the set's full name, for a record is what a run leaves; questions, records and keys spell it `record`.
 """
 
+from typing import Literal
+
+from pydantic import Field
+
+from steelyard.schema import Frozen
 from steelyard.tasks.superglue_record import score
-from steelyard.tasks.superglue_record.fields import RecordData
 from steelyard.tasks.task import Score, Task
 from steelyard.words import meaning
+
+
+class MadeCloze(Frozen):
+    """Passages with a word to be found again, which the package makes itself, from a seed."""
+
+    queries: int = Field(ge=2)
+    held_out: int = Field(ge=1, description="queries of the evaluation, beside those of training")
+    entities: int = Field(4, ge=2, description="candidates of a query")
+    seed: int = 0
+
+
+class RecordData(Frozen):
+    """Queries with a placeholder, to be filled with one of the entities of a passage."""
+
+    kind: Literal["record"]
+    wrong: int = Field(9, ge=1, description="wrong candidates of a training example, at most")
+    fingerprint: str | None = None
+    made: MadeCloze | None = None
+
 
 _ACCURACY = meaning("superglue_record.acc")
 SCORES = (
@@ -44,7 +67,7 @@ TASK = Task(
     noun="sample",
     data=RecordData,
     outputs=score.RecordOutputs,
-    reader="steelyard.tasks.superglue_record.prepare:prepare",
+    reader="steelyard.tasks.superglue_record.data:prepare",
     data_check="steelyard.tasks.superglue_record.queries:check_source",
     check=score.check,
     merge=score.merge,
