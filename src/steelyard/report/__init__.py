@@ -13,11 +13,9 @@ from steelyard.report.as_text import text
 from steelyard.report.build import page
 from steelyard.report.compare import page as comparison
 from steelyard.report.document import Lang, Page
-from steelyard.report.engines import page as engines
 from steelyard.report.flagperf import CasePage
+from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
 from steelyard.report.history import page as history
-from steelyard.report.repeats import page as repeats
-from steelyard.report.scaling import page as scaling
 from steelyard.report.spec import page as spec_page
 from steelyard.report.summary import brief, table
 from steelyard.report.waterfall import after_run as explain_runs
@@ -25,6 +23,7 @@ from steelyard.report.waterfall import page as explain
 from steelyard.words import LANGS
 
 Kind = TypeVar("Kind")
+repeats, engines, scaling = REPEATS.page, ENGINES.page, SCALING.page
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
 __all__ = [

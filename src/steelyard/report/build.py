@@ -4,7 +4,7 @@ from steelyard.metrics.result import work_name
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report import engines, repeats, scaling
+from steelyard.report import setting
 from steelyard.report.bars import charts
 from steelyard.report.columns import layout
 from steelyard.report.details import details
@@ -24,11 +24,12 @@ from steelyard.report.document import (
     Table,
     TableRow,
 )
+from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
 from steelyard.report.lead import machines, measured, summary
 from steelyard.report.numbers import UNKNOWN
 from steelyard.report.results import conventions, values
-from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, unit, with_unit
-from steelyard.report.setting import data, environment, model, setup, tuned
+from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, status, unit, with_unit
+from steelyard.report.setting import tuned
 from steelyard.report.side_by_side import table as side_by_side
 from steelyard.tasks.task import Task
 from steelyard.words import Words
@@ -70,13 +71,13 @@ def _apart(case: CaseName) -> list[Block]:
 def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
     """Charts and one table; then what only some cases have; what is looked up rarely is folded."""
     out = [*charts(runs, case[0], say), side_by_side(runs, say)]
-    out += engines.section(runs, level, say)
-    out += scaling.section(runs, level, say)
+    out += ENGINES.section(runs, level, say)
+    out += SCALING.section(runs, level, say)
     mfu = conventions(runs, say)
     names = {run.number: accelerator(run.record) for run in runs}
     every: list[Block] = [values(runs, names if len(set(names.values())) > 1 else {}, say)]
     every += [] if mfu is None else [Heading(level + 1, say("mfu")), mfu]
-    repeated = repeats.section(runs, level, say)
+    repeated = REPEATS.section(runs, level, say)
     out += [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
     return [*out, Fold(Heading(level, say("side.all")), "", "plain", tuple(every))]
 
@@ -84,25 +85,20 @@ def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block
 def _run(run: Run, level: int, say: Words) -> Fold:
     """All that is known of a run, in the order of a published page: data, model, environment, tool, results."""
     record = run.record
-    name, hardware, software = environment(record, say)
-    blocks: list[Block] = [
-        _figures(run, say),
-        Heading(level + 1, say.known(record.task.kind_row.data_heading, record.task.kind_row.data_heading)),
-        *data([run], say),
-        Heading(level + 1, say("model")),
-        *model([run], say),
-        Heading(level + 1, say("hardware")),
-        hardware,
-        Heading(level + 1, say("software")),
-        software,
-        Heading(level + 1, say("setup")),
-        *setup([run], say),
-        *details(run, name, level + 1, say),
-    ]
-    codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
-    note = f"{say(record.status)}: {codes}" if codes else say(record.status)
+    data_heading = record.task.kind_row.data_heading
+    parts = (
+        (say.known(data_heading, data_heading), setting.data),
+        (say("model"), setting.model),
+        (say("hardware"), setting.hardware),
+        (say("software"), setting.software),
+        (say("setup"), setting.setup),
+    )
+    blocks: list[Block] = [_figures(run, say)]
+    for title, facts in parts:
+        blocks += [Heading(level + 1, title), facts(record, say)]
+    blocks += details(record, level + 1, say)
     heading = Heading(level, run.title, run.anchor)
-    return Fold(heading, note, STATUS_TONE[record.status], tuple(blocks), _told_apart(record, say))
+    return Fold(heading, status(record, say), STATUS_TONE[record.status], tuple(blocks), _told_apart(record, say))
 
 
 def _told_apart(record: Record, say: Words) -> str:
@@ -121,9 +117,8 @@ def _figures(run: Run, say: Words) -> Figures:
         known = value is not None and value.value is not None
         beside = say("not_evaluated") if known and _unevaluated(record, name) else unit(name, value, say.lang) if known else ""
         items.append(Figure(metric_row(name).index, shown(name, value), beside))
-    codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
-    status = f"{say(record.status)}: {codes}" if codes else say(record.status)
-    return Figures(f"{run.title} · {scope(record, say)}", status, STATUS_TONE[record.status], tuple(items))
+    title, tone = f"{run.title} · {scope(record, say)}", STATUS_TONE[record.status]
+    return Figures(title, status(record, say), tone, tuple(items))
 
 
 def _unevaluated(record: Record, name: str) -> bool:

@@ -1,32 +1,33 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
-from typing import Any
-
+from steelyard.metrics.runs import metric
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
-from steelyard.record.record import Quality, Record
-from steelyard.report import charts, derived, hosts, waterfall
-from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
+from steelyard.record.record import Check, Record
+from steelyard.report import charts, hosts, setting, waterfall
+from steelyard.report.derived import DerivedTexts, ReasonLine
+from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
+from steelyard.report.runs import STATUS_TONE, scope, shown, unit
+from steelyard.report.tables import ColumnOf, ends, table
 from steelyard.words import LANGS, Words
 
 IDS = 40  # that a page shows of a scope's
 
 
-def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
-    record = run.record
-    out: list[Block] = [Heading(level, say("record")), _facts(record, environment, say)]
+def details(record: Record, level: int, say: Words) -> list[Block]:
+    texts = DerivedTexts(record, say)
+    out: list[Block] = [Heading(level, say("record")), _facts(record, texts, say)]
     sections: tuple[tuple[str, list[Block]], ...] = (
-        ("reasons", _reasons(record, say)),
+        ("reasons", _reasons(record, texts, say)),
         ("failure", _failure(record, say)),
-        ("all", [_metrics(record, say)]),
+        ("all", [_metrics(record, texts, say)]),
         ("budget", _budget(record, say)),
         ("hosts", hosts.hosts(record, say)),
         ("ranks", hosts.ranks(record, say)),
         ("stragglers", hosts.straggler_section(record, say)),
         ("explain", waterfall.section(record, say, whole=False)),
-        ("checks", _checks(record, say)),
+        ("checks", _checks(record, texts, say)),
     )
     for key, blocks in sections:
         if blocks:
@@ -34,44 +35,36 @@ def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
     return [*out, *_breakdowns(record, level, say), *charts.all_of(record, say)]
 
 
-def _facts(record: Record, environment: str, say: Words) -> Facts:
-    quality = record.quality
+def _facts(record: Record, texts: DerivedTexts, say: Words) -> Facts:
+    quality, scope_ = record.quality, record.scope
     value = formed(metric_row(quality.metric).form, quality.value)
     judged = say("quality.yes" if quality.evaluated else "quality.no", quality.metric, value)
-    items = [
-        Fact(say("run.status"), say(record.status), STATUS_TONE[record.status]),
-        Fact(say("run.scope"), scope(record, say)),
-        *_named(record, say),
-        Fact(say("run.quality"), say("colon").join(filter(None, (judged, derived.quality_note(record, say))))),
-        Fact(say("run.gate"), spelled(_gate(quality))),
-        Fact(say("run.environment"), environment),
-        Fact(say("run.id"), record.id),
-        Fact(say("run.created"), record.created),
-        Fact(say("run.key"), record.case.key),
-        Fact(say("run.hash"), spelled(record.hashes.get("record"))),
-    ]
-    if record.restarts:
-        items.append(Fact(say("run.restarts"), counted(len(record.restarts))))
-    return Facts((*items, *(Fact(say("run.note"), note) for note in derived.notes(record, say))))
-
-
-def _named(record: Record, say: Words) -> list[Fact]:
-    """What was named of the data. A record has all ids; a page as many as can be read."""
-    ids = record.scope.rows or ()
+    ids = scope_.rows or ()  # a record has all of them; a page as many as can be read
     more = "" if len(ids) <= IDS else f" … ({counted(len(ids))})"
-    named = (("subjects", ", ".join(record.scope.subjects or ())), ("rows", ", ".join(ids[:IDS]) + more))
-    return [Fact(say(f"run.{key}"), text) for key, text in named if text]
+    selected = (("subjects", ", ".join(scope_.subjects or ())), ("rows", ", ".join(ids[:IDS]) + more))
+    known = (
+        ("scope", scope(record, say)),
+        *(one for one in selected if one[1]),
+        ("quality", say("colon").join(filter(None, (judged, texts.quality_note())))),
+        ("gate", spelled({} if quality.gate is None else quality.gate.model_dump(mode="json"))),
+        ("environment", setting.environment(record)),
+        ("id", record.id),
+        ("created", record.created),
+        ("key", record.case.key),
+        ("hash", spelled(record.hashes.get("record"))),
+        *([("restarts", counted(len(record.restarts)))] if record.restarts else []),
+        *(("note", note) for note in texts.notes()),
+    )
+    status = Fact(say("run.status"), say(record.status), STATUS_TONE[record.status])
+    return Facts((status, *(Fact(say(f"run.{key}"), text) for key, text in known)))
 
 
-def _gate(quality: Quality) -> dict[str, Any]:
-    return {} if quality.gate is None else quality.gate.model_dump(mode="json")
-
-
-def _reasons(record: Record, say: Words) -> list[Block]:
-    if not record.reasons:
-        return []
-    rows = tuple(TableRow((Cell(one.code, tone="bad"), Cell(one.whole(say)))) for one in derived.reasons(record, say))
-    return [Table((Column(say("reasons.code")), Column(say("reasons.text"))), rows)]
+def _reasons(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
+    columns: tuple[ColumnOf[ReasonLine], ...] = (
+        ColumnOf(say("reasons.code"), lambda one: Cell(one.code, tone="bad")),
+        ColumnOf(say("reasons.text"), lambda one: one.whole(say)),
+    )
+    return [table(columns, texts.reasons())] if record.reasons else []
 
 
 def _failure(record: Record, say: Words) -> list[Block]:
@@ -87,45 +80,41 @@ def _failure(record: Record, say: Words) -> list[Block]:
     return out
 
 
-def _metrics(record: Record, say: Words) -> Block:
+def _metrics(record: Record, texts: DerivedTexts, say: Words) -> Block:
     if not record.metrics:
         return Paragraph(say("all.absent"), "muted")
-    rows = []
-    for name in in_order(set(record.metrics)):
-        value, row = record.metrics[name], metric_row(name, record.metrics[name].unit, record.task)
-        interval = UNKNOWN if value.interval is None else " – ".join(formed(row.form, end) for end in value.interval)
-        note = derived.metric_note(record, name, say)
-        texts = (row.words(say.lang)[0], name, shown(name, value), unit(name, value, say.lang), interval, note)
-        rows.append(TableRow(tuple(Cell(text, tone="strong" if place == 2 else "plain") for place, text in enumerate(texts))))
-    heads = (
-        Column(say("metrics.name")),
-        Column(say("metrics.index")),
-        Column(say("all.value"), align="right"),
-        Column(say("all.unit")),
-        Column(say("all.interval"), align="right"),
-        Column(say("all.note")),
+    found = record.metrics
+    rows = {name: metric_row(name, found[name].unit, record.task) for name in in_order(set(found))}
+    columns: tuple[ColumnOf[str], ...] = (
+        ColumnOf(say("metrics.name"), lambda name: rows[name].words(say.lang)[0]),
+        ColumnOf(say("metrics.index"), lambda name: name),
+        ColumnOf(say("all.value"), lambda name: Cell(shown(name, found[name]), tone="strong"), right=True),
+        ColumnOf(say("all.unit"), lambda name: unit(name, found[name], say.lang)),
+        ColumnOf(
+            say("all.interval"),
+            lambda name: ends(found[name].interval, rows[name].form) or UNKNOWN,
+            right=True,
+        ),
+        ColumnOf(say("all.note"), texts.metric_note),
     )
-    return Table(heads, tuple(rows))
+    return table(columns, list(rows))
 
 
 def _budget(record: Record, say: Words) -> list[Block]:
-    """Largest part first. The sum and e2e_time are printed both, so that a reader sees whether they agree."""
+    """Show the largest part first. The sum and e2e_time are printed both, so that a reader sees whether they agree."""
     parts = sorted(record.budget.items(), key=lambda part: -part[1])
     total = sum(record.budget.values())
     if not total > 0:
         return []
-    rows = [_budget_row(name, time_s, time_s / total) for name, time_s in parts]
-    rows.append(_budget_row(say("budget.sum"), total, 1.0, "strong"))
-    e2e = record.metrics.get("e2e_time")
-    if e2e is not None and e2e.value is not None:
-        rows.append(_budget_row("e2e_time", e2e.value, e2e.value / total, "strong"))
-    heads = (
-        Column(say("budget.part")),
-        Column(say("budget.time"), "s", "right"),
-        Column(say("budget.share"), align="right"),
+    e2e = metric(record, "e2e_time")
+    totals = [(say("budget.sum"), total), *([] if e2e is None else [("e2e_time", e2e)])]
+    columns: tuple[ColumnOf[tuple[str, float]], ...] = (
+        ColumnOf(say("budget.part"), lambda part: part[0]),
+        ColumnOf(say("budget.time"), lambda part: formed("seconds", part[1]), "s", right=True),
+        ColumnOf(say("budget.share"), lambda part: formed("percent", part[1] / total), right=True),
     )
-    said = [Paragraph(one) for one in _start_up(record, say)]
-    return [charts.budget(parts, total, say), Table(heads, tuple(rows)), *said]
+    found = table(columns, parts, totals=totals)
+    return [charts.budget(parts, total, say), found, *map(Paragraph, _start_up(record, say))]
 
 
 def _start_up(record: Record, say: Words) -> list[str]:
@@ -135,11 +124,6 @@ def _start_up(record: Record, say: Words) -> list[str]:
     out = [] if cache is None else [say("budget.cache", counted(cache.get("hits", 0)), counted(cache.get("misses", 0)))]
     listed = ", ".join(f"{name} {formed('seconds', time_s)} s" for name, time_s in (beside or {}).items())
     return [*out, say("budget.beside", listed)] if listed else out
-
-
-def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> TableRow:
-    texts = (name, formed("seconds", time_s), formed("percent", share))
-    return TableRow(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
 
 
 def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
@@ -165,11 +149,13 @@ def _spelled(value: str | int | float | None) -> str:
     return counted(value) if isinstance(value, int) else formed("percent", value)
 
 
-def _checks(record: Record, say: Words) -> list[Block]:
-    if not record.checks:
-        return []
-    rows = []
-    for check in derived.checks(record, say):
-        verdict = Cell(say("ok"), tone="good") if check.ok else Cell(say("not_ok"), tone="bad")
-        rows.append(TableRow((Cell(check.name), verdict, Cell(check.detail))))
-    return [Table(tuple(Column(say(f"checks.{key}")) for key in ("name", "ok", "detail")), tuple(rows))]
+def _checks(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
+    columns: tuple[ColumnOf[Check], ...] = (
+        ColumnOf(say("checks.name"), lambda one: one.name),
+        ColumnOf(
+            say("checks.ok"),
+            lambda one: Cell(say("ok"), tone="good") if one.ok else Cell(say("not_ok"), tone="bad"),
+        ),
+        ColumnOf(say("checks.detail"), lambda one: str(one.detail)),
+    )
+    return [table(columns, texts.checks())] if record.checks else []

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,6 +95,17 @@ def distinct(runs: list[Run], of: Callable[[Run], T]) -> dict[T, list[Run]]:
 def labels(runs: list[Run], say: Words) -> str:
     names = ", ".join(run.label for run in runs)
     return say("run" if len(runs) == 1 else "runs", names)
+
+
+def codes(records: Record | Iterable[Record], say: Words) -> str:
+    """List the codes of the reasons why runs are not valid, each once; empty where there is none."""
+    every = [records] if isinstance(records, Record) else records
+    return say("comma").join(dict.fromkeys(reason.code for record in every for reason in record.reasons))
+
+
+def status(record: Record, say: Words) -> str:
+    """Return the status of a run with the codes of its reasons."""
+    return ": ".join(filter(None, (say(record.status), codes(record, say))))
 
 
 def scope(record: Record, say: Words) -> str:

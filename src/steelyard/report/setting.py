@@ -1,15 +1,14 @@
 """What a run was made with: data, model and weights, environment, tool and strategy."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from steelyard.case.case import AUTO
-from steelyard.record.facts import Hardware, PeakFacts, SourceFacts
+from steelyard.record.facts import PeakFacts
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Fact, Facts, Paragraph
+from steelyard.report.document import Fact, Facts
 from steelyard.report.numbers import UNKNOWN, counted, gib_of_bytes, spelled
-from steelyard.report.runs import FRAMEWORKS, Run, distinct, labels
+from steelyard.report.runs import FRAMEWORKS
 from steelyard.words import Words
 
 _WEIGHTS = ("source", "header_sha256")
@@ -21,47 +20,27 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
     return [Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)]
 
 
-def data(runs: list[Run], say: Words) -> list[Block]:
-    def facts(run: Run) -> Facts:
-        asked = Fact(say("data.asked"), spelled(run.record.case.question["data"]))
-        return Facts((asked, *_rows(run.record.data.model_dump(), run.record.task.kind_row.data_facts, "data", say)))
-
-    return _grouped(runs, facts, say)
+def data(record: Record, say: Words) -> Facts:
+    asked = Fact(say("data.asked"), spelled(record.case.question["data"]))
+    return Facts((asked, *_rows(record.data.model_dump(), record.task.kind_row.data_facts, "data", say)))
 
 
-def model(runs: list[Run], say: Words) -> list[Block]:
-    def facts(run: Run) -> Facts:
-        question = run.record.case.question
-        model = Fact(say("model.model"), spelled(question["model"]))
-        precision = Fact(say("model.precision"), spelled(question["precision"]))
-        train = [Fact(say("model.train"), spelled(question["train"]))] if question.get("train") else []
-        return Facts((model, precision, *train, *_rows(run.record.weights.model_dump(), _WEIGHTS, "model", say)))
-
-    return _grouped(runs, facts, say)
+def model(record: Record, say: Words) -> Facts:
+    question = record.case.question
+    named = [name for name in ("model", "precision", "train") if name != "train" or question.get(name)]
+    asked = (Fact(say(f"model.{name}"), spelled(question[name])) for name in named)
+    return Facts((*asked, *_rows(record.weights.model_dump(), _WEIGHTS, "model", say)))
 
 
-def _grouped(runs: list[Run], facts: Callable[[Run], Facts], say: Words) -> list[Block]:
-    groups = distinct(runs, facts)
-    out: list[Block] = []
-    for block, members in groups.items():
-        if len(groups) > 1:
-            out.append(Paragraph(labels(members, say), "strong"))
-        out.append(block)
-    return out
-
-
-EnvironmentFacts = tuple[str, Facts, Facts]
-
-
-def environment(record: Record, say: Words) -> EnvironmentFacts:
-    """A name, hardware and software. Equal values are one environment."""
+def environment(record: Record) -> str:
+    """Return a short name of what a run ran on."""
     hardware = record.environment.hardware
     kinds = Counter(spelled(device.name) for device in hardware.devices)
-    name = ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.cpu)
-    return name, _hardware(hardware, record.site, say), _software(record, say)
+    return ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.cpu)
 
 
-def _hardware(hardware: Hardware, site: dict[str, str], say: Words) -> Facts:
+def hardware(record: Record, say: Words) -> Facts:
+    hardware, site = record.environment.hardware, record.site
     kinds = dict.fromkeys(f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices)
     cpu = spelled(hardware.cpu)
     known = (
@@ -87,9 +66,9 @@ def _peak(peak: PeakFacts | None) -> str:
     return f"{spelled(peak.name)}: {listed} TFLOP/s ({spelled(peak.source)})" if listed else UNKNOWN
 
 
-def _software(record: Record, say: Words) -> Facts:
-    software = record.environment.software
-    packages = software.packages
+def software(record: Record, say: Words) -> Facts:
+    software, source = record.environment.software, record.environment.source
+    packages, cleanness = software.packages, "source.dirty" if source.dirty else "source.clean"
     framework = next((name for name in FRAMEWORKS if name in packages), None)
     versions = {**software.libraries, "python": software.python}
     dependent = {name: version for name, version in versions.items() if version}
@@ -99,40 +78,29 @@ def _software(record: Record, say: Words) -> Facts:
         *((key, spelled(getattr(software, key))) for key in ("os", "kernel", "driver", "container")),
         ("framework", f"{framework} {spelled(packages[framework])}" if framework else UNKNOWN),
         ("packages", listed or UNKNOWN),
-        ("source", _source(record.environment.source, say)),
+        ("source", say(cleanness, spelled(source.version), spelled(source.revision))),
     )
     return Facts(tuple(Fact(say(f"software.{key}"), text) for key, text in known))
 
 
-def _source(source: SourceFacts, say: Words) -> str:
-    key = "source.dirty" if source.dirty else "source.clean"
-    return say(key, spelled(source.version), spelled(source.revision))
-
-
-def setup(runs: list[Run], say: Words) -> list[Block]:
-    """Tool, optimisation and parallel strategy."""
-
-    def facts(run: Run) -> Facts:
-        record = run.record
-        heading = record.task.kind_row.tool_heading
-        told = record.engine.details.model_dump()
-        details = f" ({spelled(told)})" if told else ""
-        return Facts(
-            (
-                Fact(say.known(heading, heading), record.engine.name + details),
-                Fact(say("tune.set"), changed(record, say)),
-                Fact(say("tune.all"), spelled(_told(record))),
-                Fact(say("plan"), say("plan.text", parallel(record), record.plan.config, record.plan.launcher)),
-            )
-        )
-
-    return _grouped(runs, facts, say)
+def setup(record: Record, say: Words) -> Facts:
+    """Return tool, optimisation and parallel strategy."""
+    heading, details = record.task.kind_row.tool_heading, record.engine.details.model_dump()
+    tool = f"{record.engine.name} ({spelled(details)})" if details else record.engine.name
+    plan = say("plan.text", parallel(record), record.plan.config, record.plan.launcher)
+    known = (
+        (say.known(heading, heading), tool),
+        (say("tune.set"), changed(record, say)),
+        (say("tune.all"), spelled(_stored(record))),
+        (say("plan"), plan),
+    )
+    return Facts(tuple(Fact(label, text) for label, text in known))
 
 
 def changed(record: Record, say: Words | None = None) -> str:
     """Tuned values that are not the defaults, as the record's own origins tell; with where they come from, in words."""
     out = []
-    for key, value in _told(record).items():
+    for key, value in _stored(record).items():
         origin = _origin(key, record.case.origins)
         if origin is not None and origin != "default":
             where = f" ({say.known(f'origin.{origin}', origin)})" if say is not None else ""
@@ -143,7 +111,7 @@ def changed(record: Record, say: Words | None = None) -> str:
 def tuned(record: Record) -> str:
     """Tuned values that are not the case's own: those that were typed, and defaults of an earlier version. Empty where none."""
     out = []
-    for key, value in _told(record).items():
+    for key, value in _stored(record).items():
         origin = _origin(key, record.case.origins) or "default"
         default = type(record.tune).model_fields[key].get_default(call_default_factory=True)
         if value != default if origin == "default" else not origin.startswith("case"):
@@ -151,8 +119,8 @@ def tuned(record: Record) -> str:
     return ", ".join(out)
 
 
-def _told(record: Record) -> dict[str, Any]:
-    """The tune as the record tells it: an older one has fewer settings."""
+def _stored(record: Record) -> dict[str, Any]:
+    """Return the tune as the record stores it: an older one has fewer settings."""
     return record.tune.model_dump(mode="json", exclude_unset=True)
 
 

@@ -12,8 +12,8 @@ from steelyard.metrics.runs import kinds, quality, rate
 from steelyard.metrics.shipped import later, modified
 from steelyard.metrics.spans import headline
 from steelyard.record.record import Record
-from steelyard.report import derived
 from steelyard.report.columns import layout
+from steelyard.report.derived import DerivedTexts
 from steelyard.report.document import Align, Block, Cell, Column, Heading, Lang, Page, Paragraph, Priority, Table, TableRow
 from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.runs import STATUS_TONE, by_case, scope, shown, with_unit
@@ -162,7 +162,7 @@ def _told(field: _Field, text: str, say: Words) -> str:
 
 def _no_mfu(records: list[Record], say: Words) -> list[str]:
     """Why no run has an MFU, where all have the same reason."""
-    found = {derived.metric_note(record, "mfu", say) for record in records}
+    found = {DerivedTexts(record, say).metric_note("mfu") for record in records}
     return [say("terminal.no_mfu", note) for note in found if note] if len(found) == 1 else []
 
 
