@@ -1,18 +1,27 @@
-"""The page of runs: its head, a part for each case with its runs, and what the metrics mean."""
+"""The page of runs: its head, a part for each case with its runs, and what the metrics mean.
 
+The head says when and on what was measured, what ran, the best of each case, and what is not valid.
+"""
+
+import re
+from collections import Counter
+
+from steelyard import words
+from steelyard.metrics import overview, rates
+from steelyard.metrics.overview import Against, Row
 from steelyard.metrics.result import work_name
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report import setting
-from steelyard.report.bars import charts
+from steelyard.report import charts, setting
+from steelyard.report.case_tables import conventions, side_by_side, values
 from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import (
     Block,
-    Cell,
-    Column,
     Contents,
+    Fact,
+    Facts,
     Figure,
     Figures,
     Fold,
@@ -22,15 +31,12 @@ from steelyard.report.document import (
     Page,
     Paragraph,
     Table,
-    TableRow,
 )
 from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
-from steelyard.report.lead import machines, measured, summary
-from steelyard.report.numbers import UNKNOWN
-from steelyard.report.results import conventions, values
+from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
 from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, status, unit, with_unit
 from steelyard.report.setting import tuned
-from steelyard.report.side_by_side import table as side_by_side
+from steelyard.report.tables import ColumnOf, ends, table
 from steelyard.tasks.task import Task
 from steelyard.words import Words
 
@@ -50,7 +56,7 @@ def page(records: list[Record], lang: Lang) -> Page:
         parts += [] if single else [Heading(3, _short(case, say))]
         parts += [_run(run, 3 if single else 4, say) for run in runs]
     links = tuple(Link(one.text, one.anchor) for one in parts if isinstance(one, Heading) and one.anchor)
-    head = (Heading(1, title), measured(records, say), machines(records, say), summary(cases, say))
+    head = (Heading(1, title), measured(records, say), machines(records, say), _summary(cases, say))
     ids = ", ".join(record.id for record in records)
     return Page(title, lang, (*head, Contents(say("page.contents"), links), *parts), say("footer", ids))
 
@@ -70,12 +76,11 @@ def _apart(case: CaseName) -> list[Block]:
 
 def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
     """Charts and one table; then what only some cases have; what is looked up rarely is folded."""
-    out = [*charts(runs, case[0], say), side_by_side(runs, say)]
+    out = [*charts.of_case(runs, case[0], say), side_by_side(runs, say)]
     out += ENGINES.section(runs, level, say)
     out += SCALING.section(runs, level, say)
     mfu = conventions(runs, say)
-    names = {run.number: accelerator(run.record) for run in runs}
-    every: list[Block] = [values(runs, names if len(set(names.values())) > 1 else {}, say)]
+    every: list[Block] = [values(runs, say)]
     every += [] if mfu is None else [Heading(level + 1, say("mfu")), mfu]
     repeated = REPEATS.section(runs, level, say)
     out += [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
@@ -155,5 +160,133 @@ def _words(name: str, task: Task, say: Words) -> tuple[str, str, str]:
 
 
 def _table(rows: list[tuple[str, str, str]], say: Words) -> Table:
-    heads = tuple(Column(say(f"metrics.{key}")) for key in ("name", "index", "meaning"))
-    return Table(heads, tuple(TableRow((Cell(title), Cell(index), Cell(text or UNKNOWN))) for title, text, index in rows))
+    columns: tuple[ColumnOf[tuple[str, str, str]], ...] = (
+        ColumnOf(say("metrics.name"), lambda row: row[0]),
+        ColumnOf(say("metrics.index"), lambda row: row[2]),
+        ColumnOf(say("metrics.meaning"), lambda row: row[1] or UNKNOWN),
+    )
+    return table(columns, rows)
+
+
+Rows = dict[CaseName, list[Row]]
+
+
+def _summary(cases: dict[CaseName, list[Run]], say: Words) -> Paragraph:
+    records = [run.record for runs in cases.values() for run in runs]
+    found = {case: overview.rows(run.record for run in runs) for case, runs in cases.items()}
+    chosen = _headline(found)
+    said = [_ran(records, say), *_best(chosen, say), *_against(chosen, say)]
+    said += [*_left_out(found, chosen, say), _not_valid(records, say)]
+    return Paragraph(say("gap").join(said), "lead")
+
+
+def _headline(found: Rows) -> Rows:
+    """Cases as they are shipped, of size full; what else there is, where there is nothing of that."""
+    shipped: Rows = {case: rows for case, rows in found.items() if len(case) == 2}
+    full: Rows = {case: rows for case, rows in shipped.items() if case[1] == "full"}
+    return full or shipped or found
+
+
+def _ran(records: list[Record], say: Words) -> str:
+    names = {record.case.name for record in records}
+    cases = say("summary.case") if len(names) == 1 else say("summary.cases", counted(len(names)))
+    kinds = dict.fromkeys(accelerator(record) for record in records)
+    return say("summary.ran", count_runs(len(records), say), cases, say("comma").join(kinds))
+
+
+def _best(chosen: Rows, say: Words) -> list[str]:
+    several = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
+    listed, none = [], []
+    for case, rows in chosen.items():
+        best = overview.best(rows).values()
+        if best:
+            listed.append(say("summary.of", case[0], say("summary.and").join(_result(row, several, say) for row in best)))
+        else:
+            none.append(case[0])
+    out = [say("summary.best", say("semicolon").join(listed))] if listed else []
+    return [*out, *(say("summary.none", name) for name in none)]
+
+
+def _result(row: Row, several: bool, say: Words) -> str:
+    """A rate and how it was reached; on what, where there is more than one kind."""
+    case = row.first.case
+    its = words.unit(rates.work_unit(row.first), say.lang)
+    rate = say("summary.rate", formed("number", row.rate.value if row.rate else None), its)
+    if row.mfu is not None:
+        rate = say("summary.at", rate, formed("percent", row.mfu.value))
+    how = [accelerator(row.first)] if several else []
+    return say("summary.with", rate, say("comma").join([*how, row.first.engine.name, case.precision, case.division]))
+
+
+def _against(chosen: Rows, say: Words) -> list[str]:
+    """Where there are two accelerators or more."""
+    out = []
+    for case, rows in chosen.items():
+        if len({row.accelerator for row in rows if row.valid}) < 2:
+            continue
+        found = overview.against(rows)
+        out += [_pair(one, case, say) for one in found] or [say("summary.no_pair", case[0])]
+    return out
+
+
+def _pair(one: Against, case: CaseName, say: Words) -> str:
+    between, asked = ends(one.ratio.interval), one.top.first.case
+    beside = say("summary.interval", between) if between else ""
+    where = say("summary.with", case[0], say("comma").join((asked.precision, asked.division)))
+    ratio = formed("number", one.ratio.value)
+    return say("summary.against", one.top.accelerator, ratio, one.base.accelerator, where, beside)
+
+
+def _left_out(found: Rows, chosen: Rows, say: Words) -> list[str]:
+    rest = [(case, sum(len(row.records) for row in rows)) for case, rows in found.items() if case not in chosen]
+    smoke = sum(count for case, count in rest if case[1] == "smoke")
+    others = sum(count for case, count in rest if case[1] != "smoke")
+    out = [say("summary.smoke", count_runs(smoke, say))] if smoke else []
+    return [*out, say("summary.apart", count_runs(others, say))] if others else out
+
+
+def _not_valid(records: list[Record], say: Words) -> str:
+    lacking = [record for record in records if record.status != "valid"]
+    if not lacking:
+        return say("summary.all_valid")
+    why = Counter(record.reasons[0].code if record.reasons else record.status for record in lacking)
+    listed = [say("summary.code", counted(count), say.known(f"why.{code}", code)) for code, count in why.most_common()]
+    return say("summary.not_valid", count_runs(len(lacking), say), say("comma").join(listed))
+
+
+_DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
+
+
+def measured(records: list[Record], say: Words) -> Paragraph:
+    days = sorted({record.created[:10] for record in records if _DAY.match(record.created)}) or [UNKNOWN]
+    span = days[0] if len(days) == 1 else say("page.span", days[0], days[-1])
+    return Paragraph(say("page.measured", span), "muted")
+
+
+def machines(records: list[Record], say: Words) -> Facts:
+    """One line a machine: accelerators, host, driver, and how many runs it did. A machine's own name is added where known."""
+    found: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(_machine(record, say), []).append(record)
+    items = []
+    for (name, *rest), members in found.items():
+        called = dict.fromkeys(one.site.get("machine") or one.environment.hardware.machine or "" for one in members)
+        items.append(Fact(name, " · ".join((*rest, *(one for one in called if one), count_runs(len(members), say)))))
+    return Facts(tuple(items))
+
+
+def _machine(record: Record, say: Words) -> tuple[str, ...]:
+    hardware, software = record.environment.hardware, record.environment.software
+    every = [device for host in record.hosts for device in host.devices] or hardware.devices
+    kinds = Counter(spelled(one.name) for one in every)
+    name = ", ".join(f"{kind} × {count}" for kind, count in kinds.items()) or spelled(hardware.accelerator)
+    hosts = f"{len(record.hosts)} × " if len(record.hosts) > 1 else ""
+    host = [f"{hosts}{spelled(hardware.cpu)}"]
+    host += [] if hardware.cpu_cores is None else [say("machine.cores", counted(hardware.cpu_cores))]
+    host += [] if hardware.memory_bytes is None else [gib_of_bytes(hardware.memory_bytes)]
+    known = [say("comma").join(host), software.os, say("machine.driver", software.driver) if software.driver else ""]
+    return name, *(part for part in known if part)
+
+
+def count_runs(count: int, say: Words) -> str:
+    return say("count.run") if count == 1 else say("count.runs", counted(count))

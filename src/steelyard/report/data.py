@@ -21,7 +21,7 @@ from steelyard.record.spec import Bench, SpecRecord
 from steelyard.report import groups
 from steelyard.report.columns import layout
 from steelyard.report.groups import EnginesData, RepeatsData, ScalingData
-from steelyard.report.results import published
+from steelyard.report.published import published
 from steelyard.report.runs import Run, by_case, changes, engine_version, framework_version, tuned
 from steelyard.schema import Frozen
 from steelyard.tasks.task import DataFacts

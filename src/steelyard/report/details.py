@@ -32,7 +32,7 @@ def details(record: Record, level: int, say: Words) -> list[Block]:
     for key, blocks in sections:
         if blocks:
             out += [Heading(level, say(key)), *blocks]
-    return [*out, *_breakdowns(record, level, say), *charts.all_of(record, say)]
+    return [*out, *_breakdowns(record, level, say), *charts.of_run(record, say)]
 
 
 def _facts(record: Record, texts: DerivedTexts, say: Words) -> Facts:
@@ -113,7 +113,7 @@ def _budget(record: Record, say: Words) -> list[Block]:
         ColumnOf(say("budget.time"), lambda part: formed("seconds", part[1]), "s", right=True),
         ColumnOf(say("budget.share"), lambda part: formed("percent", part[1] / total), right=True),
     )
-    found = table(columns, parts, totals=totals)
+    found = table(columns, parts, last=totals)
     return [charts.budget(parts, total, say), found, *map(Paragraph, _start_up(record, say))]
 
 

@@ -7,7 +7,7 @@ Places along the width are shares of it, such as 12.5%.
 import math
 from dataclasses import dataclass
 
-from steelyard.report.document import Bar, Curve, Lines, Panel, Stack
+from steelyard.report.document import Curve, Lines, Panel, Stack
 
 WIDTH, HEIGHT = 1000, 180
 _TICKS = 5
@@ -23,16 +23,10 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Path:
-    name: str
-    d: str
-
-
-@dataclass(frozen=True)
 class Plot:
-    width: int
-    height: int
-    paths: tuple[Path, ...]
+    """`paths` are those of the series, in their order."""
+
+    paths: tuple[str, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     level: str | None
@@ -63,8 +57,7 @@ def plot(chart: Lines) -> Plot:
     x = _Axis(first, last if last > first else first + 1.0, 0, WIDTH)
     y = _Axis(0.0, y_ticks[-1] or 1.0, HEIGHT, 0)
     return Plot(
-        *(WIDTH, HEIGHT),
-        tuple(Path(series.name, _path(series, x, y)) for series in chart.series),
+        tuple(_path(series, x, y) for series in chart.series),
         tuple(Tick(f"{x.at(value) / WIDTH:.2%}", _label(value, x_step)) for value in x_ticks),
         tuple(Tick(f"{y.at(value):.1f}", _label(value, y_step)) for value in y_ticks),
         None if chart.level is None else f"{y.at(chart.level):.1f}",
@@ -97,29 +90,6 @@ def _path(series: Curve, x: _Axis, y: _Axis) -> str:
     return "".join(out)
 
 
-@dataclass(frozen=True)
-class Span:
-    """A stretch along the width: where it begins and how long it is."""
-
-    at: str
-    width: str
-
-
-@dataclass(frozen=True)
-class BarPlace:
-    """Where a bar ends, and the ends of its interval."""
-
-    width: str
-    ends: tuple[str, str] | None
-
-
-def bar(one: Bar, panel: Panel) -> BarPlace | None:
-    if one.value is None:
-        return None
-    ends = None if one.interval is None else (_share(one.interval[0], panel), _share(one.interval[1], panel))
-    return BarPlace(_share(one.value, panel), ends)
-
-
 def marks(panel: Panel) -> list[Tick]:
     """The lines of a panel's references. Those too close for a label of their own have one together."""
     out: list[tuple[float, str]] = []
@@ -132,22 +102,18 @@ def marks(panel: Panel) -> list[Tick]:
     return [Tick(f"{at:.2%}", f"[{text}]") for at, text in out]
 
 
-def lines_of(panel: Panel) -> list[str]:
-    """Where the lines of a panel's references stand."""
-    return [_share(one.value, panel) for one in panel.references]
-
-
-def spans(stack: Stack) -> list[Span]:
-    """The parts of a bar, one after the other."""
+def spans(stack: Stack) -> list[tuple[str, str]]:
+    """Return where each part of a bar begins and how long it is, as shares of the width."""
     out, at = [], 0.0
     total = sum(part.share for part in stack.parts) or 1.0
     for part in stack.parts:
-        out.append(Span(f"{at:.3%}", f"{part.share / total:.3%}"))
+        out.append((f"{at:.3%}", f"{part.share / total:.3%}"))
         at += part.share / total
     return out
 
 
-def _share(value: float, panel: Panel) -> str:
+def share(value: float, panel: Panel) -> str:
+    """Return where a value lies on the axis of a panel, as a share of the width."""
     return f"{_place(value, panel):.2%}"
 
 

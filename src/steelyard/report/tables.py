@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.runs import Estimate, Interval
-from steelyard.report.document import Align, Cell, Column, Priority, Table, TableRow, Tone
+from steelyard.report.document import Align, Cell, Column, Priority, RowKind, Table, TableRow, Tone
 from steelyard.report.numbers import UNKNOWN, formed
 
 Row = TypeVar("Row")
@@ -35,19 +35,22 @@ def table(
     columns: Iterable[ColumnOf[Row]],
     rows: Iterable[Row],
     footnotes: Iterable[str] = (),
-    totals: Iterable[Row] = (),
+    last: Iterable[Row] = (),
+    last_kind: RowKind = "total",
     tone: Callable[[Row], Tone] = lambda row: "plain",
 ) -> Table:
-    """Return the table of these rows, then those of totals in bold. `tone` is that of cells that are plain text."""
-    body, last = list(rows), list(totals)
+    """Return the table of these rows, and below them those of another kind. `tone` is that of cells that are plain text;
+    in totals they are bold."""
+    body, below = list(rows), list(last)
+    below_tone: Tone = "strong" if last_kind == "total" else "plain"
     cells = {
-        one: [_cell(one.cell(row), tone(row)) for row in body] + [_cell(one.cell(row), "strong") for row in last]
+        one: [_cell(one.cell(row), tone(row)) for row in body] + [_cell(one.cell(row), below_tone) for row in below]
         for one in columns
     }
     shown = [one for one in cells if not one.optional or any(cell.text != UNKNOWN for cell in cells[one])]
     made = (
-        TableRow(tuple(cells[one][place] for one in shown), "measured" if place < len(body) else "total")
-        for place in range(len(body) + len(last))
+        TableRow(tuple(cells[one][place] for one in shown), "measured" if place < len(body) else last_kind)
+        for place in range(len(body) + len(below))
     )
     return Table(tuple(one.head for one in shown), tuple(made), tuple(footnotes))
 
