@@ -13,12 +13,12 @@ from steelyard.metrics.result import work_name
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report import charts, setting
+from steelyard.report import charts, details
 from steelyard.report.case_tables import conventions, side_by_side, values
 from steelyard.report.columns import layout
-from steelyard.report.details import details
 from steelyard.report.document import (
     Block,
+    ColumnOf,
     Contents,
     Fact,
     Facts,
@@ -31,12 +31,23 @@ from steelyard.report.document import (
     Page,
     Paragraph,
     Table,
+    table,
 )
 from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
-from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
-from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, status, unit, with_unit
-from steelyard.report.setting import tuned
-from steelyard.report.tables import ColumnOf, ends, table
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
+from steelyard.report.runs import (
+    STATUS_TONE,
+    CaseName,
+    Run,
+    accelerator,
+    by_case,
+    scope,
+    shown,
+    status,
+    tuned_text,
+    unit,
+    with_unit,
+)
 from steelyard.tasks.task import Task
 from steelyard.words import Words
 
@@ -92,16 +103,16 @@ def _run(run: Run, level: int, say: Words) -> Fold:
     record = run.record
     data_heading = record.task.kind_row.data_heading
     parts = (
-        (say.known(data_heading, data_heading), setting.data),
-        (say("model"), setting.model),
-        (say("hardware"), setting.hardware),
-        (say("software"), setting.software),
-        (say("setup"), setting.setup),
+        (say.known(data_heading, data_heading), details.data),
+        (say("model"), details.model),
+        (say("hardware"), details.hardware),
+        (say("software"), details.software),
+        (say("setup"), details.setup),
     )
     blocks: list[Block] = [_figures(run, say)]
     for title, facts in parts:
         blocks += [Heading(level + 1, title), facts(record, say)]
-    blocks += details(record, level + 1, say)
+    blocks += details.details(record, level + 1, say)
     heading = Heading(level, run.title, run.anchor)
     return Fold(heading, status(record, say), STATUS_TONE[record.status], tuple(blocks), _told_apart(record, say))
 
@@ -109,7 +120,7 @@ def _run(run: Run, level: int, say: Words) -> Fold:
 def _told_apart(record: Record, say: Words) -> str:
     """Its rate, settings, scope and time."""
     rate = with_unit(layout(record.task.kind_row).whole, record.metrics.get(layout(record.task.kind_row).whole))
-    known = (rate if rate != UNKNOWN else "", tuned(record), scope(record, say), record.created[:16].replace("T", " "))
+    known = (rate if rate != UNKNOWN else "", tuned_text(record), scope(record, say), record.created[:16].replace("T", " "))
     return " · ".join(part for part in known if part)
 
 

@@ -11,12 +11,23 @@ from steelyard.metrics.spans import devices
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report.columns import Field, layout
-from steelyard.report.document import Cell, Link, Table, Tone
+from steelyard.report.document import Cell, ColumnOf, Link, Table, Tone, table
 from steelyard.report.numbers import UNKNOWN, counted, formed, real, spelled
 from steelyard.report.published import PublishedRow, published, size_note
-from steelyard.report.runs import STATUS_TONE, Run, accelerator, codes, scope, shown, stages, unit
-from steelyard.report.setting import changed, parallel, tuned
-from steelyard.report.tables import ColumnOf, estimate, table
+from steelyard.report.runs import (
+    STATUS_TONE,
+    Run,
+    accelerator,
+    changed,
+    codes,
+    estimate,
+    parallel,
+    scope,
+    shown,
+    stages,
+    tuned_text,
+    unit,
+)
 from steelyard.words import Words
 
 _ORDER = ("valid", "invalid", "failed")
@@ -142,7 +153,7 @@ def _precision(side: Side) -> Cell:
 
 def _tuned(side: Side, say: Words) -> Cell:
     """Return what was changed, and how much of the question was run."""
-    text, extent = tuned(side.row.first), scope(side.row.first, say)
+    text, extent = tuned_text(side.row.first), scope(side.row.first, say)
     return Cell(text, extent) if text else Cell(say("side.default"), extent, "muted")
 
 

@@ -15,11 +15,9 @@ from steelyard.record.record import Record, Sample
 from steelyard.report.case_tables import Side, sides
 from steelyard.report.columns import layout
 from steelyard.report.document import Bar, BarRow, Bars, Block, Curve, Lines, Panel, Point, Reference, Share, Stack
-from steelyard.report.numbers import UNKNOWN, formed, real
+from steelyard.report.numbers import UNKNOWN, ends, formed, real
 from steelyard.report.published import MFU_CONVENTIONS, PublishedRow, published
-from steelyard.report.runs import Run, scope
-from steelyard.report.setting import tuned
-from steelyard.report.tables import ends
+from steelyard.report.runs import Run, scope, tuned_text
 from steelyard.words import Words
 
 MAX_POINTS = 400  # more than a page has pixels for
@@ -184,7 +182,7 @@ def _chosen(rows: list[Side]) -> list[Side]:
 def _label(side: Side, kinds: list[str], scopes: bool, say: Words) -> BarRow:
     """Which row it is; its scope, where rows differ in it."""
     first = side.row.first
-    said = [first.case.precision, first.case.division, tuned(first), scope(first, say) if scopes else ""]
+    said = [first.case.precision, first.case.division, tuned_text(first), scope(first, say) if scopes else ""]
     said += [] if side.row.valid else [say(side.row.status)]
     text = f"{side.name} · {first.engine.name}"
     return BarRow(text, " · ".join(one for one in said if one), kinds.index(side.row.accelerator), bool(side.row.valid))

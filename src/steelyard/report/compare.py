@@ -6,10 +6,10 @@ from steelyard.metrics.compare import Change, Comparison, Rate, Side
 from steelyard.metrics.fields import Field
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.table import row as metric_row
-from steelyard.report.document import Block, Cell, Heading, Lang, Page, Paragraph, Table, Tone
+from steelyard.report.document import EMPTY, Block, Cell, ColumnOf, Heading, Lang, Page, Paragraph, Table, Tone, table
 from steelyard.report.group_tables import ANSWERS, answer_cells
-from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.tables import EMPTY, ColumnOf, ends, estimate, table
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, spelled
+from steelyard.report.runs import estimate
 from steelyard.words import Words
 
 SHOWN_RECORDS = 5  # of a side, by name; a page is for readers

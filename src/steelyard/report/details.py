@@ -1,15 +1,31 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
+from collections import Counter
+from typing import Any
+
 from steelyard.metrics.runs import metric
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
+from steelyard.record.facts import PeakFacts
 from steelyard.record.record import Check, Record
-from steelyard.report import charts, hosts, setting, waterfall
+from steelyard.report import charts, hosts, waterfall
 from steelyard.report.derived import DerivedTexts, ReasonLine
-from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow
-from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.runs import STATUS_TONE, scope, shown, unit
-from steelyard.report.tables import ColumnOf, ends, table
+from steelyard.report.document import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    ColumnOf,
+    Fact,
+    Facts,
+    Heading,
+    Paragraph,
+    Table,
+    TableRow,
+    table,
+)
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
+from steelyard.report.runs import FRAMEWORKS, STATUS_TONE, changed, parallel, scope, shown, stored_tune, unit
 from steelyard.words import LANGS, Words
 
 IDS = 40  # that a page shows of a scope's
@@ -47,7 +63,7 @@ def _facts(record: Record, texts: DerivedTexts, say: Words) -> Facts:
         *(one for one in selected if one[1]),
         ("quality", say("colon").join(filter(None, (judged, texts.quality_note())))),
         ("gate", spelled({} if quality.gate is None else quality.gate.model_dump(mode="json"))),
-        ("environment", setting.environment(record)),
+        ("environment", _environment(record)),
         ("id", record.id),
         ("created", record.created),
         ("key", record.case.key),
@@ -159,3 +175,89 @@ def _checks(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
         ColumnOf(say("checks.detail"), lambda one: str(one.detail)),
     )
     return [table(columns, texts.checks())] if record.checks else []
+
+
+_WEIGHTS = ("source", "header_sha256")
+
+
+def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words) -> list[Fact]:
+    """Known keys first and always, then whatever else the record says, by its own name."""
+    rest = sorted(set(table) - set(known))
+    return [Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)]
+
+
+def data(record: Record, say: Words) -> Facts:
+    asked = Fact(say("data.asked"), spelled(record.case.question["data"]))
+    return Facts((asked, *_rows(record.data.model_dump(), record.task.kind_row.data_facts, "data", say)))
+
+
+def model(record: Record, say: Words) -> Facts:
+    question = record.case.question
+    named = [name for name in ("model", "precision", "train") if name != "train" or question.get(name)]
+    asked = (Fact(say(f"model.{name}"), spelled(question[name])) for name in named)
+    return Facts((*asked, *_rows(record.weights.model_dump(), _WEIGHTS, "model", say)))
+
+
+def _environment(record: Record) -> str:
+    """Return a short name of what a run ran on."""
+    hardware = record.environment.hardware
+    kinds = Counter(spelled(device.name) for device in hardware.devices)
+    return ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.cpu)
+
+
+def hardware(record: Record, say: Words) -> Facts:
+    hardware, site = record.environment.hardware, record.site
+    kinds = dict.fromkeys(f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices)
+    cpu = spelled(hardware.cpu)
+    known = (
+        ("machine", site.get("machine") or spelled(hardware.machine)),
+        ("accelerator", ", ".join(kinds) or spelled(hardware.accelerator)),
+        ("count", counted(len(hardware.devices)) if hardware.devices else UNKNOWN),
+        ("peak", _peak(hardware.peak)),
+        ("cpu", cpu if hardware.cpu_cores is None else say("hardware.cores", cpu, counted(hardware.cpu_cores))),
+        ("memory", gib_of_bytes(hardware.memory_bytes)),
+        ("network", spelled(site.get("network"))),
+    )
+    shown_above = ("machine", "network", "file", "file_sha256")
+    stated = [Fact(key, site[key]) for key in sorted(site) if key not in shown_above]
+    if "file" in site:
+        stated.append(Fact(say("hardware.site"), f"{site['file']}, SHA-256 {site.get('file_sha256', '')[:12]}"))
+    return Facts((*(Fact(say(f"hardware.{key}"), text) for key, text in known), *stated))
+
+
+def _peak(peak: PeakFacts | None) -> str:
+    if peak is None:
+        return UNKNOWN
+    listed = ", ".join(f"{name} {spelled(rate / 1e12)}" for name, rate in peak.flops_per_s.items())
+    return f"{spelled(peak.name)}: {listed} TFLOP/s ({spelled(peak.source)})" if listed else UNKNOWN
+
+
+def software(record: Record, say: Words) -> Facts:
+    software, source = record.environment.software, record.environment.source
+    packages, cleanness = software.packages, "source.dirty" if source.dirty else "source.clean"
+    framework = next((name for name in FRAMEWORKS if name in packages), None)
+    versions = {**software.libraries, "python": software.python}
+    dependent = {name: version for name, version in versions.items() if version}
+    dependent |= {name: version for name, version in sorted(packages.items()) if name != framework}
+    listed = ", ".join(f"{name} {spelled(version)}" for name, version in dependent.items())
+    known = (
+        *((key, spelled(getattr(software, key))) for key in ("os", "kernel", "driver", "container")),
+        ("framework", f"{framework} {spelled(packages[framework])}" if framework else UNKNOWN),
+        ("packages", listed or UNKNOWN),
+        ("source", say(cleanness, spelled(source.version), spelled(source.revision))),
+    )
+    return Facts(tuple(Fact(say(f"software.{key}"), text) for key, text in known))
+
+
+def setup(record: Record, say: Words) -> Facts:
+    """Return tool, optimisation and parallel strategy."""
+    heading, details = record.task.kind_row.tool_heading, record.engine.details.model_dump()
+    tool = f"{record.engine.name} ({spelled(details)})" if details else record.engine.name
+    plan = say("plan.text", parallel(record), record.plan.config, record.plan.launcher)
+    known = (
+        (say.known(heading, heading), tool),
+        (say("tune.set"), changed(record, say)),
+        (say("tune.all"), spelled(stored_tune(record))),
+        (say("plan"), plan),
+    )
+    return Facts(tuple(Fact(label, text) for label, text in known))

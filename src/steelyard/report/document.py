@@ -1,15 +1,17 @@
-"""A page as data: what is said, in which order, and nothing about how it looks.
+"""A page as data: what is said, in which order, and nothing about how it looks. Tables are made from columns.
 
 Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no builder has to remember.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from steelyard import words
+from steelyard.report.numbers import UNKNOWN
 
 Lang = words.Lang
+Row = TypeVar("Row")
 Align = Literal["left", "right"]
 Tone = Literal["plain", "strong", "muted", "good", "bad", "lead"]
 Point = tuple[float, float | None]
@@ -94,6 +96,55 @@ class Table:
     rows: tuple[TableRow, ...]
     footnotes: tuple[str, ...] = ()
     pinned: bool = False
+
+
+EMPTY = Cell(UNKNOWN)
+
+
+@dataclass(frozen=True)
+class ColumnOf(Generic[Row]):
+    """A column and what each row has in it. An optional one is left out where no row has anything in it."""
+
+    title: str
+    cell: Callable[[Row], Cell | str]
+    sub: str = ""
+    right: bool = False
+    strong: bool = False
+    priority: Priority = 1
+    optional: bool = False
+
+    @property
+    def head(self) -> Column:
+        align: Align = "right" if self.right else "left"
+        return Column(self.title, self.sub, align, self.strong, self.priority)
+
+
+def table(
+    columns: Iterable[ColumnOf[Row]],
+    rows: Iterable[Row],
+    footnotes: Iterable[str] = (),
+    last: Iterable[Row] = (),
+    last_kind: RowKind = "total",
+    tone: Callable[[Row], Tone] = lambda row: "plain",
+) -> Table:
+    """Return the table of these rows, and below them those of another kind. `tone` is that of cells that are plain text;
+    in totals they are bold."""
+    body, below = list(rows), list(last)
+    below_tone: Tone = "strong" if last_kind == "total" else "plain"
+    cells = {
+        one: [_cell(one.cell(row), tone(row)) for row in body] + [_cell(one.cell(row), below_tone) for row in below]
+        for one in columns
+    }
+    shown = [one for one in cells if not one.optional or any(cell.text != UNKNOWN for cell in cells[one])]
+    made = (
+        TableRow(tuple(cells[one][place] for one in shown), "measured" if place < len(body) else last_kind)
+        for place in range(len(body) + len(below))
+    )
+    return Table(tuple(one.head for one in shown), tuple(made), tuple(footnotes))
+
+
+def _cell(made: Cell | str, tone: Tone) -> Cell:
+    return Cell(made, tone=tone) if isinstance(made, str) else made
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,9 @@ from steelyard.metrics.runs import kinds
 from steelyard.metrics.scaling import Scaling, ScalingRow
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Cell, Heading, Lang, Page, Paragraph, Priority
-from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.runs import Run, by_case, codes, labels, scope, unit
-from steelyard.report.setting import parallel
-from steelyard.report.tables import EMPTY, ColumnOf, ends, estimate, table
+from steelyard.report.document import EMPTY, Block, Cell, ColumnOf, Heading, Lang, Page, Paragraph, Priority, table
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, spelled
+from steelyard.report.runs import Run, by_case, codes, estimate, labels, parallel, scope, unit
 from steelyard.tasks.task import Differences
 from steelyard.words import Words
 

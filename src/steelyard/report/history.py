@@ -2,10 +2,9 @@
 
 from steelyard.metrics.history import Bad, History, Indexed, Point, Trend
 from steelyard.metrics.table import row as metric_row
-from steelyard.report.document import Block, Cell, Curve, Heading, Lang, Lines, Page, Paragraph, Table
+from steelyard.report.document import Block, Cell, ColumnOf, Curve, Heading, Lang, Lines, Page, Paragraph, Table, table
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.runs import STATUS_TONE
-from steelyard.report.tables import ColumnOf, estimate, table
+from steelyard.report.runs import STATUS_TONE, estimate
 from steelyard.words import Words
 
 REVISION = 12  # characters of one

@@ -12,9 +12,8 @@ from steelyard.metrics.stragglers import RankTime, Stragglers, Unknown
 from steelyard.plan import degrees as plan
 from steelyard.record.facts import HostFacts, RankFacts
 from steelyard.record.record import Record, Window
-from steelyard.report.document import Block, Paragraph, Table
+from steelyard.report.document import Block, ColumnOf, Paragraph, Table, table
 from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
-from steelyard.report.tables import ColumnOf, table
 from steelyard.words import Words
 
 

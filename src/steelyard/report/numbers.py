@@ -66,6 +66,11 @@ def formed(form: str, value: Any) -> str:
     return UNKNOWN if known is None else _FORMS[form](known)
 
 
+def ends(interval: tuple[float, float] | None, form: str = "number") -> str:
+    """Format both ends of an interval; an empty text where there is none."""
+    return "" if interval is None else " – ".join(formed(form, end) for end in interval)
+
+
 def bare(form: str, value: Any) -> str:
     """The same without marks for thousands, as FlagPerf's pages have it."""
     return formed(form, value).replace(",", "")

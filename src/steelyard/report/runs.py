@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from steelyard import words
+from steelyard.case.case import AUTO
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.rates import rank_mem
-from steelyard.metrics.runs import kinds
+from steelyard.metrics.ratio import Ratio
+from steelyard.metrics.runs import Estimate, kinds
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.spans import headline, windows
 from steelyard.metrics.table import row as metric_row
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Value
-from steelyard.report.document import Lang, Tone
-from steelyard.report.numbers import UNKNOWN, formed, spelled
+from steelyard.report.document import EMPTY, Cell, Lang, Tone
+from steelyard.report.numbers import UNKNOWN, ends, formed, spelled
 from steelyard.words import Words
 
 T = TypeVar("T", bound=Hashable)
@@ -130,6 +132,11 @@ def shown(name: str, value: Value | None) -> str:
     return UNKNOWN if value is None else formed(metric_row(name, value.unit).form, value.value)
 
 
+def estimate(one: Estimate | Ratio | None, form: str = "number", tone: Tone = "plain") -> Cell:
+    """Return a number with its interval below it; EMPTY where it is not known."""
+    return EMPTY if one is None else Cell(formed(form, one.value), ends(one.interval, form), tone)
+
+
 def unit(name: str, value: Value | None, lang: Lang = "en") -> str:
     if value is None or metric_row(name, value.unit).form == "percent":
         return ""
@@ -191,3 +198,43 @@ def stages(record: Record) -> str:
 def _fullest(sizes: list[float | None]) -> str:
     known = [size for size in sizes if size is not None]
     return f"{max(known):.2f}" if known else UNKNOWN
+
+
+def changed(record: Record, say: Words | None = None) -> str:
+    """Tuned values that are not the defaults, as the record's own origins tell; with where they come from, in words."""
+    out = []
+    for key, value in stored_tune(record).items():
+        origin = _origin(key, record.case.origins)
+        if origin is not None and origin != "default":
+            where = f" ({say.known(f'origin.{origin}', origin)})" if say is not None else ""
+            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else where}")
+    return ", ".join(out) or UNKNOWN
+
+
+def tuned_text(record: Record) -> str:
+    """Tuned values that are not the case's own: those that were typed, and defaults of an earlier version. Empty where none."""
+    out = []
+    for key, value in stored_tune(record).items():
+        origin = _origin(key, record.case.origins) or "default"
+        default = type(record.tune).model_fields[key].get_default(call_default_factory=True)
+        if value != default if origin == "default" else not origin.startswith("case"):
+            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else ''}")
+    return ", ".join(out)
+
+
+def stored_tune(record: Record) -> dict[str, Any]:
+    """Return the tune as the record stores it: an older one has fewer settings."""
+    return record.tune.model_dump(mode="json", exclude_unset=True)
+
+
+def _origin(key: str, origins: dict[str, str]) -> str | None:
+    """Where a value came from; a table's, from its first entry."""
+    exact = origins.get(f"tune.{key}")
+    return exact or next((where for name, where in sorted(origins.items()) if name.startswith(f"tune.{key}.")), None)
+
+
+def parallel(record: Record) -> str:
+    """Degrees, and the stage of sharding where replicas divide anything."""
+    sharding = record.tune.sharding
+    divided = f" SH{sharding}" if record.task.kind_row.trains and sharding else ""
+    return f"{record.plan}{divided}"

@@ -8,10 +8,9 @@ from steelyard.metrics import ceilings
 from steelyard.plan.ceilings import GROUPS
 from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord
 from steelyard.report import derived
-from steelyard.report.document import Block, Cell, Fact, Facts, Heading, Lang, Page, Paragraph, Table
+from steelyard.report.document import Block, Cell, ColumnOf, Fact, Facts, Heading, Lang, Page, Paragraph, Table, table
 from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
 from steelyard.report.runs import STATUS_TONE
-from steelyard.report.tables import ColumnOf, table
 from steelyard.words import Words
 
 SCALES = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "B": (float(1 << 30), "GiB")}

@@ -14,11 +14,10 @@ from steelyard.metrics.spans import headline
 from steelyard.record.record import Record
 from steelyard.report.columns import layout
 from steelyard.report.derived import DerivedTexts
-from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, TableRow
+from steelyard.report.document import Block, Cell, Column, ColumnOf, Heading, Lang, Page, Paragraph, TableRow
+from steelyard.report.document import table as make_table
 from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.runs import STATUS_TONE, by_case, scope, shown, status, with_unit
-from steelyard.report.tables import ColumnOf
-from steelyard.report.tables import table as make_table
 from steelyard.words import Words
 
 UNCHECKED = "*"

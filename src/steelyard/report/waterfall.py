@@ -8,10 +8,9 @@ from steelyard.metrics import rates
 from steelyard.metrics.waterfall import Waterfall, waterfalls
 from steelyard.record.profile import KernelFacts
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Heading, Lang, Page, Paragraph, Share, Stack, Table
+from steelyard.report.document import Block, ColumnOf, Heading, Lang, Page, Paragraph, Share, Stack, Table, table
 from steelyard.report.numbers import counted, formed
 from steelyard.report.runs import by_case
-from steelyard.report.tables import ColumnOf, table
 from steelyard.words import Words
 
 MOST = 12  # kernels that are shown

@@ -14,8 +14,7 @@ from steelyard.record.record import Record
 from steelyard.report.as_md import escape
 from steelyard.report.document import Lang
 from steelyard.report.flagperf.form import Block, Column, Each, Entry, Lines, MetricList, PageLayout, Text, ValueTable
-from steelyard.report.flagperf.inference import LAMBADA, MMLU
-from steelyard.report.flagperf.training import ALPACA, OPENWEBTEXT, RECORD
+from steelyard.report.flagperf.layouts import ALPACA, LAMBADA, MMLU, OPENWEBTEXT, RECORD
 from steelyard.report.flagperf.values import ROW, device, is_made, page_values
 from steelyard.report.numbers import UNKNOWN, bare
 from steelyard.report.runs import by_case, distinct, scope

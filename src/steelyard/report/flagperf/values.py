@@ -9,8 +9,7 @@ from steelyard.metrics.result import GIB
 from steelyard.record.facts import Software
 from steelyard.record.record import Record
 from steelyard.report.numbers import UNKNOWN, bare, spelled
-from steelyard.report.runs import engine_version, framework_version, stages, tuned
-from steelyard.report.setting import changed, parallel
+from steelyard.report.runs import changed, engine_version, framework_version, parallel, stages, tuned
 from steelyard.words import Words
 
 DATA = ("source", "rows", "tokens", "fingerprint")
