@@ -1,7 +1,6 @@
 """A page as GitHub Markdown. What a record says stays text: no markup, no link text, no HTML of its own."""
 
 import re
-from collections.abc import Iterable
 
 from steelyard.report.document import (
     Bars,
@@ -20,6 +19,7 @@ from steelyard.report.document import (
     Stack,
     Table,
     TableRow,
+    walk,
 )
 from steelyard.report.plain import clean, lines
 
@@ -31,14 +31,10 @@ _TICKS = re.compile(r"`+")
 
 
 def md(page: Page) -> str:
-    parts = _parts(page.blocks)
+    parts = [part for part in map(_block, walk(page.blocks)) if part]
     if page.footer:
         parts.append(f"---\n\n{escape(page.footer)}")
     return "\n\n".join(parts) + "\n"
-
-
-def _parts(blocks: Iterable[Block]) -> list[str]:
-    return [part for part in (_block(block) for block in blocks) if part]
 
 
 def escape(text: str) -> str:
@@ -61,14 +57,12 @@ def _block(block: Block) -> str:
             return "\n".join(f"- {escape(item.label)}: {escape(item.text)}" for item in items)
         case Code(said):
             return _fenced(lines(said).strip("\n"))
-        case Figures(title, status, _, items):
-            listed = ", ".join(f"{f.label} {f.value} {f.unit}".rstrip() for f in items)
-            return f"{_strong(escape(status))} {escape(title)}: {escape(listed)}"
+        case Figures():
+            return f"{_strong(escape(block.status))} {escape(block.text)}"
         case Table():
             return _table(block)
-        case Fold(heading, note, _, blocks, sub):
-            said = " · ".join(part for part in (sub, note) if part)
-            return "\n\n".join(_parts((heading, *([Paragraph(said, "muted")] if said else []), *blocks)))
+        case Fold():
+            return _opening(block.text)
         case Lines() | Stack() | Bars() | Contents():
             return ""
 

@@ -1,6 +1,5 @@
 """A page as plain text for a terminal or a file: untrusted text is made harmless, and columns fit the width."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steelyard.report.document import (
@@ -19,6 +18,7 @@ from steelyard.report.document import (
     Paragraph,
     Stack,
     Table,
+    walk,
 )
 from steelyard.report.plain import clean, lines, pad, width, wrap
 from steelyard.words import Words
@@ -121,13 +121,10 @@ class _Text:
         self._columns, self._line, self._say = columns, columns or LINE, say
 
     def page(self, page: Page) -> str:
-        parts = self._parts(page.blocks)
+        parts = [part for part in map(self._block, walk(page.blocks)) if part]
         if page.footer:
             parts.append(self._wrapped(page.footer))
         return "\n\n".join(parts) + "\n"
-
-    def _parts(self, blocks: Iterable[Block]) -> list[str]:
-        return [part for part in (self._block(block) for block in blocks) if part]
 
     def _wrapped(self, said: str, indent: str = "") -> str:
         first, *more = wrap(clean(said), self._line - width(indent))
@@ -143,14 +140,12 @@ class _Text:
                 return self._facts(block)
             case Code(said):
                 return "\n".join(f"    {line}".rstrip() for line in lines(said).strip("\n").split("\n"))
-            case Figures(title, status, _, items):
-                listed = ", ".join(f"{f.label} {f.value} {f.unit}".rstrip() for f in items)
-                return self._wrapped(f"[{status}] {title}: {listed}", "  ")
+            case Figures():
+                return self._wrapped(f"[{block.status}] {block.text}", "  ")
             case Table():
                 return self._table(block)
-            case Fold(heading, note, _, blocks, sub):
-                said = " · ".join(part for part in (sub, note) if part)
-                return "\n\n".join(self._parts((heading, *([Paragraph(said, "muted")] if said else []), *blocks)))
+            case Fold():
+                return self._wrapped(block.text)
             case Lines() | Stack() | Bars() | Contents():
                 return ""
 

@@ -13,9 +13,10 @@ from steelyard.metrics.result import work_name
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report import charts, details
+from steelyard.report import charts
 from steelyard.report.case_tables import conventions, side_by_side, values
 from steelyard.report.columns import layout
+from steelyard.report.details import details
 from steelyard.report.document import (
     Block,
     ColumnOf,
@@ -61,7 +62,8 @@ def page(records: list[Record], lang: Lang) -> Page:
     parts: list[Block] = []
     for number, (case, runs) in enumerate(cases.items(), 1):
         name = say("side.comparison") if single else _short(case, say)
-        parts += [Heading(2, name, f"case-{number}"), *_apart(case), *_case(case, runs, 3, say)]
+        differs = [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []  # from the shipped question
+        parts += [Heading(2, name, f"case-{number}"), *differs, *_case(case, runs, 3, say)]
     parts += [Heading(2, say("page.meanings"), "metrics"), *meanings(cases, 3, say), Heading(2, say("page.runs"), "runs")]
     for case, runs in cases.items():
         parts += [] if single else [Heading(3, _short(case, say))]
@@ -80,11 +82,6 @@ def _short(case: CaseName, say: Words) -> str:
     return " · ".join([name, size, *said])
 
 
-def _apart(case: CaseName) -> list[Block]:
-    """In what a question is another one than that of the shipped case."""
-    return [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
-
-
 def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
     """Charts and one table; then what only some cases have; what is looked up rarely is folded."""
     out = [*charts.of_case(runs, case[0], say), side_by_side(runs, say)]
@@ -99,47 +96,30 @@ def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block
 
 
 def _run(run: Run, level: int, say: Words) -> Fold:
-    """All that is known of a run, in the order of a published page: data, model, environment, tool, results."""
+    """Return all that is known of a run, and in its heading what tells it apart: rate, settings, scope and time."""
     record = run.record
-    data_heading = record.task.kind_row.data_heading
-    parts = (
-        (say.known(data_heading, data_heading), details.data),
-        (say("model"), details.model),
-        (say("hardware"), details.hardware),
-        (say("software"), details.software),
-        (say("setup"), details.setup),
-    )
-    blocks: list[Block] = [_figures(run, say)]
-    for title, facts in parts:
-        blocks += [Heading(level + 1, title), facts(record, say)]
-    blocks += details.details(record, level + 1, say)
-    heading = Heading(level, run.title, run.anchor)
-    return Fold(heading, status(record, say), STATUS_TONE[record.status], tuple(blocks), _told_apart(record, say))
-
-
-def _told_apart(record: Record, say: Words) -> str:
-    """Its rate, settings, scope and time."""
-    rate = with_unit(layout(record.task.kind_row).whole, record.metrics.get(layout(record.task.kind_row).whole))
-    known = (rate if rate != UNKNOWN else "", tuned_text(record), scope(record, say), record.created[:16].replace("T", " "))
-    return " · ".join(part for part in known if part)
+    whole = layout(record.task.kind_row).whole
+    rate = with_unit(whole, record.metrics.get(whole))
+    created = record.created[:16].replace("T", " ")
+    known = ("" if rate == UNKNOWN else rate, tuned_text(record), scope(record, say), created)
+    heading, tone = Heading(level, run.title, run.anchor), STATUS_TONE[record.status]
+    blocks = (_figures(run, say), *details(record, level + 1, say))
+    return Fold(heading, status(record, say), tone, blocks, " · ".join(filter(None, known)))
 
 
 def _figures(run: Run, say: Words) -> Figures:
     record = run.record
-    plan = layout(record.task.kind_row)
+    plan, quality = layout(record.task.kind_row), record.quality
     items = []
-    for name in (plan.core, plan.whole, "mfu", record.quality.metric, "mem", "e2e_time"):
+    for name in (plan.core, plan.whole, "mfu", quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
         known = value is not None and value.value is not None
-        beside = say("not_evaluated") if known and _unevaluated(record, name) else unit(name, value, say.lang) if known else ""
-        items.append(Figure(metric_row(name).index, shown(name, value), beside))
+        # A quality that was not evaluated, such as that of random weights, says nothing.
+        unevaluated = name == quality.metric and not quality.evaluated
+        beside = say("not_evaluated") if unevaluated else unit(name, value, say.lang)
+        items.append(Figure(metric_row(name).index, shown(name, value), beside if known else ""))
     title, tone = f"{run.title} · {scope(record, say)}", STATUS_TONE[record.status]
     return Figures(title, status(record, say), tone, tuple(items))
-
-
-def _unevaluated(record: Record, name: str) -> bool:
-    """Whether a quality is there that says nothing, such as that of random weights."""
-    return name == record.quality.metric and not record.quality.evaluated and name in record.metrics
 
 
 # Settings that are compared, and the phrase that heads their column.

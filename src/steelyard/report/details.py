@@ -32,22 +32,28 @@ IDS = 40  # that a page shows of a scope's
 
 
 def details(record: Record, level: int, say: Words) -> list[Block]:
-    texts = DerivedTexts(record, say)
-    out: list[Block] = [Heading(level, say("record")), _facts(record, texts, say)]
+    """Return all that is known of a run, in the order of a published page: data, model, environment, tool, results."""
+    texts, heading = DerivedTexts(record, say), record.task.kind_row.data_heading
     sections: tuple[tuple[str, list[Block]], ...] = (
-        ("reasons", _reasons(record, texts, say)),
-        ("failure", _failure(record, say)),
-        ("all", [_metrics(record, texts, say)]),
-        ("budget", _budget(record, say)),
-        ("hosts", hosts.hosts(record, say)),
-        ("ranks", hosts.ranks(record, say)),
-        ("stragglers", hosts.straggler_section(record, say)),
-        ("explain", waterfall.section(record, say, whole=False)),
-        ("checks", _checks(record, texts, say)),
+        (say.known(heading, heading), [_data(record, say)]),
+        (say("model"), [_model(record, say)]),
+        (say("hardware"), [_hardware(record, say)]),
+        (say("software"), [_software(record, say)]),
+        (say("setup"), [_setup(record, say)]),
+        (say("record"), [_facts(record, texts, say)]),
+        (say("reasons"), _reasons(record, texts, say)),
+        (say("failure"), _failure(record, say)),
+        (say("all"), [_metrics(record, texts, say)]),
+        (say("budget"), _budget(record, say)),
+        (say("hosts"), hosts.hosts(record, say)),
+        (say("ranks"), hosts.ranks(record, say)),
+        (say("stragglers"), hosts.straggler_section(record, say)),
+        (say("explain"), waterfall.section(record, say, whole=False)),
+        (say("checks"), _checks(record, texts, say)),
     )
-    for key, blocks in sections:
-        if blocks:
-            out += [Heading(level, say(key)), *blocks]
+    out: list[Block] = []
+    for title, blocks in sections:
+        out += [Heading(level, title), *blocks] if blocks else []
     return [*out, *_breakdowns(record, level, say), *charts.of_run(record, say)]
 
 
@@ -143,18 +149,18 @@ def _start_up(record: Record, say: Words) -> list[str]:
 
 
 def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
-    """The task's own tables of its outputs."""
-    answers, place = record.answers, LANGS.index(say.lang)
+    """Return the task's own tables of its outputs."""
+    answers, lang = record.answers, LANGS.index(say.lang)
     out: list[Block] = []
     for one in record.task.breakdowns(answers) if answers is not None else []:
         if not any(isinstance(value, float) and value for row in one.rows for value in row):
-            out.append(Paragraph(say("breakdown.empty", one.title[place], counted(len(one.rows))), "muted"))
+            out.append(Paragraph(say("breakdown.empty", one.title[lang], counted(len(one.rows))), "muted"))
             continue
-        names = [words[place] for words in one.columns]
-        numeric = [all(not isinstance(row[i], str) for row in one.rows) for i in range(len(names))]
-        heads = tuple(Column(name, align="right" if right else "left") for name, right in zip(names, numeric, strict=True))
+        numeric = [not any(isinstance(value, str) for value in column) for column in zip(*one.rows, strict=True)]
+        heads = zip(one.columns, numeric, strict=True)
+        columns = tuple(Column(words[lang], align="right" if right else "left") for words, right in heads)
         rows = tuple(TableRow(tuple(Cell(_spelled(value)) for value in row)) for row in one.rows)
-        out += [Heading(level, one.title[place]), Table(heads, rows)]
+        out += [Heading(level, one.title[lang]), Table(columns, rows)]
     return out
 
 
@@ -186,12 +192,12 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
     return [Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)]
 
 
-def data(record: Record, say: Words) -> Facts:
+def _data(record: Record, say: Words) -> Facts:
     asked = Fact(say("data.asked"), spelled(record.case.question["data"]))
     return Facts((asked, *_rows(record.data.model_dump(), record.task.kind_row.data_facts, "data", say)))
 
 
-def model(record: Record, say: Words) -> Facts:
+def _model(record: Record, say: Words) -> Facts:
     question = record.case.question
     named = [name for name in ("model", "precision", "train") if name != "train" or question.get(name)]
     asked = (Fact(say(f"model.{name}"), spelled(question[name])) for name in named)
@@ -205,7 +211,7 @@ def _environment(record: Record) -> str:
     return ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.cpu)
 
 
-def hardware(record: Record, say: Words) -> Facts:
+def _hardware(record: Record, say: Words) -> Facts:
     hardware, site = record.environment.hardware, record.site
     kinds = dict.fromkeys(f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices)
     cpu = spelled(hardware.cpu)
@@ -232,7 +238,7 @@ def _peak(peak: PeakFacts | None) -> str:
     return f"{spelled(peak.name)}: {listed} TFLOP/s ({spelled(peak.source)})" if listed else UNKNOWN
 
 
-def software(record: Record, say: Words) -> Facts:
+def _software(record: Record, say: Words) -> Facts:
     software, source = record.environment.software, record.environment.source
     packages, cleanness = software.packages, "source.dirty" if source.dirty else "source.clean"
     framework = next((name for name in FRAMEWORKS if name in packages), None)
@@ -249,7 +255,7 @@ def software(record: Record, say: Words) -> Facts:
     return Facts(tuple(Fact(say(f"software.{key}"), text) for key, text in known))
 
 
-def setup(record: Record, say: Words) -> Facts:
+def _setup(record: Record, say: Words) -> Facts:
     """Return tool, optimisation and parallel strategy."""
     heading, details = record.task.kind_row.tool_heading, record.engine.details.model_dump()
     tool = f"{record.engine.name} ({spelled(details)})" if details else record.engine.name

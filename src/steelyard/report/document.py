@@ -163,6 +163,11 @@ class Figures:
     tone: Tone
     items: tuple[Figure, ...]
 
+    @property
+    def text(self) -> str:
+        """The title and all numbers on one line."""
+        return f"{self.title}: " + ", ".join(f"{one.label} {one.value} {one.unit}".rstrip() for one in self.items)
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -268,6 +273,11 @@ class Fold:
     blocks: tuple["Block", ...]
     sub: str = ""  # what tells it from others, quietly
 
+    @property
+    def text(self) -> str:
+        """What formats that do not fold print below the heading."""
+        return " · ".join(part for part in (self.sub, self.note) if part)
+
 
 Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
 
@@ -281,8 +291,10 @@ class Page:
 
 
 def walk(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Every block, those inside of others too, in the order in which they are read."""
+    """Yield every block in the order in which it is read: of a fold its heading, then the fold, then what is inside."""
     for block in blocks:
+        if isinstance(block, Fold):
+            yield block.heading
         yield block
         if isinstance(block, Fold):
-            yield from walk((block.heading, *block.blocks))
+            yield from walk(block.blocks)

@@ -35,10 +35,6 @@ def percent(value: float) -> str:
     return text
 
 
-def gib(value: float) -> str:
-    return f"{value:,.1f}"
-
-
 def seconds(value: float) -> str:
     """Thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say nothing."""
     size = abs(value)
@@ -46,17 +42,12 @@ def seconds(value: float) -> str:
     return number(value) if decimals is None else f"{value:,.{decimals}f}"
 
 
-def decimals(value: float) -> str:
-    """Four decimals, as losses are published."""
-    return f"{value:,.4f}"
-
-
 _FORMS: dict[str, Callable[[float], str]] = {
     "number": number,
     "percent": percent,
-    "gib": gib,
+    "gib": lambda value: f"{value:,.1f}",
     "seconds": seconds,
-    "decimals": decimals,
+    "decimals": lambda value: f"{value:,.4f}",  # as losses are published
 }
 
 
@@ -89,7 +80,7 @@ def real(value: Any) -> float | None:
 
 def gib_of_bytes(value: Any) -> str:
     known = real(value)
-    return UNKNOWN if known is None else f"{gib(known / 2**30)} GiB"
+    return UNKNOWN if known is None else f"{formed('gib', known / 2**30)} GiB"
 
 
 def counted(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from steelyard import words
 from steelyard.case.case import AUTO
@@ -21,7 +21,6 @@ from steelyard.report.document import EMPTY, Cell, Lang, Tone
 from steelyard.report.numbers import UNKNOWN, ends, formed, spelled
 from steelyard.words import Words
 
-T = TypeVar("T", bound=Hashable)
 CaseName = tuple[str, ...]  # name, size, what was changed of the question, and what of the case
 
 SUBJECTS = 3  # that a table names; of more it says how many
@@ -84,14 +83,6 @@ def _value(question: Any, key: str) -> str:
     for part in key.split(".")[1:]:
         question = question.get(part) if isinstance(question, dict) else None
     return str(question)
-
-
-def distinct(runs: list[Run], of: Callable[[Run], T]) -> dict[T, list[Run]]:
-    """Runs that have the same to say, together."""
-    out: dict[T, list[Run]] = {}
-    for run in runs:
-        out.setdefault(of(run), []).append(run)
-    return out
 
 
 def labels(runs: list[Run], say: Words) -> str:
@@ -182,6 +173,41 @@ def tuned(record: Record) -> dict[str, Any]:
 def changes(record: Record) -> list[str]:
     """What makes its question or its case another than the shipped one of its name."""
     return [*changed_question(record.case.origins), *(words.text(one) for one in apart(record))]
+
+
+def identity(record: Record) -> dict[str, Any]:
+    """Return what a record is, by the names that CSV and JSON give it."""
+    case, plan, scope = record.case, record.plan, record.scope
+    engine, framework = engine_version(record), framework_version(record)
+    return {
+        "id": record.id,
+        "created": record.created,
+        "case": case.name,
+        "size": case.size,
+        "changed": changes(record),
+        "key": case.key,
+        "division": case.division,
+        "precision": case.precision,
+        "scope": scope.kind,
+        "subjects": scope.subjects,
+        "rows": scope.rows,
+        "sample": scope.sample,
+        "steps": scope.steps,
+        "engine": record.engine.name,
+        "engine_version": None if engine is None else engine.version,
+        "framework": None if framework is None else framework.name,
+        "framework_version": None if framework is None else framework.version,
+        "accelerator": kinds(record),
+        "accelerators": plan.world,
+        "nodes": plan.nodes,
+        "plan": str(plan),
+        "tune": tuned(record),
+        "weights": record.weights.source,
+        "status": record.status,
+        "reasons": list(dict.fromkeys(reason.code for reason in record.reasons)),
+        "quality": record.quality.metric,
+        "quality_evaluated": record.quality.evaluated,
+    }
 
 
 def stages(record: Record) -> str:

@@ -17,7 +17,7 @@ from steelyard.report.flagperf.form import Block, Column, Each, Entry, Lines, Me
 from steelyard.report.flagperf.layouts import ALPACA, LAMBADA, MMLU, OPENWEBTEXT, RECORD
 from steelyard.report.flagperf.values import ROW, device, is_made, page_values
 from steelyard.report.numbers import UNKNOWN, bare
-from steelyard.report.runs import by_case, distinct, scope
+from steelyard.report.runs import by_case, scope
 from steelyard.words import LANGS, Words
 from steelyard.words.english import MEANINGS
 
@@ -69,8 +69,10 @@ def pages(records: list[Record], lang: Lang) -> list[CasePage]:
     """One a case, size and kind of accelerator, in the order given."""
     out: list[CasePage] = []
     for case, members in by_case(records, lang).items():
-        for kind, same in distinct(members, lambda run: device(run.record)).items():
-            found = [run.record for run in same]
+        by_device: dict[str, list[Record]] = {}
+        for run in members:
+            by_device.setdefault(device(run.record), []).append(run.record)
+        for kind, found in by_device.items():
             source = Source(_layout(found[0]), found, list(case[2:]), Words(lang))
             out.append(CasePage(_name((*case[:2], kind), out), case[0], case[1], kind, _page(source)))
     return out
@@ -98,7 +100,7 @@ def _page(source: Source) -> str:
 def _block(block: Block, source: Source) -> list[str]:
     match block:
         case Lines(en, zh):
-            return source.spoken((en, zh)).format_map(_Places(source)).split("\n")
+            return _filled(source.spoken((en, zh)), source).split("\n")
         case Each(prefix, value):
             found = _values(value, source) or [UNKNOWN]
             return [prefix.format(n=number) + text for number, text in enumerate(found, 1)]
@@ -108,15 +110,9 @@ def _block(block: Block, source: Source) -> list[str]:
             return _table(block, source)
 
 
-class _Places(dict[str, str]):
-    """The values of a page by name, as a line takes them: several on one line, none as a slash."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.source = source
-
-    def __missing__(self, name: str) -> str:
-        return "; ".join(_values(name, self.source)) or UNKNOWN
+def _filled(text: str, source: Source) -> str:
+    """Replace each name in braces by the values of the page: several on one line, none as a slash."""
+    return re.sub(r"\{(\w+)\}", lambda name: "; ".join(_values(name[1], source)) or UNKNOWN, text)
 
 
 def _values(name: str, source: Source) -> list[str]:
@@ -145,10 +141,7 @@ def _heads(titles: list[str]) -> list[str]:
 
 
 def _entry(entry: Entry, source: Source) -> str:
-    index = source.spoken(entry.index)
-    place = re.fullmatch(r"\{(\w+)\}", index)
-    told = _Places(source)[place[1]] if place else escape(index)
-    cells = [source.spoken(entry.name), told]
+    cells = [source.spoken(entry.name), _filled(escape(source.spoken(entry.index)), source)]
     about = escape(_meaning(entry.about, source)) if entry.about else ""
     return _line([*(f"**{cell}**" if entry.strong else cell for cell in cells), about])
 

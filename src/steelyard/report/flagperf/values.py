@@ -34,10 +34,6 @@ def _machine(record: Record) -> str | None:
     return record.site.get("machine") or record.environment.hardware.machine
 
 
-def _machine_device(record: Record, say: Words) -> list[str]:
-    return [say("comma").join(part for part in (_machine(record), device(record)) if part)]
-
-
 def _cpu(record: Record, say: Words) -> list[str]:
     hardware = record.environment.hardware
     if hardware.cpu is None or hardware.cpu_cores is None:
@@ -60,15 +56,6 @@ def _toolkit(record: Record, say: Words) -> list[str]:
     return [record.engine.name if version is None else f"{record.engine.name} ({version})"]
 
 
-def _implementation(record: Record, say: Words) -> list[str]:
-    return [f"{record.engine.name}, {record.question.model.family}"]
-
-
-def _framework_name(record: Record, say: Words) -> list[str]:
-    found = framework_version(record)
-    return [] if found is None else [found.name]
-
-
 def _data(record: Record, say: Words) -> list[str]:
     table = record.data.model_dump()
     return [f"{say(f'data.{name}')}{say('flagperf.colon')}{spelled(table[name])}" for name in DATA if table.get(name)]
@@ -77,10 +64,6 @@ def _data(record: Record, say: Words) -> list[str]:
 def is_made(record: Record) -> bool:
     """Whether the package made the data; a case that would have them made may still be given a file."""
     return bool(record.case.question["data"].get("made")) and record.data.model_dump().get("source") == "made"
-
-
-def _data_line(record: Record, say: Words) -> list[str]:
-    return [say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN)]
 
 
 def _tokenizer(record: Record) -> Any:
@@ -92,14 +75,18 @@ def _weights(record: Record, say: Words) -> list[str]:
     return [f"{name}{say('flagperf.colon')}{spelled(value)}" for name, value in table.items() if value is not None]
 
 
+def _divided(record: Record) -> list[tuple[str, int]]:
+    """Return the degrees that divide anything, by name."""
+    degrees = record.plan.model_dump(include=set(DEGREES))
+    return [(name, degrees[name]) for name in DEGREES if degrees[name] > 1]
+
+
 def _degrees(record: Record, say: Words) -> list[str]:
-    plan = record.plan.model_dump()
-    return [say(f"flagperf.{name}", str(plan[name])) for name in DEGREES if plan[name] > 1] or [say("flagperf.none")]
+    return [say(f"flagperf.{name}", str(degree)) for name, degree in _divided(record)] or [say("flagperf.none")]
 
 
 def _techniques(record: Record, say: Words) -> list[str]:
-    plan = record.plan.model_dump()
-    named = [say(f"flagperf.technique.{name}") for name in DEGREES if plan[name] > 1]
+    named = [say(f"flagperf.technique.{name}") for name, _ in _divided(record)]
     return [say("flagperf.techniques", say("flagperf.and").join(named)) if named else say("flagperf.none")]
 
 
@@ -134,7 +121,7 @@ PAGE: dict[str, Values] = {
     "changes": lambda record, say: [", ".join(changed_question(record.case.origins)) or say("flagperf.none")],
     "device": _one(device),
     "machine": _one(_machine),
-    "machine_device": _machine_device,
+    "machine_device": lambda record, say: [say("comma").join(filter(None, (_machine(record), device(record))))],
     "cpu": _cpu,
     "network": _one(lambda record: record.site.get("network")),
     "os": _software("os"),
@@ -142,15 +129,15 @@ PAGE: dict[str, Values] = {
     "driver": _software("driver"),
     "docker": lambda record, say: [],  # a record knows that a container is around it, and not its version
     "framework": _one(framework_version),
-    "framework_name": _framework_name,
+    "framework_name": _one(lambda record: getattr(framework_version(record), "name", None)),
     "packages": _packages,
     "toolkit": _toolkit,
     "engine": _one(lambda record: record.engine.name),
-    "implementation": _implementation,
+    "implementation": _one(lambda record: f"{record.engine.name}, {record.question.model.family}"),
     "data": _data,
-    "data_line": _data_line,
+    "data_line": lambda record, say: [say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN)],
     "data_source": _one(lambda record: record.data.model_dump().get("source")),
-    "tokenizer": lambda record, say: [spelled(_tokenizer(record))] if _tokenizer(record) else [],
+    "tokenizer": _one(lambda record: _tokenizer(record) or None),
     "tokenizer_source": _one(lambda record: _tokenizer(record).get("source")),
     "weights": _weights,
     "weights_loaded": _one(lambda record: record.weights.source),
