@@ -69,19 +69,15 @@ def render_spec(records: list[SpecRecord], format: str, lang: str, columns: int 
 
 
 def as_format(page: Page, format: str, columns: int | None = None) -> str:
-    known = _known(format)
-    return text(page, columns) if known == "text" else FORMATS[known](page)
+    """Return a page as text in one of FORMATS, or raise RequestError; `columns` limits plain text."""
+    if format not in FORMATS:
+        raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
+    return text(page, columns) if format == "text" else FORMATS[format](page)
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
     """The same records in the form of FlagPerf's published pages, one a case and kind of accelerator."""
     return flagperf.pages(_some(records), _spoken(lang))
-
-
-def _known(format: str) -> str:
-    if format not in FORMATS:
-        raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
-    return format
 
 
 def _spoken(lang: str) -> Lang:

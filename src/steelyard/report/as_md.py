@@ -61,9 +61,7 @@ def _block(block: Block) -> str:
             return f"{_strong(escape(block.status))} {escape(block.text)}"
         case Table():
             return _table(block)
-        case Fold():
-            return _opening(block.text)
-        case Lines() | Stack() | Bars() | Contents():
+        case Lines() | Stack() | Bars() | Contents() | Fold():  # a fold is walked through
             return ""
 
 

@@ -144,9 +144,7 @@ class _Text:
                 return self._wrapped(f"[{block.status}] {block.text}", "  ")
             case Table():
                 return self._table(block)
-            case Fold():
-                return self._wrapped(block.text)
-            case Lines() | Stack() | Bars() | Contents():
+            case Lines() | Stack() | Bars() | Contents() | Fold():  # a fold is walked through
                 return ""
 
     def _heading(self, level: int, title: str) -> str:

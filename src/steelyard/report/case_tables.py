@@ -127,15 +127,12 @@ def side_by_side(runs: list[Run], say: Words) -> Table:
         ),
         ColumnOf(say("side.status"), _either(lambda side: _status(side, formulas, say), lambda row: "")),
     )
-    notes = [say("side.note"), *_published_note(references, say), *size_note(runs, references, say)]
+    notes = [say("side.note"), *size_note(runs, references, say)]
+    if references:
+        several = say("side.published", str(len(references)))
+        notes.insert(1, say("side.published.one") if len(references) == 1 else several)
     made = table(columns, found, notes, last=references, last_kind="published")
     return replace(made, pinned=True)
-
-
-def _published_note(references: list[PublishedRow], say: Words) -> list[str]:
-    several = len(references) > 1
-    note = say("side.published", str(len(references))) if several else say("side.published.one")
-    return [note] if references else []
 
 
 def _accelerator(side: Side) -> Cell:

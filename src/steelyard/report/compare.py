@@ -4,7 +4,6 @@ from typing import Any
 
 from steelyard.metrics.compare import Change, Comparison, Rate, Side
 from steelyard.metrics.fields import Field
-from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.table import row as metric_row
 from steelyard.report.document import EMPTY, Block, Cell, ColumnOf, Heading, Lang, Page, Paragraph, Table, Tone, table
 from steelyard.report.group_tables import ANSWERS, answer_cells
@@ -28,7 +27,9 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
     blocks += [Heading(2, say("compare.answers")), *_answers(found, say)]
     blocks += [Heading(2, say("compare.metrics")), *_metrics(found, say)]
     if found.phases:
-        blocks += [Heading(2, say("compare.phases")), _changes("phase", found.phases, say), *_steps(found, say)]
+        blocks += [Heading(2, say("compare.phases")), _changes("phase", found.phases, say)]
+        if not found.same_steps:  # of different sizes: their times are no better or worse
+            blocks.append(Paragraph(say("compare.steps", *(formed("number", one) for one in found.steps))))
     blocks.append(Heading(2, say("compare.differs")))
     blocks.append(_fields(found.differs, say) if found.differs else Paragraph(say("compare.differs.none")))
     ids = ", ".join(record.id for record in (*found.base.records, *found.new.records))
@@ -39,17 +40,13 @@ def _verdict(found: Comparison, say: Words) -> str:
     if found.ratio is None:
         why = UNKNOWN if found.why is None else say(f"compare.{found.why.code}", *found.why.values)
         return say("compare.no rate", why)
-    told = say(f"compare.{found.outcome}", formed("percent", found.threshold))
-    return f"{say('compare.change')} {ratio_text(found.ratio, say)}: {told}"
-
-
-def ratio_text(found: Ratio, say: Words) -> str:
-    """A ratio with its interval, and where that comes from if not from the spread of runs."""
-    value = formed("number", found.value)
-    if found.interval is None:
-        return value
-    key = "compare.interval.steps" if found.source == "steps" else "compare.interval"
-    return say(key, value, ends(found.interval))
+    verdict = say(f"compare.{found.outcome}", formed("percent", found.threshold))
+    change, between = formed("number", found.ratio.value), ends(found.ratio.interval)
+    if between:
+        # Said where the interval is not that of the spread of runs.
+        key = "compare.interval.steps" if found.ratio.source == "steps" else "compare.interval"
+        change = say(key, change, between)
+    return f"{say('compare.change')} {change}: {verdict}"
 
 
 def _sides(found: Comparison, say: Words) -> Table:
@@ -117,13 +114,6 @@ def _answers(found: Comparison, say: Words) -> list[Block]:
 def _metrics(found: Comparison, say: Words) -> list[Block]:
     out: list[Block] = [_changes("metric", found.metrics, say)] if found.metrics else [Paragraph(say("compare.none"))]
     return [*out, Paragraph(say("compare.equal", counted(found.equal)))] if found.equal else out
-
-
-def _steps(found: Comparison, say: Words) -> list[Block]:
-    """Where steps are of different sizes, their times are no better or worse."""
-    if found.same_steps:
-        return []
-    return [Paragraph(say("compare.steps", *(formed("number", one) for one in found.steps)))]
 
 
 def _changes(what: str, found: tuple[Change, ...], say: Words) -> Table:

@@ -273,11 +273,6 @@ class Fold:
     blocks: tuple["Block", ...]
     sub: str = ""  # what tells it from others, quietly
 
-    @property
-    def text(self) -> str:
-        """What formats that do not fold print below the heading."""
-        return " · ".join(part for part in (self.sub, self.note) if part)
-
 
 Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
 
@@ -291,10 +286,10 @@ class Page:
 
 
 def walk(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield every block in the order in which it is read: of a fold its heading, then the fold, then what is inside."""
+    """Yield every block in the order in which it is read. A fold is its heading, a line on it, and what is inside."""
     for block in blocks:
         if isinstance(block, Fold):
-            yield block.heading
-        yield block
-        if isinstance(block, Fold):
-            yield from walk(block.blocks)
+            line = " · ".join(part for part in (block.sub, block.note) if part)
+            yield from (block.heading, *([Paragraph(line, "muted")] if line else []), *walk(block.blocks))
+        else:
+            yield block

@@ -6,7 +6,7 @@ of a case has them as sections; the command line prints them after runs.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from steelyard.metrics import engines as engine_groups
 from steelyard.metrics import repeats as repeat_groups
@@ -23,13 +23,7 @@ from steelyard.report.runs import Run, by_case, codes, estimate, labels, paralle
 from steelyard.tasks.task import Differences
 from steelyard.words import Words
 
-
-class _Group(Protocol):
-    @property
-    def records(self) -> tuple[Record, ...]: ...
-
-
-Group = TypeVar("Group", bound=_Group)
+Group = TypeVar("Group", bound=Repeats | Scaling | Engines)
 
 
 @dataclass(frozen=True)

@@ -68,34 +68,30 @@ def ranks(record: Record, say: Words) -> list[Block]:
     steps = _step_times(record)
     facts = {one.rank: one for one in record.ranks}
 
-    def number(key: str, unit: str, form: str, value: Callable[[Window], float | None], scale: float = 1.0) -> ColumnOf[Window]:
-        def cell(span: Window) -> str:
-            found = value(span)
-            return formed(form, None if found is None else found / scale)
-
+    def number(key: str, unit: str, cell: Callable[[Window], str]) -> ColumnOf[Window]:
         return ColumnOf(say(f"ranks.{key}"), cell, words.unit(unit, say.lang), right=True)
 
-    def fact(span: Window, name: str) -> float | None:
-        found: float | None = getattr(facts.get(span.rank), name, None)
-        return found or None
+    def speed(span: Window, name: str, scale: float) -> str:
+        return formed("number", getattr(facts.get(span.rank), name, None) or None, scale)
 
     columns: list[ColumnOf[Window]] = [
         ColumnOf(say("ranks.rank"), lambda span: counted(span.rank)),
         ColumnOf(say("ranks.device"), lambda span: _device(record, facts.get(span.rank))),
         ColumnOf(say("ranks.place"), lambda span: _standing(record, plan.place(record.plan, span.rank))),
-        number("mem", "GiB", "gib", lambda span: rates.rank_mem(record, span.rank)),
-        number("allocated", "GiB", "gib", lambda span: span.allocated_bytes, GIB),
-        number("reserved", "GiB", "gib", lambda span: span.reserved_bytes, GIB),
-        number("wall", "s", "seconds", lambda span: span.wall_s),
+        number("mem", "GiB", lambda span: formed("gib", rates.rank_mem(record, span.rank))),
+        number("allocated", "GiB", lambda span: formed("gib", span.allocated_bytes, GIB)),
+        number("reserved", "GiB", lambda span: formed("gib", span.reserved_bytes, GIB)),
+        number("wall", "s", lambda span: formed("seconds", span.wall_s)),
     ]
     if steps:
         unknown = (None, None)
-        columns.append(number("step", "s", "seconds", lambda span: steps.get(span.rank, unknown)[0]))
-        columns.append(number("slowest", "s", "seconds", lambda span: steps.get(span.rank, unknown)[1]))
-    columns.append(number("matmul", "TFLOP/s", "number", lambda span: fact(span, "matmul_flops_per_s"), 1e12))
+        columns += [
+            number("step", "s", lambda span: formed("seconds", steps.get(span.rank, unknown)[0])),
+            number("slowest", "s", lambda span: formed("seconds", steps.get(span.rank, unknown)[1])),
+        ]
+    columns.append(number("matmul", "TFLOP/s", lambda span: speed(span, "matmul_flops_per_s", 1e12)))
     if any(one.all_reduce_bytes_per_s is not None for one in record.ranks):
-        reduced = number("all_reduce", "GB/s", "number", lambda span: fact(span, "all_reduce_bytes_per_s"), 1e9)
-        columns.append(reduced)
+        columns.append(number("all_reduce", "GB/s", lambda span: speed(span, "all_reduce_bytes_per_s", 1e9)))
     return [table(columns, sorted(spans, key=lambda span: span.rank))]
 
 

@@ -51,15 +51,15 @@ _FORMS: dict[str, Callable[[float], str]] = {
 }
 
 
-def formed(form: str, value: Any) -> str:
-    """A number in one of the forms; what is no finite number is unknown."""
+def formed(form: str, value: Any, scale: float = 1.0) -> str:
+    """Return a number over its scale in one of the forms; what is no finite number is unknown."""
     known = real(value)
-    return UNKNOWN if known is None else _FORMS[form](known)
+    return UNKNOWN if known is None else _FORMS[form](known / scale)
 
 
-def ends(interval: tuple[float, float] | None, form: str = "number") -> str:
+def ends(interval: tuple[float, float] | None, form: str = "number", scale: float = 1.0) -> str:
     """Format both ends of an interval; an empty text where there is none."""
-    return "" if interval is None else " – ".join(formed(form, end) for end in interval)
+    return "" if interval is None else " – ".join(formed(form, end, scale) for end in interval)
 
 
 def bare(form: str, value: Any) -> str:
@@ -79,8 +79,8 @@ def real(value: Any) -> float | None:
 
 
 def gib_of_bytes(value: Any) -> str:
-    known = real(value)
-    return UNKNOWN if known is None else f"{formed('gib', known / 2**30)} GiB"
+    text = formed("gib", value, 2**30)
+    return text if text == UNKNOWN else f"{text} GiB"
 
 
 def counted(value: Any) -> str:

@@ -9,7 +9,7 @@ from steelyard.plan.ceilings import GROUPS
 from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord
 from steelyard.report import derived
 from steelyard.report.document import Block, Cell, ColumnOf, Fact, Facts, Heading, Lang, Page, Paragraph, Table, table
-from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
 from steelyard.report.runs import STATUS_TONE
 from steelyard.words import Words
 
@@ -116,14 +116,11 @@ def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
     def detail(one: _Line) -> str:
         return spelled(one.bench.detail) if one.bench.detail and one.bench.unit != "B" else ""
 
-    def scaled(value: float | None) -> str:
-        return formed("number", None if value is None else value / scale)
-
     def value(one: _Line) -> Cell:
-        interval = one.ceiling.interval
-        return Cell(scaled(one.ceiling.value), "" if interval is None else " – ".join(map(scaled, interval)))
+        ceiling = one.ceiling
+        return Cell(formed("number", ceiling.value, scale), ends(ceiling.interval, scale=scale))
 
-    fastest = ColumnOf[_Line](say("spec.fastest"), lambda one: scaled(one.best), unit, right=True, priority=2)
+    fastest = ColumnOf[_Line](say("spec.fastest"), lambda one: formed("number", one.best, scale), unit, right=True, priority=2)
     columns: tuple[ColumnOf[_Line], ...] = (
         ColumnOf(say("spec.name"), lambda one: one.bench.name),
         ColumnOf(say("precision"), lambda one: one.bench.precision or ""),
