@@ -78,12 +78,13 @@ def _strong(escaped: str) -> str:
 def _table(table: Table) -> str:
     heads = [_head(column) for column in table.columns]
     rules = ["---:" if column.align == "right" else "---" for column in table.columns]
-    out = [_line(heads), _line(rules), *(_line([_cell(cell, row) for cell in row.cells]) for row in table.rows)]
+    out = [line(heads), line(rules), *(line([_cell(cell, row) for cell in row.cells]) for row in table.rows)]
     notes = [_opening(note) for note in table.footnotes]
     return "\n".join(out) + "".join(f"\n\n{note}" for note in notes)
 
 
-def _line(texts: list[str]) -> str:
+def line(texts: list[str]) -> str:
+    """Return a row of a table."""
     return f"| {' | '.join(texts)} |"
 
 

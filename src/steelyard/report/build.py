@@ -135,19 +135,13 @@ def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[B
             tasks.setdefault(name, run.record.task)
     compared = {_RATES[work_name(run.record)] for run in runs} | {run.record.quality.metric for run in runs}
     compared |= {"mfu", "mem", "energy_per_token"}
-    known = [name for name in in_order(set(tasks)) if name in compared]
-    rest = [name for name in in_order(set(tasks)) if name not in compared]
+    metrics = {name: metric_row(name, task=tasks[name]) for name in in_order(set(tasks))}
+    rows = {name: (*row.words(say.lang), row.index) for name, row in metrics.items()}
     settings = [(*say.meaning(f"setting.{name}"), say(head)) for name, head in _SETTINGS.items()]
-    out: list[Block] = [_table([*settings, *(_words(name, tasks[name], say) for name in known)], say)]
-    if rest:
-        folded = _table([_words(name, tasks[name], say) for name in rest], say)
-        out.append(Fold(Heading(level, say("page.meanings.rest")), "", "plain", (folded,)))
-    return out
-
-
-def _words(name: str, task: Task, say: Words) -> tuple[str, str, str]:
-    metric = metric_row(name, task=task)
-    return *metric.words(say.lang), metric.index
+    out: list[Block] = [_table([*settings, *(row for name, row in rows.items() if name in compared)], say)]
+    rest = [row for name, row in rows.items() if name not in compared]
+    folded = Fold(Heading(level, say("page.meanings.rest")), "", "plain", (_table(rest, say),))
+    return [*out, folded] if rest else out
 
 
 def _table(rows: list[tuple[str, str, str]], say: Words) -> Table:

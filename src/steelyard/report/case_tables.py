@@ -12,7 +12,7 @@ from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report.columns import Field, layout
 from steelyard.report.document import Cell, ColumnOf, Link, Table, Tone, table
-from steelyard.report.numbers import UNKNOWN, counted, formed, real, spelled
+from steelyard.report.numbers import UNKNOWN, counted, formed, joined, real, spelled
 from steelyard.report.published import PublishedRow, published, size_note
 from steelyard.report.runs import (
     STATUS_TONE,
@@ -84,10 +84,16 @@ def side_by_side(runs: list[Run], say: Words) -> Table:
     unjudged = "" if judged else say("not_evaluated")
     columns: tuple[ColumnOf[Side | PublishedRow], ...] = (
         ColumnOf(say("side.accelerator"), _either(_accelerator, lambda row: _published_name(row, say))),
-        ColumnOf(say("side.engine"), _either(_engine, lambda row: row.place[2]), say("side.plan")),
+        ColumnOf(
+            say("side.engine"),
+            _either(lambda side: Cell(side.row.first.engine.name, parallel(side.row.first)), lambda row: row.place[2]),
+            say("side.plan"),
+        ),
         ColumnOf(
             say("side.precision"),
-            _either(_precision, lambda row: row.precision(say)),
+            _either(
+                lambda side: Cell(side.row.first.case.precision, side.row.first.case.division), lambda row: row.precision(say)
+            ),
             say("side.division"),
             priority=2,
         ),
@@ -140,14 +146,6 @@ def _accelerator(side: Side) -> Cell:
     return Cell(side.name, ", ".join(run.label for run in side.runs), links=links)
 
 
-def _engine(side: Side) -> Cell:
-    return Cell(side.row.first.engine.name, parallel(side.row.first))
-
-
-def _precision(side: Side) -> Cell:
-    return Cell(side.row.first.case.precision, side.row.first.case.division)
-
-
 def _tuned(side: Side, say: Words) -> Cell:
     """Return what was changed, and how much of the question was run."""
     text, extent = tuned_text(side.row.first), scope(side.row.first, say)
@@ -186,11 +184,8 @@ def _published_rate(row: PublishedRow, in_samples: bool, common: str, say: Words
     found = row.rate(in_samples)
     if found is not None:
         return Cell(formed("number", found[0]), "" if found[1] == common else found[1])
-    padded = row.values.get("tokens_per_device_s_padded")
-    if padded is None:
-        return Cell(UNKNOWN)
-    text = formed("number", padded) if real(padded) is not None else spelled(padded)
-    return Cell(text, say("instead.tokens_per_device_s_padded"))
+    padded = "tokens_per_device_s_padded"
+    return Cell(row.number_of(padded), say(f"instead.{padded}")) if padded in row.values else Cell(UNKNOWN)
 
 
 def _published_mfu(row: PublishedRow, say: Words) -> Cell:
@@ -263,16 +258,11 @@ def _cell(field: Field, run: Run, common: str | None, several: bool, say: Words)
         return Cell(f"{run.label} {record.engine.name}", say("comma").join(filter(None, parts)), tone)
     if not field.metrics:
         return Cell(_SETTINGS[field.name](record))
-    text = _joined([shown(name, record.metrics.get(name)) for name in field.metrics])
+    text = joined([shown(name, record.metrics.get(name)) for name in field.metrics])
     unevaluated = record.quality.metric in field.metrics and not record.quality.evaluated and text != UNKNOWN
     first = field.metrics[0]
     its = unit(first, record.metrics.get(first), say.lang) if common is None and text != UNKNOWN else ""
     return Cell(text, say("not_evaluated") if unevaluated else its, "strong" if field.strong else "plain")
-
-
-def _joined(texts: list[str]) -> str:
-    """Join metrics of one column by a slash; UNKNOWN where none is known."""
-    return UNKNOWN if set(texts) == {UNKNOWN} else "/".join("-" if text == UNKNOWN else text for text in texts)
 
 
 def _published_cell(field: Field, row: PublishedRow, common: str | None, say: Words) -> Cell:
@@ -283,7 +273,7 @@ def _published_cell(field: Field, row: PublishedRow, common: str | None, say: Wo
     found = [row.number_of(name) for name in field.metrics]
     if found and found[0] != UNKNOWN:
         base = words.unit(metric_row(field.metrics[0]).base_unit, say.lang)
-        return Cell(_joined(found), "" if base == (common or "") else base)
+        return Cell(joined(found), "" if base == (common or "") else base)
     for name in field.instead:
         if name in row.values:
             return Cell(row.number_of(name), say(f"instead.{name}"))

@@ -10,7 +10,6 @@ from steelyard import words
 from steelyard.metrics import training
 from steelyard.metrics.overview import Row
 from steelyard.metrics.runs import Estimate
-from steelyard.record.facts import Series as Readings
 from steelyard.record.record import Record, Sample
 from steelyard.report.case_tables import Side, sides
 from steelyard.report.columns import layout
@@ -42,14 +41,17 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
     return Stack(say("budget"), tuple(Share(name, share, formed("percent", share)) for name, share in shares))
 
 
+def _drawn(chart: Lines) -> list[Block]:
+    """Return the chart where it has anything to draw."""
+    return [chart] if any(y is not None for line in chart.series for _, y in line.points) else []
+
+
 def _losses(record: Record, say: Words) -> list[Block]:
     """The loss of every step of training; it is the same on every rank."""
     if "loss" not in record.task.kind_row.step_values:
         return []
-    points = _points(enumerate(training.values(record, "loss")))
-    if not any(y is not None for _, y in points):
-        return []
-    return [Lines(say("chart.loss"), say("chart.loss_x"), words.unit("nats", say.lang), (Curve("loss", _thinned(points)),))]
+    curve = Curve("loss", _thinned(_points(enumerate(training.values(record, "loss")))))
+    return _drawn(Lines(say("chart.loss"), say("chart.loss_x"), words.unit("nats", say.lang), (curve,)))
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
@@ -70,13 +72,12 @@ def _rate(record: Record, say: Words) -> list[Block]:
         )
         for rank in ranks
     )
-    if not any(y is not None for line in series for _, y in line.points):
-        return []
     title = say("chart.rate.train") if name in kind.stepped else say("chart.rate", name)
     titles = (title, say("chart.rate_x"), say("chart.rate_y", work))
     core = record.metrics.get(plan.core)
     comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1 and name == kind.headline[0]
-    return [Lines(*titles, series, _drawable(core.value) if core is not None and comparable else None, plan.core)]
+    level = _drawable(core.value) if core is not None and comparable else None
+    return _drawn(Lines(*titles, series, level, plan.core))
 
 
 def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:
@@ -104,22 +105,17 @@ def _drawable(value: Any) -> float | None:
 
 
 def _telemetry(record: Record, say: Words) -> list[Block]:
+    several = len({one.host for one in record.telemetry}) > 1
     out: list[Block] = []
     for column, unit in _TELEMETRY:
-        series = tuple(_device_series(record.telemetry, column, say))
-        if series:
-            out.append(Lines(say(f"chart.{column}"), say("chart.time_x"), unit, series[:MAX_SERIES]))
+        curves = []
+        for index, device in enumerate(record.telemetry):
+            points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
+            name = f"{device.host} {device.device}" if several else say("chart.device", str(index))
+            curves += [Curve(name, _thinned(points))] if any(y is not None for _, y in points) else []
+        if curves:
+            out.append(Lines(say(f"chart.{column}"), say("chart.time_x"), unit, tuple(curves[:MAX_SERIES])))
     return out
-
-
-def _device_series(telemetry: list[Readings], column: str, say: Words) -> Iterable[Curve]:
-    hosts = {one.host for one in telemetry}
-    for index, device in enumerate(telemetry):
-        points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
-        if any(y is not None for _, y in points):
-            yield Curve(
-                say("chart.device", str(index)) if len(hosts) < 2 else f"{device.host} {device.device}", _thinned(points)
-            )
 
 
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:

@@ -199,8 +199,8 @@ def _data(record: Record, say: Words) -> Facts:
 
 def _model(record: Record, say: Words) -> Facts:
     question = record.case.question
-    named = [name for name in ("model", "precision", "train") if name != "train" or question.get(name)]
-    asked = (Fact(say(f"model.{name}"), spelled(question[name])) for name in named)
+    known = {name: question.get(name) for name in ("model", "precision", "train")}
+    asked = (Fact(say(f"model.{name}"), spelled(value)) for name, value in known.items() if value)
     return Facts((*asked, *_rows(record.weights.model_dump(), _WEIGHTS, "model", say)))
 
 

@@ -67,6 +67,11 @@ def bare(form: str, value: Any) -> str:
     return formed(form, value).replace(",", "")
 
 
+def joined(texts: list[str]) -> str:
+    """Join numbers of one cell by a slash; UNKNOWN where none is known."""
+    return UNKNOWN if set(texts) == {UNKNOWN} else "/".join("-" if text == UNKNOWN else text for text in texts)
+
+
 def real(value: Any) -> float | None:
     """A finite number, or None: a record's open tables may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -5,6 +5,7 @@ Places along the width are shares of it, such as 12.5%.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from steelyard.report.document import Curve, Lines, Panel, Stack
@@ -32,17 +33,6 @@ class Plot:
     level: str | None
 
 
-@dataclass(frozen=True)
-class _Axis:
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def at(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-
 def plot(chart: Lines) -> Plot:
     xs = [x for series in chart.series for x, _ in series.points]
     ys = [y for series in chart.series for _, y in series.points if y is not None]
@@ -54,13 +44,19 @@ def plot(chart: Lines) -> Plot:
     y_step = _step(top)
     y_ticks = [y_step * index for index in range(math.ceil(top / y_step) + 1)]
     x_ticks = [x_step * index for index in range(math.ceil(first / x_step), math.floor(last / x_step) + 1)]
-    x = _Axis(first, last if last > first else first + 1.0, 0, WIDTH)
-    y = _Axis(0.0, y_ticks[-1] or 1.0, HEIGHT, 0)
+    end, highest = last if last > first else first + 1.0, y_ticks[-1] or 1.0
+
+    def x(value: float) -> float:
+        return (value - first) / (end - first) * WIDTH
+
+    def y(value: float) -> float:
+        return HEIGHT - value / highest * HEIGHT
+
     return Plot(
         tuple(_path(series, x, y) for series in chart.series),
-        tuple(Tick(f"{x.at(value) / WIDTH:.2%}", _label(value, x_step)) for value in x_ticks),
-        tuple(Tick(f"{y.at(value):.1f}", _label(value, y_step)) for value in y_ticks),
-        None if chart.level is None else f"{y.at(chart.level):.1f}",
+        tuple(Tick(f"{x(value) / WIDTH:.2%}", _label(value, x_step)) for value in x_ticks),
+        tuple(Tick(f"{y(value):.1f}", _label(value, y_step)) for value in y_ticks),
+        None if chart.level is None else f"{y(chart.level):.1f}",
     )
 
 
@@ -77,7 +73,7 @@ def _label(value: float, step: float) -> str:
     return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
 
 
-def _path(series: Curve, x: _Axis, y: _Axis) -> str:
+def _path(series: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
     """Move after a gap, draw otherwise."""
     out, pen_down = [], False
     for at, value in series.points:
@@ -85,7 +81,7 @@ def _path(series: Curve, x: _Axis, y: _Axis) -> str:
             pen_down = False
             continue
         # The empty stroke after a move makes a lone point a dot.
-        out.append(f"L{x.at(at):.1f} {y.at(value):.1f}" if pen_down else f"M{x.at(at):.1f} {y.at(value):.1f}h0")
+        out.append(f"L{x(at):.1f} {y(value):.1f}" if pen_down else f"M{x(at):.1f} {y(value):.1f}h0")
         pen_down = True
     return "".join(out)
 

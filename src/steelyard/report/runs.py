@@ -60,15 +60,10 @@ def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run
     anchors: Counter[str] = Counter()
     for record in records:
         runs = out.setdefault(_name(record, lang), [])
-        anchor = f"run-{slug(record.id[:8])}"
+        anchor = "run-" + re.sub(r"[^0-9A-Za-z]+", "-", record.id[:8]).strip("-").lower()
         anchors[anchor] += 1
         runs.append(Run(len(runs) + 1, record, anchor if anchors[anchor] == 1 else f"{anchor}-{anchors[anchor]}"))
     return out
-
-
-def slug(text: str) -> str:
-    """What may stand in an id."""
-    return re.sub(r"[^0-9A-Za-z]+", "-", text).strip("-").lower()
 
 
 def _name(record: Record, lang: Lang) -> CaseName:

@@ -1,6 +1,6 @@
 """Runs as a terminal shows them: one row a run in short columns, and above the table what all of them have in common."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from steelyard import words
@@ -91,16 +91,8 @@ def _found(records: list[Record], say: Words) -> Columns:
 
 
 def _times(records: list[Record], say: Words) -> Columns:
-    names = [_rates(record) for record in records]
-    metrics: tuple[tuple[Iterable[str], Callable[[Record], str]], ...] = (
-        ((whole for whole, _ in names), lambda record: _rates(record)[0]),
-        ((core for _, core in names), lambda record: _rates(record)[1]),
-        (["mem"], lambda record: "mem"),
-        (["e2e_time"], lambda record: "e2e_time"),
-    )
-
-    def column(titles: Iterable[str], name: Callable[[Record], str]) -> ColumnOf[Record]:
-        title = "/".join(dict.fromkeys(titles))
+    def column(name: Callable[[Record], str]) -> ColumnOf[Record]:
+        title = "/".join(dict.fromkeys(map(name, records)))
         return ColumnOf(
             say.known(title, title),
             lambda record: with_unit(name(record), record.metrics.get(name(record))),
@@ -109,7 +101,8 @@ def _times(records: list[Record], say: Words) -> Columns:
             optional=True,
         )
 
-    return [column(*one) for one in metrics]
+    rates = (lambda record: _rates(record)[0]), (lambda record: _rates(record)[1])
+    return [*map(column, rates), column(lambda _: "mem"), column(lambda _: "e2e_time")]
 
 
 def _rates(record: Record) -> tuple[str, str]:

@@ -59,7 +59,10 @@ def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
 
 
 def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) -> list[Block]:
-    out: list[Block] = [_intro(found, say)]
+    out: list[Block] = [Paragraph(say("explain.samples"), "muted")]
+    if found.profile is not None:
+        share = formed("percent", found.profile.wall_s / found.measured_s)
+        out = [Paragraph(say("explain.of", counted(found.rank), counted(found.steps), share))]
     if not found.agrees:
         out.append(Paragraph(say("explain.far"), "bad"))
     if found.whole_s > found.measured_s:
@@ -75,13 +78,6 @@ def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) 
     if found.profile is not None and found.profile.trace is not None:
         out.append(Paragraph(say("explain.trace", found.profile.trace), "muted"))
     return out
-
-
-def _intro(found: Waterfall, say: Words) -> Paragraph:
-    if found.profile is None:
-        return Paragraph(say("explain.samples"), "muted")
-    share = formed("percent", found.profile.wall_s / found.measured_s)
-    return Paragraph(say("explain.of", counted(found.rank), counted(found.steps), share))
 
 
 def _table(record: Record, found: Waterfall, say: Words) -> Table:

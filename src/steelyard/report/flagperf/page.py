@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from steelyard.errors import RequestError
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report.as_md import escape
+from steelyard.report.as_md import escape, line
 from steelyard.report.document import Lang
 from steelyard.report.flagperf.form import Block, Column, Each, Entry, Lines, MetricList, PageLayout, Text, ValueTable
 from steelyard.report.flagperf.layouts import ALPACA, LAMBADA, MMLU, OPENWEBTEXT, RECORD
 from steelyard.report.flagperf.values import ROW, device, is_made, page_values
-from steelyard.report.numbers import UNKNOWN, bare
+from steelyard.report.numbers import UNKNOWN, bare, joined
 from steelyard.report.runs import by_case, scope
 from steelyard.words import LANGS, Words
 from steelyard.words.english import MEANINGS
@@ -93,7 +93,7 @@ def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
 
 
 def _page(source: Source) -> str:
-    lines = [line for block in source.layout.blocks for line in _block(block, source)]
+    lines = [text for block in source.layout.blocks for text in _block(block, source)]
     return "\n".join([*lines, *_notes(source)]).rstrip("\n") + "\n"
 
 
@@ -124,26 +124,20 @@ def _values(name: str, source: Source) -> list[str]:
         "dataset": [say("flagperf.made") if made else source.spoken(layout.dataset)],
         "category": [source.spoken(layout.category)],
     }
-    return own[name] if name in own else [_escaped(text) for text in page_values(source.told, name, say)]
-
-
-def _escaped(text: str) -> str:
-    """Harmless at the start of a line too."""
-    return re.sub(r"^([#+\-=])", r"\\\1", escape(text))
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    if name in own:
+        return own[name]
+    escaped = map(escape, page_values(source.told, name, say))
+    return [re.sub(r"^([#+\-=])", r"\\\1", text) for text in escaped]  # harmless at the start of a line too
 
 
 def _heads(titles: list[str]) -> list[str]:
-    return [_line([escape(title) for title in titles]), _line(["---"] * len(titles))]
+    return [line([escape(title) for title in titles]), line(["---"] * len(titles))]
 
 
 def _entry(entry: Entry, source: Source) -> str:
     cells = [source.spoken(entry.name), _filled(escape(source.spoken(entry.index)), source)]
     about = escape(_meaning(entry.about, source)) if entry.about else ""
-    return _line([*(f"**{cell}**" if entry.strong else cell for cell in cells), about])
+    return line([*(f"**{cell}**" if entry.strong else cell for cell in cells), about])
 
 
 def _meaning(name: str, source: Source) -> str:
@@ -157,19 +151,17 @@ def _table(table: ValueTable, source: Source) -> list[str]:
     out = _heads([source.spoken(column.title) for column in table.columns])
     if table.over:
         above = "; ".join(_values(table.over, source))
-        out.append(_line([above, *[DASHES] * (len(table.columns) - 1)]))
-    return out + [_line([escape(_cell(column, record, source)) for column in table.columns]) for record in source.valid]
+        out.append(line([above, *[DASHES] * (len(table.columns) - 1)]))
+    return out + [line([escape(_cell(column, record, source)) for column in table.columns]) for record in source.valid]
 
 
 def _cell(column: Column, record: Record, source: Source) -> str:
     if column.setting:
         return ROW[column.setting](record, source.say)
-    texts = [_number(name, column, record) for name in column.metrics]
-    if set(texts) == {UNKNOWN}:
-        return UNKNOWN
-    found = record.metrics[column.metrics[0]]
-    unit = f" {found.unit}" if column.unit and found.unit != column.unit else column.after
-    return "/".join("-" if text == UNKNOWN else text for text in texts) + unit
+    text = joined([_number(name, column, record) for name in column.metrics])
+    found = record.metrics.get(column.metrics[0])
+    unit = f" {found.unit}" if found is not None and column.unit and found.unit != column.unit else column.after
+    return text if text == UNKNOWN else text + unit
 
 
 def _number(name: str, column: Column, record: Record) -> str:
@@ -182,20 +174,18 @@ def _number(name: str, column: Column, record: Record) -> str:
 def _notes(source: Source) -> list[str]:
     """What a reader must know of the rows, as a quote below them."""
     say, found = source.say, [*_of_page(source), *_of_rows(source)]
-    lost = [record for record in source.records if record.status != "valid"]
-    if lost:
-        found.append(say("flagperf.left_out", say("comma").join(map(_lost, lost))))
+    lost = [
+        f"{record.id} ({', '.join(dict.fromkeys(one.code for one in record.reasons)) or record.status})"
+        for record in source.records
+        if record.status != "valid"
+    ]
+    found += [say("flagperf.left_out", say("comma").join(lost))] if lost else []
     found.append(say("footer", ", ".join(record.id for record in source.records)))
     return [
         "",
         f"> {say('flagperf.note')}{say('flagperf.colon').rstrip()}",
         *(f"> {n}. {escape(one)}" for n, one in enumerate(found, 1)),
     ]
-
-
-def _lost(record: Record) -> str:
-    codes = ", ".join(dict.fromkeys(reason.code for reason in record.reasons)) or record.status
-    return f"{record.id} ({codes})"
 
 
 def _of_page(source: Source) -> list[str]:

@@ -22,10 +22,6 @@ def _one(of: Callable[[Record], Any]) -> Values:
     return lambda record, say: [] if of(record) in (None, "") else [spelled(of(record))]
 
 
-def _software(name: str) -> Values:
-    return _one(lambda record: getattr(record.environment.software, name))
-
-
 def device(record: Record) -> str:
     return ", ".join(runs.kinds(record)) or UNKNOWN
 
@@ -124,9 +120,9 @@ PAGE: dict[str, Values] = {
     "machine_device": lambda record, say: [say("comma").join(filter(None, (_machine(record), device(record))))],
     "cpu": _cpu,
     "network": _one(lambda record: record.site.get("network")),
-    "os": _software("os"),
-    "kernel": _software("kernel"),
-    "driver": _software("driver"),
+    "os": _one(lambda record: record.environment.software.os),
+    "kernel": _one(lambda record: record.environment.software.kernel),
+    "driver": _one(lambda record: record.environment.software.driver),
     "docker": lambda record, say: [],  # a record knows that a container is around it, and not its version
     "framework": _one(framework_version),
     "framework_name": _one(lambda record: getattr(framework_version(record), "name", None)),
