@@ -59,12 +59,14 @@ def render(
     made: Callable[[list[Record], Lang], Page] = page,
     columns: int | None = None,
 ) -> str:
-    """A page of these records, the whole one or another, as text in one of FORMATS; `columns` limits plain text."""
+    """Return a page of these records in one of FORMATS: the whole one, or what `made` makes.
+
+    `columns` limits plain text. Raise RequestError for no records, or an unknown format or language."""
     return as_format(made(_some(records), _spoken(lang)), format, columns)
 
 
 def render_spec(records: list[SpecRecord], format: str, lang: str, columns: int | None = None) -> str:
-    """The same of records of what a machine can do."""
+    """Return a page of records of what a machine can do, as `render` does."""
     return as_format(spec_page(_some(records), _spoken(lang)), format, columns)
 
 
@@ -76,7 +78,7 @@ def as_format(page: Page, format: str, columns: int | None = None) -> str:
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
-    """The same records in the form of FlagPerf's published pages, one a case and kind of accelerator."""
+    """Return records in the form of FlagPerf's published pages, one a case and kind of accelerator."""
     return flagperf.pages(_some(records), _spoken(lang))
 
 

@@ -51,7 +51,7 @@ class MetricColumn:
 
 
 def columns(records: list[Record]) -> list[MetricColumn]:
-    """Every metric that a record may have, and what else these records hold."""
+    """Return every metric that a record may have, and what else these records hold."""
     told = {name for record in records for name in record.metrics}
     known = {metric.name for task in tasks.table().values() for metric in of_task(task) if metric.formula is not None}
     out = []
@@ -62,7 +62,7 @@ def columns(records: list[Record]) -> list[MetricColumn]:
 
 
 def table(records: list[Record]) -> str:
-    """The whole file. Lines end as RFC 4180 says."""
+    """Return the whole file. Lines end as RFC 4180 says."""
     metrics = columns(records)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")

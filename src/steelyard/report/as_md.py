@@ -43,7 +43,7 @@ def escape(text: str) -> str:
 
 
 def _opening(text: str) -> str:
-    """Escaped, and harmless at the start of a line too."""
+    """Escape text so that it is harmless at the start of a line too."""
     return _LEADING.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", escape(text))
 
 
@@ -66,7 +66,7 @@ def _block(block: Block) -> str:
 
 
 def _fenced(text: str) -> str:
-    """The fence is longer than any run of backticks inside it."""
+    """Return a code block whose fence is longer than any run of backticks inside it."""
     fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 

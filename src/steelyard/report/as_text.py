@@ -40,8 +40,11 @@ class Fitted:
 
 
 def fit(table: Table, columns: int | None) -> Fitted:
-    """Columns of priority 3 are shown where all fit without wrapping. Then text is wrapped between words; then columns of
-    priority 2 go, the last first; then words are broken. A column of priority 1 never goes."""
+    """Return the columns that fit, and how wide each may be.
+
+    Columns of priority 3 are shown where all fit without wrapping. Then text is wrapped between
+    words; then columns of priority 2 go, the last first; then words are broken. A column of
+    priority 1 never goes."""
     places = list(range(len(table.columns)))
     needed = [_needed(table, place) for place in places]
     if columns is not None:
@@ -92,7 +95,8 @@ def _total(widths: list[int]) -> int:
 
 
 def _limits(needed: list[_Needed], columns: int | None) -> list[int]:
-    """As wide as they like, less what is too much, a column at a time from the widest that can give."""
+    """Return the widths of columns: each as wide as it needs, and where that is too much, the
+    widest that can shrink gives way, a character at a time."""
     limits = [one.most for one in needed]
     if columns is None:
         return limits
@@ -105,14 +109,14 @@ def _limits(needed: list[_Needed], columns: int | None) -> list[int]:
     return limits
 
 
-LINE = 100  # where nobody says how wide the terminal is
+LINE = 100  # where the width of the terminal is unknown
 MIN_TEXT = 20  # beside a label that takes the whole line
 _RULES = {1: "=", 2: "-", 3: "~"}
 
 
 def text(page: Page, columns: int | None = None) -> str:
-    """The page in lines of at most so many columns: text is wrapped, and tables leave out columns, which is said below them.
-    Without a limit tables are as wide as they are."""
+    """Return the page in lines of at most `columns` columns: text is wrapped, and tables leave out
+    columns and name them below. Without a limit tables are as wide as they need."""
     return _Text(columns, Words(page.lang)).page(page)
 
 

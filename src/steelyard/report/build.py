@@ -54,7 +54,7 @@ from steelyard.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """The comparison first: what ran and what came of it, case by case, then what metrics mean, then every run in full."""
+    """Return the page of records: the comparison of each case, what metrics mean, then every run in full."""
     say = Words(lang)
     cases = by_case(records, lang)
     single = len(cases) == 1
@@ -75,7 +75,7 @@ def page(records: list[Record], lang: Lang) -> Page:
 
 
 def _short(case: CaseName, say: Words) -> str:
-    """A case's name and size, and in a word that its question is another one."""
+    """Return a case's name and size, and in a word that its question is another one."""
     name, size, *others = case
     starts = {"question.": "changed", **{say(word): word for word in ("modified", "earlier")}}
     said = [say(word) for start, word in starts.items() if any(one.startswith(start) for one in others)]
@@ -83,7 +83,7 @@ def _short(case: CaseName, say: Words) -> str:
 
 
 def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
-    """Charts and one table; then what only some cases have; what is looked up rarely is folded."""
+    """Return charts and one table, then what only some cases have; what is rarely needed is folded."""
     out = [*charts.of_case(runs, case[0], say), side_by_side(runs, say)]
     out += ENGINES.section(runs, level, say)
     out += SCALING.section(runs, level, say)
@@ -166,7 +166,7 @@ def _summary(cases: dict[CaseName, list[Run]], say: Words) -> Paragraph:
 
 
 def _headline(found: Rows) -> Rows:
-    """Cases as they are shipped, of size full; what else there is, where there is nothing of that."""
+    """Return shipped cases of size full; if there are none, shipped cases of any size, else all."""
     shipped: Rows = {case: rows for case, rows in found.items() if len(case) == 2}
     full: Rows = {case: rows for case, rows in shipped.items() if case[1] == "full"}
     return full or shipped or found
@@ -193,7 +193,7 @@ def _best(chosen: Rows, say: Words) -> list[str]:
 
 
 def _result(row: Row, several: bool, say: Words) -> str:
-    """A rate and how it was reached; on what, where there is more than one kind."""
+    """Return a rate and how it was reached; on what, if there are several kinds of accelerator."""
     case = row.first.case
     its = words.unit(rates.work_unit(row.first), say.lang)
     rate = say("summary.rate", formed("number", row.rate.value if row.rate else None), its)
@@ -204,7 +204,7 @@ def _result(row: Row, several: bool, say: Words) -> str:
 
 
 def _against(chosen: Rows, say: Words) -> list[str]:
-    """Where there are two accelerators or more."""
+    """Return the ratios of accelerators, for cases that ran on two or more."""
     out = []
     for case, rows in chosen.items():
         if len({row.accelerator for row in rows if row.valid}) < 2:
@@ -249,7 +249,7 @@ def measured(records: list[Record], say: Words) -> Paragraph:
 
 
 def machines(records: list[Record], say: Words) -> Facts:
-    """One line a machine: accelerators, host, driver, and how many runs it did. A machine's own name is added where known."""
+    """Return one line a machine: accelerators, host, driver, its own name and its number of runs."""
     found: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         found.setdefault(_machine(record, say), []).append(record)

@@ -33,7 +33,7 @@ def of_run(record: Record, say: Words) -> list[Block]:
 
 
 def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
-    """The largest parts by name, the others together."""
+    """Return a bar of the largest parts by name, and the others together."""
     shares = [(name, max(0.0, time_s) / total) for name, time_s in parts]
     if len(shares) > MAX_PARTS:
         rest = sum(share for _, share in shares[MAX_PARTS - 1 :])
@@ -47,7 +47,7 @@ def _drawn(chart: Lines) -> list[Block]:
 
 
 def _losses(record: Record, say: Words) -> list[Block]:
-    """The loss of every step of training; it is the same on every rank."""
+    """Return the loss of every step of training, which is the same on every rank."""
     if "loss" not in record.task.kind_row.step_values:
         return []
     curve = Curve("loss", _thinned(_points(enumerate(training.values(record, "loss")))))
@@ -81,7 +81,8 @@ def _rate(record: Record, say: Words) -> list[Block]:
 
 
 def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:
-    """Neighbours are put together as total over total where there are more than can be drawn."""
+    """Return rates over time. Neighbours are put together as total over total if there are more
+    than can be drawn."""
     size = -(-len(samples) // MAX_POINTS)
     pairs: list[tuple[Any, Any]] = []
     for first in range(0, len(samples), size):
@@ -94,7 +95,7 @@ def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:
 
 
 def _points(pairs: Iterable[tuple[Any, Any]]) -> tuple[Point, ...]:
-    """What can be drawn: a time that is none is left out, a reading that is none is a gap."""
+    """Return points that can be drawn: a time that cannot is left out, a reading is a gap."""
     known = ((_drawable(x), _drawable(y)) for x, y in pairs)
     return tuple((x, y) for x, y in known if x is not None)
 
@@ -119,7 +120,7 @@ def _telemetry(record: Record, say: Words) -> list[Block]:
 
 
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """The lowest and the highest of each stretch: a mean would hide the dips one looks for."""
+    """Return the lowest and the highest point of each stretch: a mean would hide the dips."""
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
         return points
@@ -150,7 +151,7 @@ class _Metric:
 
 
 def of_case(runs: list[Run], name: str, say: Words) -> list[Block]:
-    """A chart for each unit in which rates are counted, of runs that have one."""
+    """Return a chart for each unit of rates, of the runs that have a rate."""
     drawn = [side for side in sides(runs) if side.row.rate and _drawable(side.row.rate.value) is not None]
     kinds = list(dict.fromkeys(side.row.accelerator for side in drawn))
     out: list[Block] = []
@@ -164,7 +165,8 @@ def of_case(runs: list[Run], name: str, say: Words) -> list[Block]:
 
 
 def _chosen(rows: list[Side]) -> list[Side]:
-    """As many as fit a chart, in their order: the first of every accelerator, engine and precision, before others like it."""
+    """Return as many rows as fit a chart, in their order: the first of every accelerator, engine
+    and precision goes before others like it."""
     seen = Counter[tuple[str, str, str]]()
     ranks = []
     for number, side in enumerate(rows):
@@ -176,7 +178,7 @@ def _chosen(rows: list[Side]) -> list[Side]:
 
 
 def _label(side: Side, kinds: list[str], scopes: bool, say: Words) -> BarRow:
-    """Which row it is; its scope, where rows differ in it."""
+    """Return the label of a row, with its scope if rows differ in it."""
     first = side.row.first
     said = [first.case.precision, first.case.division, tuned_text(first), scope(first, say) if scopes else ""]
     said += [] if side.row.valid else [say(side.row.status)]
@@ -203,7 +205,8 @@ def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
 
 
 def _best(found: list[tuple[PublishedRow, float, str]], form: str, say: Words) -> tuple[Reference, ...]:
-    """The highest published value of each accelerator: a line for every row would hide the bars."""
+    """Return the highest published value of each accelerator: a line for every row would hide the
+    bars."""
     by_kind: dict[tuple[str, str], tuple[PublishedRow, float]] = {}
     for row, value, word in found:
         where = row.place[0], word
@@ -229,7 +232,8 @@ def _panel(metric: _Metric, rows: list[Side], say: Words) -> Panel | None:
 
 
 def _axis(values: list[float], ends: list[float]) -> tuple[float, float]:
-    """From 0, unless no difference could be seen; then from a round number below the lowest end."""
+    """Return both ends of an axis: it begins at 0, or, if no difference could be seen so, at a round
+    number below the lowest end."""
     high = max(*values, *ends) * _ROOM or 1.0
     lowest = min(*values, *ends)
     if len(values) < 2 or lowest <= max(values) * (1 - _ALIKE):

@@ -85,7 +85,7 @@ def _sides(found: Comparison, say: Words) -> Table:
 
 
 def _left_out(found: Comparison, say: Words) -> list[Block]:
-    """Runs that are not valid, and records that are on both sides."""
+    """Name runs that are not valid, and count records that are on both sides."""
     told = [
         say("compare.left_out.one", record.id[:8], side.name, ", ".join(one.code for one in record.reasons) or record.status)
         for side in (found.base, found.new)
@@ -131,7 +131,7 @@ def _changes(what: str, found: tuple[Change, ...], say: Words) -> Table:
 
 
 def _judged(one: Change, say: Words) -> Cell:
-    """A direction is only claimed in colour where the test stands behind it."""
+    """Return the direction of a change, in colour only if the test supports it."""
     if one.base is None or one.new is None:
         return EMPTY
     sure = one.ratio is not None and one.ratio.verdict == "significant"

@@ -140,7 +140,7 @@ def _budget(record: Record, say: Words) -> list[Block]:
 
 
 def _start_up(record: Record, say: Words) -> list[str]:
-    """What explains the time of a start: compilers that had to work, and what ran beside other parts."""
+    """Explain the time of a start: what compilers had to do, and what ran beside other parts."""
     first = record.ranks[0] if record.ranks else None
     cache, beside = (None, None) if first is None else (first.compile_cache, first.beside)
     out = [] if cache is None else [say("budget.cache", counted(cache.get("hits", 0)), counted(cache.get("misses", 0)))]
@@ -165,7 +165,7 @@ def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
 
 
 def _spelled(value: str | int | float | None) -> str:
-    """Text as it is, a count, or a share."""
+    """Format text as it is, an integer as a count, a float as a share."""
     if isinstance(value, str):
         return value
     return counted(value) if isinstance(value, int) else formed("percent", value)
@@ -187,7 +187,7 @@ _WEIGHTS = ("source", "header_sha256")
 
 
 def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words) -> list[Fact]:
-    """Known keys first and always, then whatever else the record says, by its own name."""
+    """Return known keys first and always, then whatever else the record holds, by its own name."""
     rest = sorted(set(table) - set(known))
     return [Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)]
 

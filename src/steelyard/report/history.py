@@ -41,7 +41,7 @@ def _trend(trend: Trend, say: Words) -> list[Block]:
 
 
 def bad(one: Bad, say: Words) -> str:
-    """What is wrong with the first bad record."""
+    """Return what is wrong with the first bad record."""
     entry = one.record.entry
     if one.ratio is None or one.best is None:
         why = say("history.status.bad", say(entry.status), say("comma").join(entry.codes) or UNKNOWN)
@@ -92,7 +92,7 @@ def _table(trend: Trend, say: Words) -> Table:
 
 
 def _chart(trend: Trend, say: Words) -> list[Block]:
-    """Drawn where there is a line to draw."""
+    """Return a chart of rates, if there are at least two."""
     points = tuple((float(i), None if one.rate is None else one.rate.value) for i, one in enumerate(trend.points, 1))
     if sum(value is not None for _, value in points) < 2:
         return []

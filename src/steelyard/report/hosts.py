@@ -53,7 +53,7 @@ def hosts(record: Record, say: Words) -> list[Block]:
 
 
 def _clock(host: HostFacts) -> str:
-    """How far its clock is from the parent's, and how well that is known."""
+    """Return how far its clock is from the parent's, with the uncertainty."""
     if host.clock_offset_s is None or host.clock_uncertainty_s is None:
         return UNKNOWN
     return f"{host.clock_offset_s:.6f} ± {host.clock_uncertainty_s:.6f}"
@@ -102,14 +102,15 @@ def _device(record: Record, told: RankFacts | None) -> str:
 
 
 def _step_times(record: Record) -> dict[int, tuple[float, float]]:
-    """Mean and slowest step of every rank in the steady window of training; batches of scoring differ by design."""
+    """Return mean and slowest step of every rank in the steady window; empty for kinds of work
+    without one, whose batches differ by design."""
     found = passes.span(record) if record.task.kind_row.steady else None
     times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
     return {rank: (fmean(each), max(each)) for rank, each in times.items()}
 
 
 def _standing(record: Record, at: plan.Place) -> str:
-    """A rank's place in each degree that divides anything, counted from 1."""
+    """Return a rank's place in each degree above 1, counted from 1."""
     degrees = (("TP", at.tp, record.plan.tp), ("PP", at.pp, record.plan.pp), ("DP", at.dp, record.plan.dp))
     return ", ".join(f"{name} {index + 1} of {count}" for name, index, count in degrees if count > 1)
 
@@ -118,7 +119,7 @@ MOST = 16  # rows
 
 
 def straggler_section(record: Record, say: Words) -> list[Block]:
-    """Of a run of several ranks; why it is not known, where it is not."""
+    """Return which rank of several is slow, or why that is not known."""
     if devices(record) < 2:
         return []
     found = stragglers.find(record)

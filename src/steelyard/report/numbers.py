@@ -13,7 +13,7 @@ _MAX_DEPTH = 8  # a stranger's record may nest without end
 
 
 def number(value: float) -> str:
-    """Four significant digits, but never fewer than all digits before the point."""
+    """Format four significant digits, but never fewer than all digits before the point."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -25,7 +25,8 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """One decimal; more below 1 %, and where rounding would make an almost empty share 0 or an almost full one 100."""
+    """Format one decimal; more below 1 %, and if rounding would make an almost empty share 0 or an
+    almost full one 100."""
     if value in (0.0, 1.0):
         return f"{value:.1%}"
     for decimals in (1, 2, 3):
@@ -36,7 +37,8 @@ def percent(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say nothing."""
+    """Format thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say
+    nothing."""
     size = abs(value)
     decimals = next((places for least, places in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3)) if size >= least), None)
     return number(value) if decimals is None else f"{value:,.{decimals}f}"
@@ -63,7 +65,7 @@ def ends(interval: tuple[float, float] | None, form: str = "number", scale: floa
 
 
 def bare(form: str, value: Any) -> str:
-    """The same without marks for thousands, as FlagPerf's pages have it."""
+    """Format a number without marks for thousands, as FlagPerf's pages have it."""
     return formed(form, value).replace(",", "")
 
 
@@ -73,7 +75,7 @@ def joined(texts: list[str]) -> str:
 
 
 def real(value: Any) -> float | None:
-    """A finite number, or None: a record's open tables may hold anything."""
+    """Return a finite number, or None: a record's open tables may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -89,12 +91,12 @@ def gib_of_bytes(value: Any) -> str:
 
 
 def counted(value: Any) -> str:
-    """A count with thousands marked; anything else as it is spelled."""
+    """Format a count with thousands marked; anything else as `spelled` does."""
     return f"{value:,d}" if isinstance(value, int) and not isinstance(value, bool) else spelled(value)
 
 
 def spelled(value: Any, depth: int = 0) -> str:
-    """A setting as its author would type it, without marks for thousands."""
+    """Format a setting as its author would type it, without marks for thousands."""
     if value is None or value == "" or value == {} or value == []:
         return UNKNOWN
     if isinstance(value, bool):

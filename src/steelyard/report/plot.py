@@ -61,7 +61,7 @@ def plot(chart: Lines) -> Plot:
 
 
 def _step(span: float) -> float:
-    """A round distance between ticks."""
+    """Return a round distance between ticks."""
     rough = span / _TICKS
     if rough <= _SMALLEST_STEP:
         return 1.0
@@ -74,7 +74,7 @@ def _label(value: float, step: float) -> str:
 
 
 def _path(series: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Move after a gap, draw otherwise."""
+    """Return the path of a series: it moves after a gap and draws otherwise."""
     out, pen_down = [], False
     for at, value in series.points:
         if value is None:
@@ -87,7 +87,7 @@ def _path(series: Curve, x: Callable[[float], float], y: Callable[[float], float
 
 
 def marks(panel: Panel) -> list[Tick]:
-    """The lines of a panel's references. Those too close for a label of their own have one together."""
+    """Return the marks of a panel's references. Those too close for a label of their own share one."""
     out: list[tuple[float, str]] = []
     for one in sorted(panel.references, key=lambda one: one.value):
         at = _place(one.value, panel)

@@ -32,7 +32,7 @@ class PublishedRow:
 
     @property
     def place(self) -> tuple[str, int | None, str]:
-        """The accelerator, how many of them, and what else the row's configuration says."""
+        """Return the accelerator, how many of them, and what else the configuration says."""
         found = _CONFIG.match(spelled(self.row.config))
         return (found[2], int(found[1][:9]), found[3] or "") if found else (spelled(self.row.config), None, "")
 

@@ -49,13 +49,13 @@ class Run:
 
 
 def accelerator(record: Record) -> str:
-    """The kind of device and how many of them the run had: NVIDIA H200 × 8."""
+    """Return the kind of device and how many of them the run had: NVIDIA H200 × 8."""
     kind = ", ".join(kinds(record)) or spelled(record.environment.hardware.cpu)
     return f"{kind} × {record.plan.world}"
 
 
 def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run]]:
-    """Runs of one case and size together: its precisions and divisions are rows of one table."""
+    """Group runs by case and size: precisions and divisions are rows of one table."""
     out: dict[CaseName, list[Run]] = {}
     anchors: Counter[str] = Counter()
     for record in records:
@@ -67,8 +67,9 @@ def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run
 
 
 def _name(record: Record, lang: Lang) -> CaseName:
-    """The command line may make another question of a case, a case file of one's own may bear a shipped name, and a shipped
-    case may have got another question since: such runs stand apart, under what differs."""
+    """Return the name under which a run is grouped. The command line may change the question of a
+    case, a case file of one's own may bear a shipped name, and a shipped case may have changed
+    since: such runs stand apart, under what differs."""
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
     return (record.case.name, record.case.size, *asked, *(words.text(one, lang) for one in apart(record)))
@@ -97,7 +98,8 @@ def status(record: Record, say: Words) -> str:
 
 
 def scope(record: Record, say: Words) -> str:
-    """A window's size is echoed as the operator typed it. What goes on from another run says from where."""
+    """Return how much of the question was run: a window's size as the operator typed it. A resumed
+    run says from which step."""
     extent = record.scope
     many = "window.subjects.many" if len(extent.subjects or ()) > SUBJECTS else "window.subjects"
     listed = None if extent.subjects is None else say("comma").join(extent.subjects)
@@ -114,7 +116,7 @@ def scope(record: Record, say: Words) -> str:
 
 
 def shown(name: str, value: Value | None) -> str:
-    """A metric's number alone."""
+    """Format a metric's number alone."""
     return UNKNOWN if value is None else formed(metric_row(name, value.unit).form, value.value)
 
 
@@ -153,20 +155,20 @@ def framework_version(record: Record) -> Version | None:
 
 
 def engine_version(record: Record) -> Version | None:
-    """The package that bears the engine's name, or the first whose name has it in it: engine megatron is megatron-core. None
-    where the engine is no package of its own."""
+    """Return the package that bears the engine's name, or the first whose name contains it: engine
+    megatron is megatron-core. None if the engine is no package of its own."""
     packages, name = record.environment.software.packages, record.engine.name
     found = [name] if name in packages else sorted(one for one in packages if name in one)
     return Version(found[0], packages[found[0]]) if found else None
 
 
 def tuned(record: Record) -> dict[str, Any]:
-    """Settings whose value is not the default, by name."""
+    """Return settings whose value is not the default, by name."""
     return record.tune.model_dump(mode="json", exclude_defaults=True)
 
 
 def changes(record: Record) -> list[str]:
-    """What makes its question or its case another than the shipped one of its name."""
+    """Return what makes its question or its case another than the shipped one of its name."""
     return [*changed_question(record.case.origins), *(words.text(one) for one in apart(record))]
 
 
@@ -206,7 +208,7 @@ def identity(record: Record) -> dict[str, Any]:
 
 
 def stages(record: Record) -> str:
-    """GiB of the fullest rank of each stage times the ranks of the stage: 46.80*2 + 38.93*2."""
+    """Return GiB of the fullest rank of each stage times its ranks: 46.80*2 + 38.93*2."""
     name = headline(record)
     by_stage: dict[int, list[float | None]] = {}
     for rank in sorted({window.rank for window in windows(record, name)} if name else ()):
@@ -222,7 +224,8 @@ def _fullest(sizes: list[float | None]) -> str:
 
 
 def changed(record: Record, say: Words | None = None) -> str:
-    """Tuned values that are not the defaults, as the record's own origins tell; with where they come from, in words."""
+    """Return tuned values that the record's origins say are no defaults; with `say`, where each
+    came from."""
     out = []
     for key, value in stored_tune(record).items():
         origin = _origin(key, record.case.origins)
@@ -233,7 +236,8 @@ def changed(record: Record, say: Words | None = None) -> str:
 
 
 def tuned_text(record: Record) -> str:
-    """Tuned values that are not the case's own: those that were typed, and defaults of an earlier version. Empty where none."""
+    """Return tuned values that are not the case's own: those that were typed, and defaults of an
+    earlier version. Empty if there are none."""
     out = []
     for key, value in stored_tune(record).items():
         origin = _origin(key, record.case.origins) or "default"
@@ -249,13 +253,13 @@ def stored_tune(record: Record) -> dict[str, Any]:
 
 
 def _origin(key: str, origins: dict[str, str]) -> str | None:
-    """Where a value came from; a table's, from its first entry."""
+    """Return where a value came from; of a table, where its first entry did."""
     exact = origins.get(f"tune.{key}")
     return exact or next((where for name, where in sorted(origins.items()) if name.startswith(f"tune.{key}.")), None)
 
 
 def parallel(record: Record) -> str:
-    """Degrees, and the stage of sharding where replicas divide anything."""
+    """Return the degrees of the plan, and the sharding stage of training."""
     sharding = record.tune.sharding
     divided = f" SH{sharding}" if record.task.kind_row.trains and sharding else ""
     return f"{record.plan}{divided}"

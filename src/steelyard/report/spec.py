@@ -95,7 +95,7 @@ def _lines(record: SpecRecord) -> list[_Line]:
 
 
 def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
-    """What there is no number of, by reason."""
+    """Yield what there is no number of, by reason."""
     reasons: dict[str, list[str]] = {}
     for one in lines:
         name = " ".join(filter(None, (one.bench.name, one.bench.precision)))

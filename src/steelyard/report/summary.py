@@ -71,7 +71,7 @@ def _several(records: list[Record]) -> bool:
 
 
 def _marked(record: Record, text: str) -> str:
-    """With its division, unless that is the usual one."""
+    """Return the text with the division of the run, unless that is the usual one."""
     return text if record.case.division == "closed" else f"{text} {record.case.division}"
 
 
@@ -106,7 +106,7 @@ def _times(records: list[Record], say: Words) -> Columns:
 
 
 def _rates(record: Record) -> tuple[str, str]:
-    """The headline rates; of a run of the reference pass alone, that pass's."""
+    """Return the names of the headline rates; of a run of the reference pass alone, that pass's."""
     plan = layout(record.task.kind_row)
     return plan.other.get(headline(record) or "", (plan.whole, plan.core))
 
@@ -144,13 +144,13 @@ def _blocks(
 
 
 def _no_mfu(records: list[Record], say: Words) -> list[str]:
-    """Why no run has an MFU, where all have the same reason."""
+    """Return why no run has an MFU, if all have the same reason."""
     found = {DerivedTexts(record, say).metric_note("mfu") for record in records}
     return [say("terminal.no_mfu", note) for note in found if note] if len(found) == 1 else []
 
 
 def _plan(record: Record) -> str:
-    """Nodes x devices, and how the work is divided over them; degrees of 1 are left out."""
+    """Return nodes x devices, and how the work is divided over them; degrees of 1 are left out."""
     plan = record.plan
     sharding = record.tune.sharding if record.task.kind_row.trains and plan.world > 1 else 0
     degrees = {"TP": plan.tp, "PP": plan.pp, "DP": plan.dp}

@@ -21,14 +21,15 @@ WHERE = re.compile(r"\b(at|native|c10|std|cuda|binary_internal)::|\(anonymous na
 
 
 def section(record: Record, say: Words, whole: bool = True) -> list[Block]:
-    """Of every profiled rank. Not `whole`: only where a stretch was profiled."""
+    """Return the waterfall of every profiled rank, or of the samples alone. Not `whole`: only if a
+    stretch was profiled."""
     if not whole and not record.profile:
         return []
     return [block for one in waterfalls(record) for block in _blocks(record, one, say)]
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """What `report --explain` shows: this and nothing else, run by run."""
+    """Return what `report --explain` shows: this and nothing else, run by run."""
     say = Words(lang)
     title = say("explain")
     blocks: list[Block] = [Heading(1, title)]
@@ -149,7 +150,7 @@ def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -
 
 
 def plain_name(name: str) -> str:
-    """A kernel's name without what C++ puts around it: its result, namespaces, arguments."""
+    """Return a kernel's name without what C++ puts around it: its result, namespaces, arguments."""
     if name.startswith("void "):
         name = WHERE.sub("", name.removeprefix("void "))
         name = name.partition(">(")[0] + ">" if ">(" in name else name.partition("(")[0]

@@ -57,8 +57,8 @@ class Source:
         return [record for record in self.records if record.status == "valid"]
 
     @property
-    def told(self) -> list[Record]:
-        """The runs that the page describes: those of its rows, where there are any."""
+    def described(self) -> list[Record]:
+        """Return the runs that the page describes: those of its rows, if there are any."""
         return self.valid or self.records
 
     def spoken(self, text: Text) -> str:
@@ -66,7 +66,7 @@ class Source:
 
 
 def pages(records: list[Record], lang: Lang) -> list[CasePage]:
-    """One a case, size and kind of accelerator, in the order given."""
+    """Return one page a case, size and kind of accelerator, in the order given."""
     out: list[CasePage] = []
     for case, members in by_case(records, lang).items():
         by_device: dict[str, list[Record]] = {}
@@ -86,7 +86,8 @@ def _layout(record: Record) -> PageLayout:
 
 
 def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
-    """Names come from strangers; none may lead out of a folder, and no two pages share one."""
+    """Return the name of a page's file. Its parts come from strangers: none may lead out of a folder,
+    and no two pages share a name."""
     name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts)
     taken = {page.name for page in earlier}
     return next(one for one in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if one not in taken)
@@ -116,9 +117,9 @@ def _filled(text: str, source: Source) -> str:
 
 
 def _values(name: str, source: Source) -> list[str]:
-    """Of a page: Markdown. What a record says is escaped."""
+    """Return the values of a page as Markdown. Text of a record is escaped."""
     layout, say = source.layout, source.say
-    made = all(is_made(record) for record in source.told)
+    made = all(is_made(record) for record in source.described)
     own: dict[str, list[str]] = {
         "address": [] if made else [source.spoken(one) for one in layout.addresses],
         "dataset": [say("flagperf.made") if made else source.spoken(layout.dataset)],
@@ -126,7 +127,7 @@ def _values(name: str, source: Source) -> list[str]:
     }
     if name in own:
         return own[name]
-    escaped = map(escape, page_values(source.told, name, say))
+    escaped = map(escape, page_values(source.described, name, say))
     return [re.sub(r"^([#+\-=])", r"\\\1", text) for text in escaped]  # harmless at the start of a line too
 
 
@@ -141,7 +142,7 @@ def _entry(entry: Entry, source: Source) -> str:
 
 
 def _meaning(name: str, source: Source) -> str:
-    """What a setting or a metric is, in Steelyard's words."""
+    """Return what a setting or a metric is, in Steelyard's words."""
     if f"setting.{name}" in MEANINGS:
         return source.say.meaning(f"setting.{name}")[1]
     return metric_row(name, task=source.records[0].task).words(source.say.lang)[1]
@@ -165,14 +166,14 @@ def _cell(column: Column, record: Record, source: Source) -> str:
 
 
 def _number(name: str, column: Column, record: Record) -> str:
-    """A quality that was not evaluated says nothing, and is no result to submit."""
+    """Format a metric; UNKNOWN for a quality that was not evaluated, which is no result to submit."""
     found = record.metrics.get(name)
     judged = record.quality.evaluated or record.quality.metric not in column.metrics
     return bare(column.form or metric_row(name).form, found.value) if found is not None and judged else UNKNOWN
 
 
 def _notes(source: Source) -> list[str]:
-    """What a reader must know of the rows, as a quote below them."""
+    """Return what a reader must know of the rows, as a quote below them."""
     say, found = source.say, [*_of_page(source), *_of_rows(source)]
     lost = [
         f"{record.id} ({', '.join(dict.fromkeys(one.code for one in record.reasons)) or record.status})"
@@ -191,7 +192,7 @@ def _notes(source: Source) -> list[str]:
 def _of_page(source: Source) -> list[str]:
     say, size = source.say, source.records[0].case.size
     out = [say("flagperf.explained", title, _meaning(name, source)) for title, name in source.layout.explained]
-    out += page_values(source.told, "data_line", say) if source.layout.data_noted else []
+    out += page_values(source.described, "data_line", say) if source.layout.data_noted else []
     out += [say("flagperf.smoke", size)] if size != "full" else []
     return out + ([say("flagperf.changed", say("comma").join(source.changed))] if source.changed else [])
 
@@ -205,7 +206,7 @@ REMARKS: tuple[Callable[[Record, Words], str], ...] = (
 
 
 def _of_rows(source: Source) -> list[str]:
-    """Each remark once, with the numbers of its rows."""
+    """Return each remark once, with the numbers of its rows."""
     say = source.say
     rows: dict[str, list[int]] = {}
     for number, record in enumerate(source.valid, 1):
@@ -216,7 +217,7 @@ def _of_rows(source: Source) -> list[str]:
 
 
 def _rows(numbers: list[int], say: Words) -> str:
-    """Rows by their numbers, neighbours together: 1, 4-7."""
+    """Name rows by their numbers, neighbours together: 1, 4-7."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

@@ -18,7 +18,7 @@ Values = Callable[[Record, Words], list[str]]
 
 
 def _one(of: Callable[[Record], Any]) -> Values:
-    """A value of its own, spelled out; nothing where it is not known."""
+    """Return a function that spells out one value of a record; it lists nothing if unknown."""
     return lambda record, say: [] if of(record) in (None, "") else [spelled(of(record))]
 
 
@@ -38,7 +38,7 @@ def _cpu(record: Record, say: Words) -> list[str]:
 
 
 def _packages(record: Record, say: Words) -> list[str]:
-    """What lies below the framework, and the engine where it is a package beside it."""
+    """Return what lies below the framework, and the engine if it is a package beside it."""
     software: Software = record.environment.software
     found = {**software.libraries, **software.collectives}
     engine = engine_version(record)
@@ -58,7 +58,7 @@ def _data(record: Record, say: Words) -> list[str]:
 
 
 def is_made(record: Record) -> bool:
-    """Whether the package made the data; a case that would have them made may still be given a file."""
+    """Return whether the package made the data; a case that would have them made may be given a file."""
     return bool(record.case.question["data"].get("made")) and record.data.model_dump().get("source") == "made"
 
 
@@ -87,14 +87,14 @@ def _techniques(record: Record, say: Words) -> list[str]:
 
 
 def _optimization(record: Record, say: Words) -> list[str]:
-    """Settings that are not the default, and the attention kernel that the engine chose."""
+    """Return settings that are not the default, and the attention kernel that the engine chose."""
     told = {"attention": record.engine.details.attention, **tuned(record)}
     chosen = {name: value for name, value in told.items() if name != "parallel" and value is not None}
     return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items()] or [say("flagperf.none")]
 
 
 def _batch(record: Record) -> int | None:
-    """The global batch, or how much of it a step takes in a window."""
+    """Return the global batch, or how much of it a step takes in a window."""
     train = record.question.train
     return None if train is None else record.scope.sample or train.batch
 
@@ -105,7 +105,7 @@ def _global_batch(record: Record, say: Words) -> list[str]:
 
 
 def model(record: Record) -> str:
-    """A case is named after its model and its task."""
+    """Return the model of a case, which is named after its model and its task."""
     return record.case.name.removesuffix(f"-{record.task.key}")
 
 
@@ -195,7 +195,7 @@ def _strategy(record: Record, say: Words) -> str:
 
 
 def _memory(record: Record, say: Words) -> str:
-    """Of one device times the devices, or stage by stage, where a pipeline's differ."""
+    """Return memory of one device times the devices, or stage by stage of a pipeline."""
     if record.plan.pp > 1:
         found = stages(record)
         return found if found == UNKNOWN else f"{found} GiB"
