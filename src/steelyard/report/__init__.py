@@ -61,7 +61,8 @@ def render(
 ) -> str:
     """Return a page of these records in one of FORMATS: the whole one, or what `made` makes.
 
-    `columns` limits plain text. Raise RequestError for no records, or an unknown format or language."""
+    `columns` limits plain text. Raise RequestError for no records, or an unknown format or
+    language."""
     return as_format(made(_some(records), _spoken(lang)), format, columns)
 
 
@@ -71,14 +72,16 @@ def render_spec(records: list[SpecRecord], format: str, lang: str, columns: int 
 
 
 def as_format(page: Page, format: str, columns: int | None = None) -> str:
-    """Return a page as text in one of FORMATS, or raise RequestError; `columns` limits plain text."""
+    """Return a page as text in one of FORMATS, or raise RequestError; `columns` limits plain
+    text."""
     if format not in FORMATS:
         raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
     return text(page, columns) if format == "text" else FORMATS[format](page)
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
-    """Return records in the form of FlagPerf's published pages, one a case and kind of accelerator."""
+    """Return records in the form of FlagPerf's published pages, one a case and kind of
+    accelerator."""
     return flagperf.pages(_some(records), _spoken(lang))
 
 

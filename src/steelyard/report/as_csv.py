@@ -25,9 +25,39 @@ ENDS = ("low", "high")
 
 # What a record is, in the order of the columns.
 IDENTITY = (
-    *("id", "created", "case", "size", "changed", "key", "division", "precision", "scope", "subjects", "rows"),
-    *("sample", "steps", "engine", "engine_version", "framework", "framework_version", "accelerator"),
-    *("accelerators", "nodes", "plan", "tune", "weights", "status", "reasons", "quality", "quality_evaluated"),
+    *(
+        "id",
+        "created",
+        "case",
+        "size",
+        "changed",
+        "key",
+        "division",
+        "precision",
+        "scope",
+        "subjects",
+        "rows",
+    ),
+    *(
+        "sample",
+        "steps",
+        "engine",
+        "engine_version",
+        "framework",
+        "framework_version",
+        "accelerator",
+    ),
+    *(
+        "accelerators",
+        "nodes",
+        "plan",
+        "tune",
+        "weights",
+        "status",
+        "reasons",
+        "quality",
+        "quality_evaluated",
+    ),
 )
 
 
@@ -76,8 +106,9 @@ def table(records: list[Record]) -> str:
 
 
 def safe(cell: Field) -> str:
-    """Return a cell on one line. Text that a spreadsheet would run begins with an apostrophe; a number is written as it
-    is, with all its digits; several texts stand each once, a table as JSON."""
+    """Return a cell on one line. Text that a spreadsheet would run begins with an apostrophe; a
+    number is written as it is, with all its digits; several texts stand each once, a table as
+    JSON."""
     if cell is None:
         return ""
     if isinstance(cell, bool | dict):

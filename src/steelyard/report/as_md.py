@@ -78,7 +78,8 @@ def _strong(escaped: str) -> str:
 def _table(table: Table) -> str:
     heads = [_head(column) for column in table.columns]
     rules = ["---:" if column.align == "right" else "---" for column in table.columns]
-    out = [line(heads), line(rules), *(line([_cell(cell, row) for cell in row.cells]) for row in table.rows)]
+    rows = ([_cell(cell, row) for cell in row.cells] for row in table.rows)
+    out = [line(heads), line(rules), *map(line, rows)]
     notes = [_opening(note) for note in table.footnotes]
     return "\n".join(out) + "".join(f"\n\n{note}" for note in notes)
 

@@ -54,7 +54,8 @@ from steelyard.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """Return the page of records: the comparison of each case, what metrics mean, then every run in full."""
+    """Return the page of records: the comparison of each case, what metrics mean, then every run in
+    full."""
     say = Words(lang)
     cases = by_case(records, lang)
     single = len(cases) == 1
@@ -62,9 +63,14 @@ def page(records: list[Record], lang: Lang) -> Page:
     parts: list[Block] = []
     for number, (case, runs) in enumerate(cases.items(), 1):
         name = say("side.comparison") if single else _short(case, say)
-        differs = [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []  # from the shipped question
+        # In what its question differs from that of the shipped case.
+        differs = [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
         parts += [Heading(2, name, f"case-{number}"), *differs, *_case(case, runs, 3, say)]
-    parts += [Heading(2, say("page.meanings"), "metrics"), *meanings(cases, 3, say), Heading(2, say("page.runs"), "runs")]
+    parts += [
+        Heading(2, say("page.meanings"), "metrics"),
+        *meanings(cases, 3, say),
+        Heading(2, say("page.runs"), "runs"),
+    ]
     for case, runs in cases.items():
         parts += [] if single else [Heading(3, _short(case, say))]
         parts += [_run(run, 3 if single else 4, say) for run in runs]
@@ -83,7 +89,8 @@ def _short(case: CaseName, say: Words) -> str:
 
 
 def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
-    """Return charts and one table, then what only some cases have; what is rarely needed is folded."""
+    """Return charts and one table, then what only some cases have; what is rarely needed is
+    folded."""
     out = [*charts.of_case(runs, case[0], say), side_by_side(runs, say)]
     out += ENGINES.section(runs, level, say)
     out += SCALING.section(runs, level, say)
@@ -96,7 +103,8 @@ def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block
 
 
 def _run(run: Run, level: int, say: Words) -> Fold:
-    """Return all that is known of a run, and in its heading what tells it apart: rate, settings, scope and time."""
+    """Return all that is known of a run, and in its heading what tells it apart: rate, settings,
+    scope and time."""
     record = run.record
     whole = layout(record.task.kind_row).whole
     rate = with_unit(whole, record.metrics.get(whole))
@@ -123,7 +131,12 @@ def _figures(run: Run, say: Words) -> Figures:
 
 
 # Settings that are compared, and the phrase that heads their column.
-_SETTINGS = {"precision": "side.precision", "division": "side.division", "parallel": "side.plan", "fix_hp": "side.tune"}
+_SETTINGS = {
+    "precision": "side.precision",
+    "division": "side.division",
+    "parallel": "side.plan",
+    "fix_hp": "side.tune",
+}
 _RATES = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
 
 
@@ -138,7 +151,8 @@ def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[B
     metrics = {name: metric_row(name, task=tasks[name]) for name in in_order(set(tasks))}
     rows = {name: (*row.words(say.lang), row.index) for name, row in metrics.items()}
     settings = [(*say.meaning(f"setting.{name}"), say(head)) for name, head in _SETTINGS.items()]
-    out: list[Block] = [_table([*settings, *(row for name, row in rows.items() if name in compared)], say)]
+    known = [row for name, row in rows.items() if name in compared]
+    out: list[Block] = [_table([*settings, *known], say)]
     rest = [row for name, row in rows.items() if name not in compared]
     folded = Fold(Heading(level, say("page.meanings.rest")), "", "plain", (_table(rest, say),))
     return [*out, folded] if rest else out
@@ -185,7 +199,13 @@ def _best(chosen: Rows, say: Words) -> list[str]:
     for case, rows in chosen.items():
         best = overview.best(rows).values()
         if best:
-            listed.append(say("summary.of", case[0], say("summary.and").join(_result(row, several, say) for row in best)))
+            listed.append(
+                say(
+                    "summary.of",
+                    case[0],
+                    say("summary.and").join(_result(row, several, say) for row in best),
+                )
+            )
         else:
             none.append(case[0])
     out = [say("summary.best", say("semicolon").join(listed))] if listed else []
@@ -200,7 +220,11 @@ def _result(row: Row, several: bool, say: Words) -> str:
     if row.mfu is not None:
         rate = say("summary.at", rate, formed("percent", row.mfu.value))
     how = [accelerator(row.first)] if several else []
-    return say("summary.with", rate, say("comma").join([*how, row.first.engine.name, case.precision, case.division]))
+    return say(
+        "summary.with",
+        rate,
+        say("comma").join([*how, row.first.engine.name, case.precision, case.division]),
+    )
 
 
 def _against(chosen: Rows, say: Words) -> list[str]:
@@ -249,14 +273,20 @@ def measured(records: list[Record], say: Words) -> Paragraph:
 
 
 def machines(records: list[Record], say: Words) -> Facts:
-    """Return one line a machine: accelerators, host, driver, its own name and its number of runs."""
+    """Return one line a machine: accelerators, host, driver, its own name and its number of
+    runs."""
     found: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         found.setdefault(_machine(record, say), []).append(record)
     items = []
     for (name, *rest), members in found.items():
         called = dict.fromkeys(one.site.get("machine") or one.environment.hardware.machine or "" for one in members)
-        items.append(Fact(name, " · ".join((*rest, *(one for one in called if one), count_runs(len(members), say)))))
+        items.append(
+            Fact(
+                name,
+                " · ".join((*rest, *(one for one in called if one), count_runs(len(members), say))),
+            )
+        )
     return Facts(tuple(items))
 
 
@@ -269,7 +299,11 @@ def _machine(record: Record, say: Words) -> tuple[str, ...]:
     host = [f"{hosts}{spelled(hardware.cpu)}"]
     host += [] if hardware.cpu_cores is None else [say("machine.cores", counted(hardware.cpu_cores))]
     host += [] if hardware.memory_bytes is None else [gib_of_bytes(hardware.memory_bytes)]
-    known = [say("comma").join(host), software.os, say("machine.driver", software.driver) if software.driver else ""]
+    known = [
+        say("comma").join(host),
+        software.os,
+        say("machine.driver", software.driver) if software.driver else "",
+    ]
     return name, *(part for part in known if part)
 
 

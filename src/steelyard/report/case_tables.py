@@ -1,4 +1,5 @@
-"""The tables of a case: runs side by side, all values of every run, and MFU by convention. Published rows stand below."""
+"""The tables of a case: runs side by side, all values of every run, and MFU by convention.
+Published rows stand below."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -61,7 +62,12 @@ def sides(runs: list[Run]) -> list[Side]:
 
     def place(side: Side) -> tuple[bool, str, int, float]:
         division, rate = side.row.first.case.division, side.row.rate
-        return division != "closed", division, _ORDER.index(side.row.status), -(rate.value if rate else 0.0)
+        return (
+            division != "closed",
+            division,
+            _ORDER.index(side.row.status),
+            -(rate.value if rate else 0.0),
+        )
 
     return sorted(out, key=place)
 
@@ -73,7 +79,8 @@ def _either(
 
 
 def side_by_side(runs: list[Run], say: Words) -> Table:
-    """Return the comparison: a row for runs that were asked the same, the best first, then the published rows.
+    """Return the comparison: a row for runs that were asked the same, the best first, then the
+    published rows.
 
     The head has the unit of most rates; a row with another says so."""
     found, references = sides(runs), published(runs)
@@ -83,31 +90,49 @@ def side_by_side(runs: list[Run], say: Words) -> Table:
     in_samples = runs[0].record.task.rates_in_samples
     unjudged = "" if judged else say("not_evaluated")
     columns: tuple[ColumnOf[Side | PublishedRow], ...] = (
-        ColumnOf(say("side.accelerator"), _either(_accelerator, lambda row: _published_name(row, say))),
+        ColumnOf(
+            say("side.accelerator"),
+            _either(_accelerator, lambda row: _published_name(row, say)),
+        ),
         ColumnOf(
             say("side.engine"),
-            _either(lambda side: Cell(side.row.first.engine.name, parallel(side.row.first)), lambda row: row.place[2]),
+            _either(
+                lambda side: Cell(side.row.first.engine.name, parallel(side.row.first)),
+                lambda row: row.place[2],
+            ),
             say("side.plan"),
         ),
         ColumnOf(
             say("side.precision"),
             _either(
-                lambda side: Cell(side.row.first.case.precision, side.row.first.case.division), lambda row: row.precision(say)
+                lambda side: Cell(side.row.first.case.precision, side.row.first.case.division),
+                lambda row: row.precision(say),
             ),
             say("side.division"),
             priority=2,
         ),
-        ColumnOf(say("side.tune"), _either(lambda side: _tuned(side, say), lambda row: ""), say("side.scope"), priority=3),
+        ColumnOf(
+            say("side.tune"),
+            _either(lambda side: _tuned(side, say), lambda row: ""),
+            say("side.scope"),
+            priority=3,
+        ),
         ColumnOf(
             say("side.rate"),
-            _either(lambda side: _rate(side, common, say), lambda row: _published_rate(row, in_samples, common, say)),
+            _either(
+                lambda side: _rate(side, common, say),
+                lambda row: _published_rate(row, in_samples, common, say),
+            ),
             words.unit(common, say.lang),
             right=True,
             strong=True,
         ),
         ColumnOf(
             say("side.mfu"),
-            _either(lambda side: estimate(side.row.mfu, "percent").text, lambda row: _published_mfu(row, say)),
+            _either(
+                lambda side: estimate(side.row.mfu, "percent").text,
+                lambda row: _published_mfu(row, say),
+            ),
             right=True,
         ),
         ColumnOf(
@@ -126,12 +151,18 @@ def side_by_side(runs: list[Run], say: Words) -> Table:
         ),
         ColumnOf(
             say("side.energy"),
-            _either(lambda side: estimate(side.row.energy).text, lambda row: row.number_of("energy_per_token")),
+            _either(
+                lambda side: estimate(side.row.energy).text,
+                lambda row: row.number_of("energy_per_token"),
+            ),
             words.unit("J/token", say.lang),
             right=True,
             priority=2,
         ),
-        ColumnOf(say("side.status"), _either(lambda side: _status(side, formulas, say), lambda row: "")),
+        ColumnOf(
+            say("side.status"),
+            _either(lambda side: _status(side, formulas, say), lambda row: ""),
+        ),
     )
     notes = [say("side.note"), *size_note(runs, references, say)]
     if references:
@@ -155,10 +186,10 @@ def _tuned(side: Side, say: Words) -> Cell:
 def _status(side: Side, latest: int, say: Words) -> Cell:
     row, formulas = side.row, side.row.first.formulas or 1
     lacking = [record for record in row.records if record.status != "valid"]
-    partly = say("side.partly", counted(row.valid), counted(len(row.records))) if lacking and row.valid else ""
+    partly = say("side.partly", counted(row.valid), counted(len(row.records)))
     older = say("side.formulas", str(formulas)) if formulas < latest else ""
-    told = say("comma").join(filter(None, (partly, codes(lacking, say), older)))
-    return Cell(say(row.status), told, STATUS_TONE[row.status])
+    remarks = (partly if lacking and row.valid else "", codes(lacking, say), older)
+    return Cell(say(row.status), say("comma").join(filter(None, remarks)), STATUS_TONE[row.status])
 
 
 def _rate(side: Side, common: str, say: Words) -> Cell:
@@ -172,7 +203,8 @@ def _quality(side: Side, judged: bool, say: Words) -> Cell:
     row = side.row
     value = row.first.metrics.get(row.metric)
     text = formed(metric_row(row.metric, "" if value is None else value.unit).form, row.quality)
-    return Cell(text, say("not_evaluated") if judged and text != UNKNOWN and not side.judged else "")
+    unjudged = judged and text != UNKNOWN and not side.judged
+    return Cell(text, say("not_evaluated") if unjudged else "")
 
 
 def _published_name(row: PublishedRow, say: Words) -> Cell:
@@ -185,7 +217,8 @@ def _published_rate(row: PublishedRow, in_samples: bool, common: str, say: Words
     if found is not None:
         return Cell(formed("number", found[0]), "" if found[1] == common else found[1])
     padded = "tokens_per_device_s_padded"
-    return Cell(row.number_of(padded), say(f"instead.{padded}")) if padded in row.values else Cell(UNKNOWN)
+    beside = say(f"instead.{padded}") if padded in row.values else ""
+    return Cell(row.number_of(padded), beside)
 
 
 def _published_mfu(row: PublishedRow, say: Words) -> Cell:
@@ -234,14 +267,19 @@ def values(runs: list[Run], say: Words) -> Table:
         star = "*" if field.strong else ""
         return ColumnOf(star + title, cell, common or "", bool(field.metrics), field.strong)
 
-    notes = [say("stars"), *(row.footnote(say) for row in references), *size_note(runs, references, say)]
+    notes = [
+        say("stars"),
+        *(row.footnote(say) for row in references),
+        *size_note(runs, references, say),
+    ]
     notes += [words.text(one, say.lang) for one in own.counted(run.record for run in runs)]
     columns = map(column, _fields(runs, references))
     return table(columns, runs, notes, last=references, last_kind="published")
 
 
 def _common_unit(field: Field, runs: list[Run], say: Words) -> str | None:
-    """Return the unit for the head of a column, if all runs agree; otherwise each cell carries its own."""
+    """Return the unit for the head of a column, if all runs agree; otherwise each cell carries its
+    own."""
     name = field.metrics[0] if field.metrics else ""
     units = {unit(name, run.record.metrics[name], say.lang) for run in runs if name in run.record.metrics}
     if not units:
@@ -250,19 +288,23 @@ def _common_unit(field: Field, runs: list[Run], say: Words) -> str | None:
 
 
 def _cell(field: Field, run: Run, common: str | None, several: bool, say: Words) -> Cell:
-    """Return a setting or metrics of a run; its accelerator beside its name, where there are `several`."""
+    """Return a setting or metrics of a run; its accelerator beside its name, where there are
+    `several`."""
     record = run.record
     if field.name == "tool":
         parts = [say(record.status), scope(record, say), accelerator(record) if several else ""]
         tone: Tone = "plain" if record.status == "valid" else "bad"
-        return Cell(f"{run.label} {record.engine.name}", say("comma").join(filter(None, parts)), tone)
+        name = f"{run.label} {record.engine.name}"
+        return Cell(name, say("comma").join(filter(None, parts)), tone)
     if not field.metrics:
         return Cell(_SETTINGS[field.name](record))
     text = joined([shown(name, record.metrics.get(name)) for name in field.metrics])
     unevaluated = record.quality.metric in field.metrics and not record.quality.evaluated and text != UNKNOWN
     first = field.metrics[0]
-    its = unit(first, record.metrics.get(first), say.lang) if common is None and text != UNKNOWN else ""
-    return Cell(text, say("not_evaluated") if unevaluated else its, "strong" if field.strong else "plain")
+    own_unit = unit(first, record.metrics.get(first), say.lang)
+    beside = own_unit if common is None and text != UNKNOWN else ""
+    sub = say("not_evaluated") if unevaluated else beside
+    return Cell(text, sub, "strong" if field.strong else "plain")
 
 
 def _published_cell(field: Field, row: PublishedRow, common: str | None, say: Words) -> Cell:
@@ -299,9 +341,11 @@ def conventions(runs: list[Run], say: Words) -> Table | None:
         def cell(row: Run | PublishedRow) -> Cell | str:
             if isinstance(row, PublishedRow):
                 return row.number_of(name)
-            return Cell(shown(name, row.record.metrics.get(name)), tone="strong" if headline else "plain")
+            text = shown(name, row.record.metrics.get(name))
+            return Cell(text, tone="strong" if headline else "plain")
 
-        return ColumnOf(f"{'*' if headline else ''}{name}", cell, say(f"mfu.{name}"), True, headline)
+        star = "*" if headline else ""
+        return ColumnOf(f"{star}{name}", cell, say(f"mfu.{name}"), True, headline)
 
     columns = (ColumnOf(say("mfu.run"), title), *map(column, _CONVENTIONS))
     return table(columns, runs, last=references, last_kind="published")

@@ -1,4 +1,5 @@
-"""Charts as data: bars of the runs of a case, with published values as marked lines, and lines of one run."""
+"""Charts as data: bars of the runs of a case, with published values as marked lines, and lines of
+one run."""
 
 import math
 from collections import Counter
@@ -13,7 +14,19 @@ from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record, Sample
 from steelyard.report.case_tables import Side, sides
 from steelyard.report.columns import layout
-from steelyard.report.document import Bar, BarRow, Bars, Block, Curve, Lines, Panel, Point, Reference, Share, Stack
+from steelyard.report.document import (
+    Bar,
+    BarRow,
+    Bars,
+    Block,
+    Curve,
+    Lines,
+    Panel,
+    Point,
+    Reference,
+    Share,
+    Stack,
+)
 from steelyard.report.numbers import UNKNOWN, ends, formed, real
 from steelyard.report.published import MFU_CONVENTIONS, PublishedRow, published
 from steelyard.report.runs import Run, scope, tuned_text
@@ -51,7 +64,8 @@ def _losses(record: Record, say: Words) -> list[Block]:
     if "loss" not in record.task.kind_row.step_values:
         return []
     curve = Curve("loss", _thinned(_points(enumerate(training.values(record, "loss")))))
-    return _drawn(Lines(say("chart.loss"), say("chart.loss_x"), words.unit("nats", say.lang), (curve,)))
+    unit = words.unit("nats", say.lang)
+    return _drawn(Lines(say("chart.loss"), say("chart.loss_x"), unit, (curve,)))
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
@@ -68,7 +82,8 @@ def _rate(record: Record, say: Words) -> list[Block]:
     ranks = sorted({sample.rank for sample in working})[:MAX_SERIES]
     series = tuple(
         Curve(
-            say("stragglers.rank", str(rank)) if len(ranks) > 1 else work, _rates([s for s in working if s.rank == rank], work)
+            say("stragglers.rank", str(rank)) if len(ranks) > 1 else work,
+            _rates([s for s in working if s.rank == rank], work),
         )
         for rank in ranks
     )
@@ -113,9 +128,10 @@ def _telemetry(record: Record, say: Words) -> list[Block]:
         for index, device in enumerate(record.telemetry):
             points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
             name = f"{device.host} {device.device}" if several else say("chart.device", str(index))
-            curves += [Curve(name, _thinned(points))] if any(y is not None for _, y in points) else []
-        if curves:
-            out.append(Lines(say(f"chart.{column}"), say("chart.time_x"), unit, tuple(curves[:MAX_SERIES])))
+            if any(y is not None for _, y in points):
+                curves.append(Curve(name, _thinned(points)))
+        series = tuple(curves[:MAX_SERIES])
+        out += _drawn(Lines(say(f"chart.{column}"), say("chart.time_x"), unit, series))
     return out
 
 
@@ -152,7 +168,8 @@ class _Metric:
 
 def of_case(runs: list[Run], name: str, say: Words) -> list[Block]:
     """Return a chart for each unit of rates, of the runs that have a rate."""
-    drawn = [side for side in sides(runs) if side.row.rate and _drawable(side.row.rate.value) is not None]
+    rated = [(side, side.row.rate) for side in sides(runs)]
+    drawn = [side for side, rate in rated if rate and _drawable(rate.value) is not None]
     kinds = list(dict.fromkeys(side.row.accelerator for side in drawn))
     out: list[Block] = []
     for its in dict.fromkeys(side.unit for side in drawn):
@@ -180,10 +197,20 @@ def _chosen(rows: list[Side]) -> list[Side]:
 def _label(side: Side, kinds: list[str], scopes: bool, say: Words) -> BarRow:
     """Return the label of a row, with its scope if rows differ in it."""
     first = side.row.first
-    said = [first.case.precision, first.case.division, tuned_text(first), scope(first, say) if scopes else ""]
+    said = [
+        first.case.precision,
+        first.case.division,
+        tuned_text(first),
+        scope(first, say) if scopes else "",
+    ]
     said += [] if side.row.valid else [say(side.row.status)]
     text = f"{side.name} · {first.engine.name}"
-    return BarRow(text, " · ".join(one for one in said if one), kinds.index(side.row.accelerator), bool(side.row.valid))
+    return BarRow(
+        text,
+        " · ".join(one for one in said if one),
+        kinds.index(side.row.accelerator),
+        bool(side.row.valid),
+    )
 
 
 def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
@@ -198,7 +225,13 @@ def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
         if (value := real(one.values.get(name))) is not None
     ]
     return (
-        _Metric(say("side.throughput"), "number", words.unit(its, say.lang), lambda row: row.rate, _best(rate, "number", say)),
+        _Metric(
+            say("side.throughput"),
+            "number",
+            words.unit(its, say.lang),
+            lambda row: row.rate,
+            _best(rate, "number", say),
+        ),
         _Metric(say("side.mfu"), "percent", "", lambda row: row.mfu, _best(mfu, "percent", say)),
         _Metric(say("side.joules"), "number", "", lambda row: row.energy, hint=say("bars.lower")),
     )
@@ -232,8 +265,8 @@ def _panel(metric: _Metric, rows: list[Side], say: Words) -> Panel | None:
 
 
 def _axis(values: list[float], ends: list[float]) -> tuple[float, float]:
-    """Return both ends of an axis: it begins at 0, or, if no difference could be seen so, at a round
-    number below the lowest end."""
+    """Return both ends of an axis: it begins at 0, or, if no difference could be seen so, at a
+    round number below the lowest end."""
     high = max(*values, *ends) * _ROOM or 1.0
     lowest = min(*values, *ends)
     if len(values) < 2 or lowest <= max(values) * (1 - _ALIKE):
@@ -248,7 +281,8 @@ def _bar(metric: _Metric, side: Side, say: Words) -> Bar:
     if found is None or value is None:
         return Bar(None, UNKNOWN, say("bars.unknown", metric.title))
     interval = found.interval
-    drawn = interval if interval is not None and all(0 <= end < _BEYOND_ALL for end in interval) else None
+    within = interval is not None and all(0 <= end < _BEYOND_ALL for end in interval)
+    drawn = interval if within else None
     shown = formed(metric.form, value)
     text = say("bars.of", metric.title, shown, metric.unit).rstrip()
     beside = "" if drawn is None else say("bars.interval", ends(drawn, metric.form))

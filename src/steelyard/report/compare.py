@@ -5,7 +5,19 @@ from typing import Any
 from steelyard.metrics.compare import Change, Comparison, Rate, Side
 from steelyard.metrics.fields import Field
 from steelyard.metrics.table import row as metric_row
-from steelyard.report.document import EMPTY, Block, Cell, ColumnOf, Heading, Lang, Page, Paragraph, Table, Tone, table
+from steelyard.report.document import (
+    EMPTY,
+    Block,
+    Cell,
+    ColumnOf,
+    Heading,
+    Lang,
+    Page,
+    Paragraph,
+    Table,
+    Tone,
+    table,
+)
 from steelyard.report.group_tables import ANSWERS, answer_cells
 from steelyard.report.numbers import UNKNOWN, counted, ends, formed, spelled
 from steelyard.report.runs import estimate
@@ -20,7 +32,10 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
     say = Words(lang)
     case = (found.base.finished or found.base.records)[0].case
     title = f"{say('compare')}: {case.name} · {case.size} · {case.precision} · {case.division}"
-    blocks: list[Block] = [Heading(1, title), Paragraph(_verdict(found, say), _TONES.get(found.outcome, "strong"))]
+    blocks: list[Block] = [
+        Heading(1, title),
+        Paragraph(_verdict(found, say), _TONES.get(found.outcome, "strong")),
+    ]
     blocks += [_sides(found, say), *_left_out(found, say)]
     if found.across:
         blocks += [Heading(2, say("compare.across")), _fields(found.across, say)]
@@ -29,7 +44,8 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
     if found.phases:
         blocks += [Heading(2, say("compare.phases")), _changes("phase", found.phases, say)]
         if not found.same_steps:  # of different sizes: their times are no better or worse
-            blocks.append(Paragraph(say("compare.steps", *(formed("number", one) for one in found.steps))))
+            sizes = (formed("number", one) for one in found.steps)
+            blocks.append(Paragraph(say("compare.steps", *sizes)))
     blocks.append(Heading(2, say("compare.differs")))
     blocks.append(_fields(found.differs, say) if found.differs else Paragraph(say("compare.differs.none")))
     ids = ", ".join(record.id for record in (*found.base.records, *found.new.records))
@@ -61,7 +77,8 @@ def _sides(found: Comparison, say: Words) -> Table:
         return Cell(first.engine.name, plan)
 
     def name(key: str, side: Side) -> Cell:
-        return Cell(say(key), "" if side.name.endswith(".json") else side.name)  # a record has its id beside it
+        # A record has its id beside it.
+        return Cell(say(key), "" if side.name.endswith(".json") else side.name)
 
     columns: tuple[ColumnOf[tuple[str, Side, Rate | None]], ...] = (
         ColumnOf(say("compare.side"), lambda row: name(*row[:2])),
@@ -80,14 +97,19 @@ def _sides(found: Comparison, say: Words) -> Table:
         ),
         ColumnOf(say("compare.records"), lambda row: records(row[1])),
     )
-    rates = found.rates
-    return table(columns, (("compare.base", found.base, rates[0]), ("compare.new", found.new, rates[1])))
+    base, new = found.rates
+    return table(columns, [("compare.base", found.base, base), ("compare.new", found.new, new)])
 
 
 def _left_out(found: Comparison, say: Words) -> list[Block]:
     """Name runs that are not valid, and count records that are on both sides."""
     told = [
-        say("compare.left_out.one", record.id[:8], side.name, ", ".join(one.code for one in record.reasons) or record.status)
+        say(
+            "compare.left_out.one",
+            record.id[:8],
+            side.name,
+            ", ".join(one.code for one in record.reasons) or record.status,
+        )
         for side in (found.base, found.new)
         for record in side.left_out
     ]
@@ -97,7 +119,8 @@ def _left_out(found: Comparison, say: Words) -> list[Block]:
 
 
 def _answers(found: Comparison, say: Words) -> list[Block]:
-    """Say how far answers are from those of the base's first run; of the base, those of its other runs."""
+    """Say how far answers are from those of the base's first run; of the base, those of its other
+    runs."""
     form = metric_row(found.quality).form
     named = zip(("compare.base", "compare.new"), found.answers, strict=True)
     rows = [(say(key), answer_cells(one, form, say)) for key, one in named if one is not None]
@@ -137,7 +160,11 @@ def _judged(one: Change, say: Words) -> Cell:
     sure = one.ratio is not None and one.ratio.verdict == "significant"
     told = "not tested" if one.ratio is None else one.ratio.verdict
     word = say("compare.untested") if told == "not tested" else say(f"compare.{told}")
-    return Cell(say(f"compare.{one.direction or 'other'}"), word, _DIRECTIONS[one.direction] if sure else "plain")
+    return Cell(
+        say(f"compare.{one.direction or 'other'}"),
+        word,
+        _DIRECTIONS[one.direction] if sure else "plain",
+    )
 
 
 def _fields(found: tuple[Field, ...], say: Words) -> Table:

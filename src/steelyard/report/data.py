@@ -268,6 +268,7 @@ def _spec(record: SpecRecord) -> SpecData:
     told |= record.model_dump(include={"reasons"})
     rows = []
     for bench, ceiling in zip(record.benches, spec.in_english(record).ceilings, strict=True):
-        of_bench = {name: getattr(bench, name) for name in CeilingData.model_fields if name != "ceiling"}
+        names = (name for name in CeilingData.model_fields if name != "ceiling")
+        of_bench = {name: getattr(bench, name) for name in names}
         rows.append(CeilingData(**of_bench, ceiling=Ceiling(**ceiling.model_dump())))
     return SpecData(**told, ceilings=rows)

@@ -16,7 +16,8 @@ from steelyard.words import Message, Words
 
 @dataclass(frozen=True)
 class ReasonLine:
-    """`text` is in the language of the page; `quoted` is what a program or this one reported at the time, as it was stored."""
+    """`text` is in the language of the page; `quoted` is what a program or this one reported at the
+    time, as it was stored."""
 
     code: str
     text: str
@@ -27,15 +28,16 @@ class ReasonLine:
 
 
 def failure(reason: Reason, say: Words) -> ReasonLine:
-    """Return a reason that does not follow from samples: of a run, or of a measurement of a machine."""
+    """Return a reason that does not follow from samples: of a run, or of a measurement of a
+    machine."""
     code = f"failure.{reason.code}"
     known = code if code in words.table() else "failure.other"
     return ReasonLine(reason.code, words.text(Message(known), say.lang), words.text(reason.text, say.lang) or None)
 
 
 class DerivedTexts:
-    """The texts of a record, derived from its samples. Where its stored ones do not follow from them, as in a record that
-    does not verify, those are shown."""
+    """The texts of a record, derived from its samples. Where its stored ones do not follow from
+    them, as in a record that does not verify, those are shown."""
 
     def __init__(self, record: Record, say: Words) -> None:
         self._record, self._say = record, say
@@ -48,8 +50,9 @@ class DerivedTexts:
     def checks(self) -> list[Check]:
         found = [(one.name, one.ok, one.said) for one in self._judged.checks]
         stored = [(one.name, one.ok, one.detail) for one in self._record.checks]
-        follow = not Counter((name, ok) for name, ok, _ in stored) - Counter((name, ok) for name, ok, _ in found)
-        return [Check(name=name, ok=ok, detail=self._text(text)) for name, ok, text in (found if follow else stored)]
+        again = Counter(one[:2] for one in found)
+        chosen = stored if Counter(one[:2] for one in stored) - again else found
+        return [Check(name=name, ok=ok, detail=self._text(text)) for name, ok, text in chosen]
 
     def reasons(self) -> list[ReasonLine]:
         """Return why a run is not valid: of a failed run the failure comes first."""
@@ -68,9 +71,9 @@ class DerivedTexts:
     def metric_note(self, name: str) -> str:
         """Return the note of a metric; empty where there is none."""
         stored, found = self._record.metrics.get(name), self._results.get(name)
-        if found is None or (stored is not None and (stored.value is None) != (found.value is None)):
-            return "" if stored is None else self._text(stored.note)
-        return self._text(found.note)
+        follows = found and (stored is None or (found.value is None) == (stored.value is None))
+        source = found if follows else stored
+        return self._text(source.note) if source is not None else ""
 
     def quality_note(self) -> str:
         """Return why the quality was not evaluated; empty where it was."""

@@ -25,14 +25,24 @@ from steelyard.report.document import (
     table,
 )
 from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
-from steelyard.report.runs import FRAMEWORKS, STATUS_TONE, changed, parallel, scope, shown, stored_tune, unit
+from steelyard.report.runs import (
+    FRAMEWORKS,
+    STATUS_TONE,
+    changed,
+    parallel,
+    scope,
+    shown,
+    stored_tune,
+    unit,
+)
 from steelyard.words import LANGS, Words
 
 IDS = 40  # that a page shows of a scope's
 
 
 def details(record: Record, level: int, say: Words) -> list[Block]:
-    """Return all that is known of a run, in the order of a published page: data, model, environment, tool, results."""
+    """Return all that is known of a run, in the order of a published page: data, model,
+    environment, tool, results."""
     texts, heading = DerivedTexts(record, say), record.task.kind_row.data_heading
     sections: tuple[tuple[str, list[Block]], ...] = (
         (say.known(heading, heading), [_data(record, say)]),
@@ -63,7 +73,10 @@ def _facts(record: Record, texts: DerivedTexts, say: Words) -> Facts:
     judged = say("quality.yes" if quality.evaluated else "quality.no", quality.metric, value)
     ids = scope_.rows or ()  # a record has all of them; a page as many as can be read
     more = "" if len(ids) <= IDS else f" … ({counted(len(ids))})"
-    selected = (("subjects", ", ".join(scope_.subjects or ())), ("rows", ", ".join(ids[:IDS]) + more))
+    selected = (
+        ("subjects", ", ".join(scope_.subjects or ())),
+        ("rows", ", ".join(ids[:IDS]) + more),
+    )
     known = (
         ("scope", scope(record, say)),
         *(one for one in selected if one[1]),
@@ -93,7 +106,12 @@ def _failure(record: Record, say: Words) -> list[Block]:
     failure = record.failure
     if failure is None:
         return []
-    known = (("rank", failure.rank), ("host", failure.host), ("exit", failure.exit_code), ("error", failure.error))
+    known = (
+        ("rank", failure.rank),
+        ("host", failure.host),
+        ("exit", failure.exit_code),
+        ("error", failure.error),
+    )
     out: list[Block] = [Facts(tuple(Fact(say(f"failed_run.{key}"), spelled(value)) for key, value in known))]
     if failure.stderr_tail.strip():
         out += [Paragraph(say("failed_run.stderr"), "muted"), Code(failure.stderr_tail)]
@@ -110,7 +128,11 @@ def _metrics(record: Record, texts: DerivedTexts, say: Words) -> Block:
     columns: tuple[ColumnOf[str], ...] = (
         ColumnOf(say("metrics.name"), lambda name: rows[name].words(say.lang)[0]),
         ColumnOf(say("metrics.index"), lambda name: name),
-        ColumnOf(say("all.value"), lambda name: Cell(shown(name, found[name]), tone="strong"), right=True),
+        ColumnOf(
+            say("all.value"),
+            lambda name: Cell(shown(name, found[name]), tone="strong"),
+            right=True,
+        ),
         ColumnOf(say("all.unit"), lambda name: unit(name, found[name], say.lang)),
         ColumnOf(
             say("all.interval"),
@@ -123,7 +145,8 @@ def _metrics(record: Record, texts: DerivedTexts, say: Words) -> Block:
 
 
 def _budget(record: Record, say: Words) -> list[Block]:
-    """Show the largest part first. The sum and e2e_time are printed both, so that a reader sees whether they agree."""
+    """Show the largest part first. The sum and e2e_time are printed both, so that a reader sees
+    whether they agree."""
     parts = sorted(record.budget.items(), key=lambda part: -part[1])
     total = sum(record.budget.values())
     if not total > 0:
@@ -154,13 +177,15 @@ def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
     out: list[Block] = []
     for one in record.task.breakdowns(answers) if answers is not None else []:
         if not any(isinstance(value, float) and value for row in one.rows for value in row):
-            out.append(Paragraph(say("breakdown.empty", one.title[lang], counted(len(one.rows))), "muted"))
+            absent = say("breakdown.empty", one.title[lang], counted(len(one.rows)))
+            out.append(Paragraph(absent, "muted"))
             continue
-        numeric = [not any(isinstance(value, str) for value in column) for column in zip(*one.rows, strict=True)]
+        values = zip(*one.rows, strict=True)
+        numeric = [not any(isinstance(value, str) for value in column) for column in values]
         heads = zip(one.columns, numeric, strict=True)
-        columns = tuple(Column(words[lang], align="right" if right else "left") for words, right in heads)
+        columns = (Column(text[lang], align="right" if right else "left") for text, right in heads)
         rows = tuple(TableRow(tuple(Cell(_spelled(value)) for value in row)) for row in one.rows)
-        out += [Heading(level, one.title[lang]), Table(columns, rows)]
+        out += [Heading(level, one.title[lang]), Table(tuple(columns), rows)]
     return out
 
 
@@ -194,7 +219,8 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
 
 def _data(record: Record, say: Words) -> Facts:
     asked = Fact(say("data.asked"), spelled(record.case.question["data"]))
-    return Facts((asked, *_rows(record.data.model_dump(), record.task.kind_row.data_facts, "data", say)))
+    known = record.task.kind_row.data_facts
+    return Facts((asked, *_rows(record.data.model_dump(), known, "data", say)))
 
 
 def _model(record: Record, say: Words) -> Facts:
@@ -214,13 +240,16 @@ def _environment(record: Record) -> str:
 def _hardware(record: Record, say: Words) -> Facts:
     hardware, site = record.environment.hardware, record.site
     kinds = dict.fromkeys(f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices)
-    cpu = spelled(hardware.cpu)
+    cpu, cores = spelled(hardware.cpu), hardware.cpu_cores
     known = (
         ("machine", site.get("machine") or spelled(hardware.machine)),
         ("accelerator", ", ".join(kinds) or spelled(hardware.accelerator)),
         ("count", counted(len(hardware.devices)) if hardware.devices else UNKNOWN),
         ("peak", _peak(hardware.peak)),
-        ("cpu", cpu if hardware.cpu_cores is None else say("hardware.cores", cpu, counted(hardware.cpu_cores))),
+        (
+            "cpu",
+            cpu if cores is None else say("hardware.cores", cpu, counted(cores)),
+        ),
         ("memory", gib_of_bytes(hardware.memory_bytes)),
         ("network", spelled(site.get("network"))),
     )

@@ -1,4 +1,5 @@
-"""A page as data: what is said, in which order, and nothing about how it looks. Tables are made from columns.
+"""A page as data: what is said, in which order, and nothing about how it looks. Tables are made
+from columns.
 
 Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no builder has to remember.
 """
@@ -103,7 +104,8 @@ EMPTY = Cell(UNKNOWN)
 
 @dataclass(frozen=True)
 class ColumnOf(Generic[Row]):
-    """A column and what each row has in it. An optional one is left out where no row has anything in it."""
+    """A column and what each row has in it. An optional one is left out where no row has anything
+    in it."""
 
     title: str
     cell: Callable[[Row], Cell | str]
@@ -127,19 +129,16 @@ def table(
     last_kind: RowKind = "total",
     tone: Callable[[Row], Tone] = lambda row: "plain",
 ) -> Table:
-    """Return the table of these rows, and below them those of another kind. `tone` is that of cells that are plain text;
-    in totals they are bold."""
-    body, below = list(rows), list(last)
-    below_tone: Tone = "strong" if last_kind == "total" else "plain"
-    cells = {
-        one: [_cell(one.cell(row), tone(row)) for row in body] + [_cell(one.cell(row), below_tone) for row in below]
-        for one in columns
-    }
-    shown = [one for one in cells if not one.optional or any(cell.text != UNKNOWN for cell in cells[one])]
-    made = (
-        TableRow(tuple(cells[one][place] for one in shown), "measured" if place < len(body) else last_kind)
-        for place in range(len(body) + len(below))
-    )
+    """Return the table of these rows, and below them those of another kind. `tone` is that of cells
+    that are plain text; in totals they are bold."""
+    last_tone: Tone = "strong" if last_kind == "total" else "plain"
+    every: list[tuple[Row, Tone, RowKind]] = [(row, tone(row), "measured") for row in rows]
+    every += [(row, last_tone, last_kind) for row in last]
+    cells = {one: [_cell(one.cell(row), its_tone) for row, its_tone, _ in every] for one in columns}
+    empty = {one for one in cells if all(cell.text == UNKNOWN for cell in cells[one])}
+    shown = [one for one in cells if not (one.optional and one in empty)]
+    in_rows = zip(*(cells[one] for one in shown), strict=True)
+    made = [TableRow(row, kind) for row, (_, _, kind) in zip(in_rows, every, strict=True)]
     return Table(tuple(one.head for one in shown), tuple(made), tuple(footnotes))
 
 
@@ -166,7 +165,8 @@ class Figures:
     @property
     def text(self) -> str:
         """The title and all numbers on one line."""
-        return f"{self.title}: " + ", ".join(f"{one.label} {one.value} {one.unit}".rstrip() for one in self.items)
+        numbers = (f"{one.label} {one.value} {one.unit}".rstrip() for one in self.items)
+        return f"{self.title}: {', '.join(numbers)}"
 
 
 @dataclass(frozen=True)
@@ -286,10 +286,12 @@ class Page:
 
 
 def walk(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield every block in the order in which it is read. A fold is its heading, a line on it, and what is inside."""
+    """Yield every block in the order in which it is read. A fold is its heading, a line on it, and
+    what is inside."""
     for block in blocks:
         if isinstance(block, Fold):
             line = " · ".join(part for part in (block.sub, block.note) if part)
-            yield from (block.heading, *([Paragraph(line, "muted")] if line else []), *walk(block.blocks))
+            head = (block.heading, Paragraph(line, "muted")) if line else (block.heading,)
+            yield from (*head, *walk(block.blocks))
         else:
             yield block

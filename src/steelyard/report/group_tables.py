@@ -1,7 +1,8 @@
 """Tables of runs that belong together: repeats, engines side by side, and scaling over devices.
 
-Each kind of group is a row: how runs are grouped, what a group's runs have in common, and the blocks that show it. The page
-of a case has them as sections; the command line prints them after runs.
+Each kind of group is a row: how runs are grouped, what a group's runs have in common, and the
+blocks that show it. The page of a case has them as sections; the command line prints them after
+runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +18,18 @@ from steelyard.metrics.runs import kinds
 from steelyard.metrics.scaling import Scaling, ScalingRow
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report.document import EMPTY, Block, Cell, ColumnOf, Heading, Lang, Page, Paragraph, Priority, table
+from steelyard.report.document import (
+    EMPTY,
+    Block,
+    Cell,
+    ColumnOf,
+    Heading,
+    Lang,
+    Page,
+    Paragraph,
+    Priority,
+    table,
+)
 from steelyard.report.numbers import UNKNOWN, counted, ends, formed, spelled
 from steelyard.report.runs import Run, by_case, codes, estimate, labels, parallel, scope, unit
 from steelyard.tasks.task import Differences
@@ -28,7 +40,8 @@ Group = TypeVar("Group", bound=Repeats | Scaling | Engines)
 
 @dataclass(frozen=True)
 class GroupKind(Generic[Group]):
-    """A kind of group. `name` begins the codes of its words, such as NAME.note; `title` also gets all groups of the case."""
+    """A kind of group. `name` begins the codes of its words, such as NAME.note; `title` also gets
+    all groups of the case."""
 
     name: str
     groups: Callable[[Iterable[Record]], list[Group]]
@@ -48,7 +61,10 @@ class GroupKind(Generic[Group]):
         out: list[Block] = []
         for case, runs in by_case(records, lang).items():
             for title, _, blocks in self._shown(runs, say):
-                out += [Paragraph(f"{say(self.name)}: {' · '.join([*case, title])}", "strong"), *blocks]
+                out += [
+                    Paragraph(f"{say(self.name)}: {' · '.join([*case, title])}", "strong"),
+                    *blocks,
+                ]
         return Page("", lang, (*out, self._note(say))) if out else None
 
     def _shown(self, runs: list[Run], say: Words) -> Iterable[tuple[str, list[Run], list[Block]]]:
@@ -86,7 +102,8 @@ def _repeat_blocks(group: Repeats, members: list[Run], say: Words) -> list[Block
         return Cell(formed(form(one), one.mean.value), "" if judged else say("not_evaluated"))
 
     lost = [("not_valid", len(group.not_valid)), ("interval_only", group.interval_only)]
-    lacking = say("comma").join(say(f"repeats.{key}", counted(number)) for key, number in lost if number)
+    counts = (say(f"repeats.{key}", counted(number)) for key, number in lost if number)
+    lacking = say("comma").join(counts)
     columns: tuple[ColumnOf[Spread], ...] = (
         ColumnOf(say("repeats.metric"), name),
         ColumnOf(
@@ -96,11 +113,30 @@ def _repeat_blocks(group: Repeats, members: list[Run], say: Words) -> list[Block
             priority=2,
         ),
         ColumnOf(say("repeats.mean"), mean, right=True, strong=True),
-        ColumnOf(say("repeats.interval"), lambda one: ends(one.mean.interval, form(one)) or UNKNOWN, right=True),
+        ColumnOf(
+            say("repeats.interval"),
+            lambda one: ends(one.mean.interval, form(one)) or UNKNOWN,
+            right=True,
+        ),
         ColumnOf(say("repeats.source"), lambda one: _source(one.source, say), priority=3),
-        ColumnOf(say("repeats.deviation"), lambda one: formed("percent", one.deviation), right=True, priority=2),
-        ColumnOf(say("repeats.lowest"), lambda one: formed(form(one), one.lowest), right=True, priority=3),
-        ColumnOf(say("repeats.highest"), lambda one: formed(form(one), one.highest), right=True, priority=3),
+        ColumnOf(
+            say("repeats.deviation"),
+            lambda one: formed("percent", one.deviation),
+            right=True,
+            priority=2,
+        ),
+        ColumnOf(
+            say("repeats.lowest"),
+            lambda one: formed(form(one), one.lowest),
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("repeats.highest"),
+            lambda one: formed(form(one), one.highest),
+            right=True,
+            priority=3,
+        ),
     )
     lines = [
         f"{run.label} {run.record.id} ({codes(run.record, say) or say(run.record.status)})"
@@ -116,7 +152,8 @@ def _source(source: str | None, say: Words) -> str:
 
 
 def _scaling_title(group: Scaling, every: list[Scaling], say: Words) -> str:
-    """Return what the runs of a group have in common, and the settings in which it differs from the other groups."""
+    """Return what the runs of a group have in common, and the settings in which it differs from the
+    other groups."""
     record = group.records[0]
     tunes = [one.records[0].tune.model_dump(mode="json", exclude={"parallel"}) for one in every]
     own = record.tune.model_dump(mode="json")
@@ -133,21 +170,44 @@ def _scaling_blocks(group: Scaling, members: list[Run], say: Words) -> list[Bloc
     columns: tuple[ColumnOf[ScalingRow], ...] = (
         ColumnOf(say("scaling.config"), lambda row: row.plan.config),
         ColumnOf(say("scaling.plan"), lambda row: parallel(row.records[0]), priority=2),
-        ColumnOf(say("scaling.runs"), lambda row: counted(len(row.records)), right=True, priority=3),
-        ColumnOf(say("scaling.rate"), lambda row: estimate(row.rate), group.unit, right=True, strong=True),
+        ColumnOf(
+            say("scaling.runs"),
+            lambda row: counted(len(row.records)),
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("scaling.rate"),
+            lambda row: estimate(row.rate),
+            group.unit,
+            right=True,
+            strong=True,
+        ),
         ColumnOf(say("scaling.speedup"), speedup, right=True, priority=2),
-        ColumnOf(say("scaling.efficiency"), lambda row: estimate(row.efficiency, "percent"), right=True),
+        ColumnOf(
+            say("scaling.efficiency"),
+            lambda row: estimate(row.efficiency, "percent"),
+            right=True,
+        ),
         ColumnOf(say("scaling.source"), lambda row: _source(row.source, say), priority=3),
     )
     return [table(columns, group.rows)]
 
 
-# Columns of differences between answers, and their priorities. Most are left out where they are empty.
-ANSWERS: dict[str, Priority] = {"other": 2, "tokens": 3, "largest": 3, "loss": 2, "grad_norm": 3, "apart": 3}
+# Columns of differences between answers with their priorities, in order.
+ANSWERS: dict[str, Priority] = {
+    "other": 2,
+    "tokens": 3,
+    "largest": 3,
+    "loss": 2,
+    "grad_norm": 3,
+    "apart": 3,
+}
 
 
 def answer_cells(one: Answers | None, form: str, say: Words) -> dict[str, Cell]:
-    """Return how far answers are from those of the base, by the names in ANSWERS. `form` is that of the quality."""
+    """Return how far answers are from those of the base, by the names in ANSWERS. `form` is that of
+    the quality."""
     if one is None:
         return dict.fromkeys(ANSWERS, EMPTY)
     chosen = one.chosen
@@ -178,7 +238,8 @@ def _apart(found: Apart | None, say: Words) -> Cell:
 
 
 def _engine_blocks(group: Engines, members: list[Run], say: Words) -> list[Block]:
-    """Show a row for each engine, differences of answers first, and name the engines without a finished run."""
+    """Show a row for each engine, differences of answers first, and name the engines without a
+    finished run."""
     first = group.records[0]
     form = metric_row(group.metric, getattr(first.metrics.get(group.metric), "unit", "")).form
     answers = {row.name: answer_cells(row.answers, form, say) for row in group.rows}
@@ -213,13 +274,26 @@ def _engine_blocks(group: Engines, members: list[Run], say: Words) -> list[Block
         )
 
     columns: tuple[ColumnOf[EngineRuns], ...] = (
-        ColumnOf(say("engines.engine"), lambda row: Cell(row.name, say("engines.base") if row.base else "")),
+        ColumnOf(
+            say("engines.engine"),
+            lambda row: Cell(row.name, say("engines.base") if row.base else ""),
+        ),
         *map(answer, ANSWERS),
         ColumnOf(say("engines.quality", group.metric), quality, right=True, priority=2),
         ColumnOf(say("engines.rate"), rate, group.unit, right=True, strong=True),
-        ColumnOf(say("engines.ratio", group.base.name), lambda row: estimate(row.ratio), right=True),
+        ColumnOf(
+            say("engines.ratio", group.base.name),
+            lambda row: estimate(row.ratio),
+            right=True,
+        ),
         ColumnOf(say("engines.mfu"), lambda row: formed("percent", row.mfu), right=True),
-        ColumnOf(say("engines.mem"), lambda row: formed("gib", row.mem), "GiB", right=True, priority=3),
+        ColumnOf(
+            say("engines.mem"),
+            lambda row: formed("gib", row.mem),
+            "GiB",
+            right=True,
+            priority=3,
+        ),
         ColumnOf(say("engines.runs"), number_of_runs, right=True, priority=2),
     )
     out: list[Block] = [table(columns, group.rows)]
@@ -231,7 +305,10 @@ def _engine_blocks(group: Engines, members: list[Run], say: Words) -> list[Block
 
 
 REPEATS = GroupKind[Repeats](
-    "repeats", repeat_groups.groups, lambda group, _, say: _common(group.records[0], say), _repeat_blocks
+    "repeats",
+    repeat_groups.groups,
+    lambda group, _, say: _common(group.records[0], say),
+    _repeat_blocks,
 )
 SCALING = GroupKind[Scaling]("scaling", scaling_groups.groups, _scaling_title, _scaling_blocks)
 ENGINES = GroupKind[Engines](

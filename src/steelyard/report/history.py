@@ -2,7 +2,19 @@
 
 from steelyard.metrics.history import Bad, History, Indexed, Point, Trend
 from steelyard.metrics.table import row as metric_row
-from steelyard.report.document import Block, Cell, ColumnOf, Curve, Heading, Lang, Lines, Page, Paragraph, Table, table
+from steelyard.report.document import (
+    Block,
+    Cell,
+    ColumnOf,
+    Curve,
+    Heading,
+    Lang,
+    Lines,
+    Page,
+    Paragraph,
+    Table,
+    table,
+)
 from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, estimate
 from steelyard.words import Words
@@ -29,7 +41,15 @@ def page(found: History, lang: Lang = "en") -> Page:
 
 def _trend(trend: Trend, say: Words) -> list[Block]:
     head = trend.head
-    parts = (head.name, head.size, head.division, head.precision, head.engine, head.plan, head.scope)
+    parts = (
+        head.name,
+        head.size,
+        head.division,
+        head.precision,
+        head.engine,
+        head.plan,
+        head.scope,
+    )
     title = " · ".join([*parts, ", ".join(head.devices) or UNKNOWN])
     told = say("history.good") if trend.bad is None else bad(trend.bad, say)
     return [
@@ -82,8 +102,19 @@ def _table(trend: Trend, say: Words) -> Table:
             right=True,
             priority=2,
         ),
-        ColumnOf(say("history.rate"), lambda point: estimate(point.rate), trend.unit, right=True, strong=True),
-        ColumnOf(say("history.first"), lambda point: estimate(point.to_first), right=True, priority=3),
+        ColumnOf(
+            say("history.rate"),
+            lambda point: estimate(point.rate),
+            trend.unit,
+            right=True,
+            strong=True,
+        ),
+        ColumnOf(
+            say("history.first"),
+            lambda point: estimate(point.to_first),
+            right=True,
+            priority=3,
+        ),
         ColumnOf(say("history.before"), lambda point: estimate(point.to_before), right=True),
         ColumnOf(say("history.quality"), quality, trend.head.quality, right=True, priority=3),
         ColumnOf(say("history.status"), status),

@@ -27,8 +27,9 @@ def hosts(record: Record, say: Words) -> list[Block]:
         return f"{counted(len(host.devices))}x {', '.join(kinds)}"
 
     def ranks(host: HostFacts) -> str:
-        several = len(host.ranks) > 1
-        return f"{host.ranks[0]} – {host.ranks[-1]}" if several else ", ".join(map(counted, host.ranks))
+        if len(host.ranks) > 1:
+            return f"{host.ranks[0]} – {host.ranks[-1]}"
+        return ", ".join(map(counted, host.ranks))
 
     columns: tuple[ColumnOf[HostFacts], ...] = (
         ColumnOf(say("hosts.name"), lambda host: spelled(host.name)),
@@ -77,7 +78,10 @@ def ranks(record: Record, say: Words) -> list[Block]:
     columns: list[ColumnOf[Window]] = [
         ColumnOf(say("ranks.rank"), lambda span: counted(span.rank)),
         ColumnOf(say("ranks.device"), lambda span: _device(record, facts.get(span.rank))),
-        ColumnOf(say("ranks.place"), lambda span: _standing(record, plan.place(record.plan, span.rank))),
+        ColumnOf(
+            say("ranks.place"),
+            lambda span: _standing(record, plan.place(record.plan, span.rank)),
+        ),
         number("mem", "GiB", lambda span: formed("gib", rates.rank_mem(record, span.rank))),
         number("allocated", "GiB", lambda span: formed("gib", span.allocated_bytes, GIB)),
         number("reserved", "GiB", lambda span: formed("gib", span.reserved_bytes, GIB)),
@@ -87,11 +91,16 @@ def ranks(record: Record, say: Words) -> list[Block]:
         unknown = (None, None)
         columns += [
             number("step", "s", lambda span: formed("seconds", steps.get(span.rank, unknown)[0])),
-            number("slowest", "s", lambda span: formed("seconds", steps.get(span.rank, unknown)[1])),
+            number(
+                "slowest",
+                "s",
+                lambda span: formed("seconds", steps.get(span.rank, unknown)[1]),
+            ),
         ]
-    columns.append(number("matmul", "TFLOP/s", lambda span: speed(span, "matmul_flops_per_s", 1e12)))
+    columns += [number("matmul", "TFLOP/s", lambda span: speed(span, "matmul_flops_per_s", 1e12))]
     if any(one.all_reduce_bytes_per_s is not None for one in record.ranks):
-        columns.append(number("all_reduce", "GB/s", lambda span: speed(span, "all_reduce_bytes_per_s", 1e9)))
+        reduced = "all_reduce_bytes_per_s"
+        columns += [number("all_reduce", "GB/s", lambda span: speed(span, reduced, 1e9))]
     return [table(columns, sorted(spans, key=lambda span: span.rank))]
 
 
@@ -111,7 +120,11 @@ def _step_times(record: Record) -> dict[int, tuple[float, float]]:
 
 def _standing(record: Record, at: plan.Place) -> str:
     """Return a rank's place in each degree above 1, counted from 1."""
-    degrees = (("TP", at.tp, record.plan.tp), ("PP", at.pp, record.plan.pp), ("DP", at.dp, record.plan.dp))
+    degrees = (
+        ("TP", at.tp, record.plan.tp),
+        ("PP", at.pp, record.plan.pp),
+        ("DP", at.dp, record.plan.dp),
+    )
     return ", ".join(f"{name} {index + 1} of {count}" for name, index, count in degrees if count > 1)
 
 
@@ -125,7 +138,10 @@ def straggler_section(record: Record, say: Words) -> list[Block]:
     found = stragglers.find(record)
     if isinstance(found, Unknown):
         return [Paragraph(words.text(found.reason, say.lang), "muted")]
-    return [Paragraph(_sentence(found, say), "strong" if found.slow else "plain"), _table(found, say)]
+    return [
+        Paragraph(_sentence(found, say), "strong" if found.slow else "plain"),
+        _table(found, say),
+    ]
 
 
 def _sentence(found: Stragglers, say: Words) -> str:
@@ -135,7 +151,16 @@ def _sentence(found: Stragglers, say: Words) -> str:
     cost = formed("percent", found.share)
     if not found.slow:
         return say("stragglers.even", who, cost, of)
-    said = [say("stragglers.slow", who, cost, of, formed("number", one.own_s), formed("number", one.others_s))]
+    said = [
+        say(
+            "stragglers.slow",
+            who,
+            cost,
+            of,
+            formed("number", one.own_s),
+            formed("number", one.others_s),
+        )
+    ]
     if found.more_work is not None:
         said.append(say("stragglers.work", f"{found.more_work:.2f}"))
     return say("gap").join(said)
@@ -147,15 +172,38 @@ def _table(found: Stragglers, say: Words) -> Table:
         ColumnOf(say("ranks.rank"), _ranks, optional=True),
         ColumnOf(say("stragglers.at"), lambda row: spelled(row.host), optional=True),
         ColumnOf(say("ranks.device"), lambda row: spelled(row.device), optional=True),
-        ColumnOf(say("stragglers.own"), lambda row: formed("number", row.own_s), seconds, right=True, optional=True),
-        ColumnOf(say("stragglers.wait"), lambda row: formed("number", row.wait_s), seconds, right=True, optional=True),
-        ColumnOf(say("stragglers.median"), lambda row: _signed(row.relative), right=True, optional=True),
-        ColumnOf(say("stragglers.tokens"), lambda row: counted(row.tokens), right=True, optional=True),
+        ColumnOf(
+            say("stragglers.own"),
+            lambda row: formed("number", row.own_s),
+            seconds,
+            right=True,
+            optional=True,
+        ),
+        ColumnOf(
+            say("stragglers.wait"),
+            lambda row: formed("number", row.wait_s),
+            seconds,
+            right=True,
+            optional=True,
+        ),
+        ColumnOf(
+            say("stragglers.median"),
+            lambda row: _signed(row.relative),
+            right=True,
+            optional=True,
+        ),
+        ColumnOf(
+            say("stragglers.tokens"),
+            lambda row: counted(row.tokens),
+            right=True,
+            optional=True,
+        ),
     )
     notes = [say("stragglers.most", counted(MOST), counted(len(found.rows)))] if len(found.rows) > MOST else []
     notes.append(say(f"stragglers.own.{found.basis}"))
     slowest = found.rows[0] if found.slow else None
-    return table(columns, found.rows[:MOST], notes, tone=lambda row: "strong" if row is slowest else "plain")
+    rows = found.rows[:MOST]
+    return table(columns, rows, notes, tone=lambda row: "strong" if row is slowest else "plain")
 
 
 def _ranks(row: RankTime) -> str:

@@ -71,7 +71,8 @@ def bare(form: str, value: Any) -> str:
 
 def joined(texts: list[str]) -> str:
     """Join numbers of one cell by a slash; UNKNOWN where none is known."""
-    return UNKNOWN if set(texts) == {UNKNOWN} else "/".join("-" if text == UNKNOWN else text for text in texts)
+    known = ("-" if text == UNKNOWN else text for text in texts)
+    return UNKNOWN if set(texts) == {UNKNOWN} else "/".join(known)
 
 
 def real(value: Any) -> float | None:

@@ -87,7 +87,8 @@ def _path(series: Curve, x: Callable[[float], float], y: Callable[[float], float
 
 
 def marks(panel: Panel) -> list[Tick]:
-    """Return the marks of a panel's references. Those too close for a label of their own share one."""
+    """Return the marks of a panel's references. Those too close for a label of their own share
+    one."""
     out: list[tuple[float, str]] = []
     for one in sorted(panel.references, key=lambda one: one.value):
         at = _place(one.value, panel)

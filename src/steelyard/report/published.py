@@ -34,7 +34,9 @@ class PublishedRow:
     def place(self) -> tuple[str, int | None, str]:
         """Return the accelerator, how many of them, and what else the configuration says."""
         found = _CONFIG.match(spelled(self.row.config))
-        return (found[2], int(found[1][:9]), found[3] or "") if found else (spelled(self.row.config), None, "")
+        if found is None:
+            return spelled(self.row.config), None, ""
+        return found[2], int(found[1][:9]), found[3] or ""
 
     def number_of(self, name: str) -> str:
         """Format a metric of the row; text is returned as it is."""
@@ -42,8 +44,8 @@ class PublishedRow:
         return spelled(value) if real(value) is None else formed(metric_row(name).form, value)
 
     def rate(self, in_samples: bool) -> tuple[float, str] | None:
-        """Return work of one device a second, and its unit: stated so, or that of the whole pass or training over its
-        devices."""
+        """Return work of one device a second, and its unit: stated so, or that of the whole pass or
+        training over its devices."""
         stated = real(self.values.get("tokens_per_device_s"))
         if stated is not None:
             return stated, "tokens/s"
@@ -54,7 +56,8 @@ class PublishedRow:
         return whole / devices, "samples/s" if in_samples else "tokens/s"
 
     def precision(self, say: Words) -> Cell:
-        """Return the precision under which the row was published, and what ran where that differs."""
+        """Return the precision under which the row was published, and what ran where that
+        differs."""
         label, ran = spelled(self.row.published_as), spelled(self.row.ran_as)
         return Cell(label, "" if label == ran else say("published.ran", ran))
 

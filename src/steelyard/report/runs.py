@@ -87,9 +87,11 @@ def labels(runs: list[Run], say: Words) -> str:
 
 
 def codes(records: Record | Iterable[Record], say: Words) -> str:
-    """List the codes of the reasons why runs are not valid, each once; empty where there is none."""
+    """List the codes of the reasons why runs are not valid, each once; empty where there is
+    none."""
     every = [records] if isinstance(records, Record) else records
-    return say("comma").join(dict.fromkeys(reason.code for record in every for reason in record.reasons))
+    found = dict.fromkeys(reason.code for record in every for reason in record.reasons)
+    return say("comma").join(found)
 
 
 def status(record: Record, say: Words) -> str:

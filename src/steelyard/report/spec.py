@@ -8,7 +8,19 @@ from steelyard.metrics import ceilings
 from steelyard.plan.ceilings import GROUPS
 from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord
 from steelyard.report import derived
-from steelyard.report.document import Block, Cell, ColumnOf, Fact, Facts, Heading, Lang, Page, Paragraph, Table, table
+from steelyard.report.document import (
+    Block,
+    Cell,
+    ColumnOf,
+    Fact,
+    Facts,
+    Heading,
+    Lang,
+    Page,
+    Paragraph,
+    Table,
+    table,
+)
 from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
 from steelyard.report.runs import STATUS_TONE
 from steelyard.words import Words
@@ -55,11 +67,18 @@ def _record(record: SpecRecord, level: int, say: Words) -> Iterator[Block]:
             yield from [_table(known, record.limits, say)] if known else []
             yield from _absent([one for one in shown if one not in known], record.limits, say)
             yield Paragraph(say(f"spec.{group}.note"), "muted")
-    yield Paragraph(say("spec.note", counted(record.limits.last), formed("percent", record.limits.within)), "muted")
+    yield Paragraph(
+        say("spec.note", counted(record.limits.last), formed("percent", record.limits.within)),
+        "muted",
+    )
 
 
 def _facts(record: SpecRecord, say: Words) -> Facts:
-    hardware, software, source = record.environment.hardware, record.environment.software, record.environment.source
+    hardware, software, source = (
+        record.environment.hardware,
+        record.environment.software,
+        record.environment.source,
+    )
     peak = hardware.peak
     cores = say("hardware.cores", spelled(hardware.cpu), counted(hardware.cpu_cores))
     told = (
@@ -74,7 +93,10 @@ def _facts(record: SpecRecord, say: Words) -> Facts:
         ("hardware.memory", gib_of_bytes(hardware.memory_bytes)),
         ("software.os", spelled(software.os)),
         ("software.driver", spelled(software.driver)),
-        ("software.packages", spelled({**software.packages, **software.libraries, **software.collectives})),
+        (
+            "software.packages",
+            spelled({**software.packages, **software.libraries, **software.collectives}),
+        ),
         ("software.source", f"{spelled(source.version)} {spelled(source.revision)}"),
     )
     tones = {"status": STATUS_TONE[record.status]}
@@ -90,7 +112,8 @@ def _lines(record: SpecRecord) -> list[_Line]:
         # One that has no number is the slowest: what is not right on one device is no rate of all.
         slowest = min(every, key=lambda one: -1.0 if one[1].value is None else one[1].value)
         known = [ceiling.value for _, ceiling in every if ceiling.value is not None]
-        out.append(_Line(*slowest, len({bench.rank for bench, _ in every}), max(known, default=None)))
+        ranks = {bench.rank for bench, _ in every}
+        out.append(_Line(*slowest, len(ranks), max(known, default=None)))
     return out
 
 
@@ -120,24 +143,54 @@ def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
         ceiling = one.ceiling
         return Cell(formed("number", ceiling.value, scale), ends(ceiling.interval, scale=scale))
 
-    fastest = ColumnOf[_Line](say("spec.fastest"), lambda one: formed("number", one.best, scale), unit, right=True, priority=2)
+    fastest = ColumnOf[_Line](
+        say("spec.fastest"),
+        lambda one: formed("number", one.best, scale),
+        unit,
+        right=True,
+        priority=2,
+    )
     columns: tuple[ColumnOf[_Line], ...] = (
         ColumnOf(say("spec.name"), lambda one: one.bench.name),
         ColumnOf(say("precision"), lambda one: one.bench.precision or ""),
         ColumnOf(say("spec.detail"), detail, priority=3),
-        ColumnOf(say("spec.amount" if name == "GiB" else "spec.value"), value, unit, right=True, strong=True),
+        ColumnOf(
+            say("spec.amount" if name == "GiB" else "spec.value"),
+            value,
+            unit,
+            right=True,
+            strong=True,
+        ),
         *([fastest] if any(one.ranks > 1 for one in lines) else []),
         ColumnOf(say("spec.share"), lambda one: formed("percent", one.ceiling.share), right=True),
-        ColumnOf(say("spec.clock"), lambda one: formed("number", one.ceiling.sm_clock_mhz), "MHz", right=True, priority=3),
-        ColumnOf(say("spec.power"), lambda one: formed("number", one.ceiling.power_w), "W", right=True, priority=3),
-        ColumnOf(say("spec.off"), lambda one: _error_and_bound(one.bench, say), right=True, priority=3),
+        ColumnOf(
+            say("spec.clock"),
+            lambda one: formed("number", one.ceiling.sm_clock_mhz),
+            "MHz",
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("spec.power"),
+            lambda one: formed("number", one.ceiling.power_w),
+            "W",
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("spec.off"),
+            lambda one: _error_and_bound(one.bench, say),
+            right=True,
+            priority=3,
+        ),
         ColumnOf(say("spec.remark"), lambda one: _remark(one.bench, limits, say), priority=2),
     )
     return table(columns, lines)
 
 
 def _error_and_bound(bench: Bench, say: Words) -> str:
-    """Format a benchmark's error against fp64 with its bound, or UNKNOWN if the result was not checked."""
+    """Format a benchmark's error against fp64 with its bound, or UNKNOWN if the result was not
+    checked."""
     if bench.checked is None:
         return UNKNOWN
     return say("spec.of", formed("number", bench.checked.error), formed("number", bench.checked.bound))

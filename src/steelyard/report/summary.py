@@ -14,7 +14,17 @@ from steelyard.metrics.spans import headline
 from steelyard.record.record import Record
 from steelyard.report.columns import layout
 from steelyard.report.derived import DerivedTexts
-from steelyard.report.document import Block, Cell, Column, ColumnOf, Heading, Lang, Page, Paragraph, TableRow
+from steelyard.report.document import (
+    Block,
+    Cell,
+    Column,
+    ColumnOf,
+    Heading,
+    Lang,
+    Page,
+    Paragraph,
+    TableRow,
+)
 from steelyard.report.document import table as make_table
 from steelyard.report.numbers import UNKNOWN, formed
 from steelyard.report.runs import STATUS_TONE, by_case, scope, shown, status, with_unit
@@ -25,10 +35,14 @@ Columns = list[ColumnOf[Record]]
 
 
 def table(records: list[Record], lang: Lang = "en", points: list[str] | None = None) -> Page:
-    """Return what the command line prints after runs. After a sweep each row begins with its point."""
+    """Return what the command line prints after runs. After a sweep each row begins with its
+    point."""
     say = Words(lang)
     several = _several(records)
-    case = ColumnOf[Record](say("case"), lambda one: _marked(one, one.case.name) if several else one.case.name)
+    case = ColumnOf[Record](
+        say("case"),
+        lambda one: _marked(one, one.case.name) if several else one.case.name,
+    )
     found = [*_found(records, say), *_times(records, say)]
     first = (say("point"), points) if points else None
     return Page("", lang, tuple(_blocks(records, [case, *_asked(records, say)], found, first, say)))
@@ -45,12 +59,20 @@ def brief(records: list[Record], lang: Lang = "en") -> Page:
         found = [*_found(members, say), _energy(members)]
         first = (say("terminal.run"), [run.label for run in runs])
         out += [Heading(2, " · ".join(case)), *_blocks(members, asked, found, first, say)]
-    return Page("", lang, (*out, Paragraph(say("terminal.interval"), "muted"), Paragraph(say("terminal.more"), "muted")))
+    return Page(
+        "",
+        lang,
+        (
+            *out,
+            Paragraph(say("terminal.interval"), "muted"),
+            Paragraph(say("terminal.more"), "muted"),
+        ),
+    )
 
 
 def _asked(records: list[Record], say: Words, brief: bool = False) -> Columns:
-    """Return columns of what was asked. A brief page has the size in its heading, and its table no room for a column of
-    divisions."""
+    """Return columns of what was asked. A brief page has the size in its heading, and its table no
+    room for a column of divisions."""
     many = brief or any(record.plan.world > 1 for record in records)
     part = any(record.scope.kind == "window" or record.restarts for record in records)
     several = _several(records)
@@ -60,7 +82,13 @@ def _asked(records: list[Record], say: Words, brief: bool = False) -> Columns:
         (not several, ColumnOf(say("division"), lambda one: one.case.division)),
         (True, ColumnOf(say("engine"), lambda one: one.engine.name)),
         (many, ColumnOf(say("terminal.plan"), _plan)),
-        (True, ColumnOf(say("precision"), lambda one: _marked(one, one.case.precision) if marked else one.case.precision)),
+        (
+            True,
+            ColumnOf(
+                say("precision"),
+                lambda one: _marked(one, one.case.precision) if marked else one.case.precision,
+            ),
+        ),
         (part, ColumnOf(say("terminal.scope"), lambda one: scope(one, say), priority=3)),
     )
     return [column for wanted, column in columns if wanted]
@@ -85,7 +113,12 @@ def _found(records: list[Record], say: Words) -> Columns:
         ColumnOf(say("status"), lambda record: _status(record, say)),
         ColumnOf(say("terminal.rate"), lambda record: _rate(record, unit), unit, right=True),
         ColumnOf("±", _half, right=True, priority=2, optional=True),
-        ColumnOf("MFU", lambda record: shown("mfu", record.metrics.get("mfu")), right=True, optional=True),
+        ColumnOf(
+            "MFU",
+            lambda record: shown("mfu", record.metrics.get("mfu")),
+            right=True,
+            optional=True,
+        ),
         ColumnOf(title, lambda record: _quality(record, metric), right=True),
     ]
 
@@ -125,20 +158,27 @@ def _energy(records: list[Record]) -> ColumnOf[Record]:
 
 
 def _blocks(
-    records: list[Record], asked: Columns, found: Columns, first: tuple[str, list[str]] | None, say: Words
+    records: list[Record],
+    asked: Columns,
+    found: Columns,
+    first: tuple[str, list[str]] | None,
+    say: Words,
 ) -> list[Block]:
-    """Return the table, after what was asked of all rows alike. `first` is a column of names, where rows have some."""
+    """Return the table, after what was asked of all rows alike. `first` is a column of names, where
+    rows have some."""
     shared = [one for one in asked if len({one.cell(record) for record in records}) == 1]
     named = {say("size"), say("terminal.plan")}  # which do not explain themselves
-    alike = [(f"{one.title} " if one.title in named else "") + str(one.cell(records[0])) for one in shared]
-    qualities = [_quality(record, "any") for record in records]
-    notes = [say("terminal.unchecked")] if any(text.endswith(UNCHECKED) for text in qualities) else []
+    titles = (f"{one.title} " if one.title in named else "" for one in shared)
+    alike = [f"{title}{one.cell(records[0])}" for title, one in zip(titles, shared, strict=True)]
+    unchecked = any(_quality(record, "any").endswith(UNCHECKED) for record in records)
+    notes = [say("terminal.unchecked")] if unchecked else []
     without_mfu = all(shown("mfu", record.metrics.get("mfu")) == UNKNOWN for record in records)
     notes += _no_mfu(records, say) if without_mfu else []
     notes += [words.text(one, say.lang) for one in own.counted(records)]
     made = make_table([*(one for one in asked if one not in shared), *found], records, notes)
     if first is not None:
-        rows = [TableRow((Cell(name), *row.cells)) for name, row in zip(first[1], made.rows, strict=True)]
+        named_rows = zip(first[1], made.rows, strict=True)
+        rows = [TableRow((Cell(name), *row.cells)) for name, row in named_rows]
         made = replace(made, columns=(Column(first[0]), *made.columns), rows=tuple(rows))
     return [*([Paragraph(" · ".join(alike))] if alike else []), made]
 
@@ -180,12 +220,15 @@ def _rate(record: Record, common: str) -> str:
 def _half(record: Record) -> str:
     """Return half of the rate's interval, as a share of it."""
     found = rate(record)
-    ends = None if found is None else found.interval
-    return formed("percent", None if found is None or ends is None else (ends[1] - ends[0]) / 2 / found.value)
+    if found is None or found.interval is None:
+        return UNKNOWN
+    low, high = found.interval
+    return formed("percent", (high - low) / 2 / found.value)
 
 
 def _quality(record: Record, common: str) -> str:
-    """Return the quality, with its short name where rows have different ones: a loss on held-out data is a loss."""
+    """Return the quality, with its short name where rows have different ones: a loss on held-out
+    data is a loss."""
     name = quality([record])
     text = shown(name, record.metrics.get(name))
     if text == UNKNOWN:

@@ -8,7 +8,18 @@ from steelyard.metrics import rates
 from steelyard.metrics.waterfall import Waterfall, waterfalls
 from steelyard.record.profile import KernelFacts
 from steelyard.record.record import Record
-from steelyard.report.document import Block, ColumnOf, Heading, Lang, Page, Paragraph, Share, Stack, Table, table
+from steelyard.report.document import (
+    Block,
+    ColumnOf,
+    Heading,
+    Lang,
+    Page,
+    Paragraph,
+    Share,
+    Stack,
+    Table,
+    table,
+)
 from steelyard.report.numbers import counted, formed
 from steelyard.report.runs import by_case
 from steelyard.words import Words
@@ -82,12 +93,19 @@ def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) 
 
 
 def _table(record: Record, found: Waterfall, say: Words) -> Table:
-    """Show one part after the other; the last column but one is the MFU, had the step ended there."""
+    """Show one part after the other; the last column but one is the MFU, had the step ended
+    there."""
     known = rates.datasheet_peak(record).value is not None
     ideal_s = next((row.time_s for row in found.rows if row.name == "peak"), 0.0)
     ended_s = accumulate(row.time_s for row in found.rows)
-    parts = [(row.name, row.time_s, row.share, at_s) for row, at_s in zip(found.rows, ended_s, strict=True)]
-    total = ("stretch" if found.whole_s > found.measured_s else "sum", found.whole_s, 1.0, found.whole_s)
+    ended = zip(found.rows, ended_s, strict=True)
+    parts = [(row.name, row.time_s, row.share, at_s) for row, at_s in ended]
+    total = (
+        "stretch" if found.whole_s > found.measured_s else "sum",
+        found.whole_s,
+        1.0,
+        found.whole_s,
+    )
     columns: tuple[ColumnOf[tuple[str, float, float, float]], ...] = (
         ColumnOf(say("explain.part"), lambda part: say(f"explain.{part[0]}")),
         ColumnOf(say("explain.time"), lambda part: _per_step_ms(part[1], found), "ms", right=True),
@@ -123,15 +141,28 @@ def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -
 
     columns: tuple[ColumnOf[KernelFacts], ...] = (
         ColumnOf(say("explain.kernel"), lambda one: plain_name(one.name)),
-        ColumnOf(say("explain.kind"), lambda one: say.known(f"explain.{one.kind}", one.kind), priority=2),
+        ColumnOf(
+            say("explain.kind"),
+            lambda one: say.known(f"explain.{one.kind}", one.kind),
+            priority=2,
+        ),
         ColumnOf(
             say("explain.calls"),
             lambda one: formed("number", one.calls / max(1, found.steps)),
             right=True,
             priority=3,
         ),
-        ColumnOf(say("explain.time"), lambda one: _per_step_ms(one.time_s, found), "ms", right=True),
-        ColumnOf(say("explain.share"), lambda one: formed("percent", one.time_s / found.whole_s), right=True),
+        ColumnOf(
+            say("explain.time"),
+            lambda one: _per_step_ms(one.time_s, found),
+            "ms",
+            right=True,
+        ),
+        ColumnOf(
+            say("explain.share"),
+            lambda one: formed("percent", one.time_s / found.whole_s),
+            right=True,
+        ),
         ColumnOf(
             say("explain.bandwidth"),
             lambda one: formed("number", bandwidth(one, 1e9)),

@@ -24,7 +24,6 @@ def _tokens(title: str) -> Column:
 
 
 _TOOL = Column(pair("form.tool"), "tool")
-_PRECISION = Entry(pair("form.precision"), same("precision"), "precision")
 _LIST = (pair("form.metric"), pair("form.index"), pair("form.notes"))
 _SCORE_HARDWARE = Lines(*pair("form.hardware_environment_machine_and"))
 _SCORE_SOFTWARE = (
@@ -37,7 +36,7 @@ _METRIC_LIST = Lines(*pair("form.metric_list"))
 _METRIC_VALUES = Lines(*pair("form.metric_values"))
 
 _SCORE_ENTRIES = (
-    _PRECISION,
+    Entry(pair("form.precision"), same("precision"), "precision"),
     Entry(pair("form.device_memory"), same("mem"), "mem"),
     Entry(pair("form.end_to_end_time"), same("e2e_time"), "e2e_time"),
     Entry(pair("form.validation_throughput"), same("p_val_whole"), "p_val_whole"),

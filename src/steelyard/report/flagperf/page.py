@@ -86,8 +86,8 @@ def _layout(record: Record) -> PageLayout:
 
 
 def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
-    """Return the name of a page's file. Its parts come from strangers: none may lead out of a folder,
-    and no two pages share a name."""
+    """Return the name of a page's file. Its parts come from strangers: none may lead out of a
+    folder, and no two pages share a name."""
     name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts)
     taken = {page.name for page in earlier}
     return next(one for one in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if one not in taken)
@@ -112,7 +112,8 @@ def _block(block: Block, source: Source) -> list[str]:
 
 
 def _filled(text: str, source: Source) -> str:
-    """Replace each name in braces by the values of the page: several on one line, none as a slash."""
+    """Replace each name in braces by the values of the page: several on one line, none as a
+    slash."""
     return re.sub(r"\{(\w+)\}", lambda name: "; ".join(_values(name[1], source)) or UNKNOWN, text)
 
 
@@ -128,7 +129,8 @@ def _values(name: str, source: Source) -> list[str]:
     if name in own:
         return own[name]
     escaped = map(escape, page_values(source.described, name, say))
-    return [re.sub(r"^([#+\-=])", r"\\\1", text) for text in escaped]  # harmless at the start of a line too
+    # They are harmless at the start of a line too.
+    return [re.sub(r"^([#+\-=])", r"\\\1", text) for text in escaped]
 
 
 def _heads(titles: list[str]) -> list[str]:
@@ -153,7 +155,9 @@ def _table(table: ValueTable, source: Source) -> list[str]:
     if table.over:
         above = "; ".join(_values(table.over, source))
         out.append(line([above, *[DASHES] * (len(table.columns) - 1)]))
-    return out + [line([escape(_cell(column, record, source)) for column in table.columns]) for record in source.valid]
+    for record in source.valid:
+        out.append(line([escape(_cell(column, record, source)) for column in table.columns]))
+    return out
 
 
 def _cell(column: Column, record: Record, source: Source) -> str:
@@ -161,12 +165,14 @@ def _cell(column: Column, record: Record, source: Source) -> str:
         return ROW[column.setting](record, source.say)
     text = joined([_number(name, column, record) for name in column.metrics])
     found = record.metrics.get(column.metrics[0])
-    unit = f" {found.unit}" if found is not None and column.unit and found.unit != column.unit else column.after
+    other = found is not None and column.unit and found.unit != column.unit
+    unit = f" {found.unit}" if found is not None and other else column.after
     return text if text == UNKNOWN else text + unit
 
 
 def _number(name: str, column: Column, record: Record) -> str:
-    """Format a metric; UNKNOWN for a quality that was not evaluated, which is no result to submit."""
+    """Format a metric; UNKNOWN for a quality that was not evaluated, which is no result to
+    submit."""
     found = record.metrics.get(name)
     judged = record.quality.evaluated or record.quality.metric not in column.metrics
     return bare(column.form or metric_row(name).form, found.value) if found is not None and judged else UNKNOWN
@@ -175,11 +181,11 @@ def _number(name: str, column: Column, record: Record) -> str:
 def _notes(source: Source) -> list[str]:
     """Return what a reader must know of the rows, as a quote below them."""
     say, found = source.say, [*_of_page(source), *_of_rows(source)]
-    lost = [
-        f"{record.id} ({', '.join(dict.fromkeys(one.code for one in record.reasons)) or record.status})"
-        for record in source.records
-        if record.status != "valid"
-    ]
+    lost = []
+    for record in source.records:
+        if record.status != "valid":
+            codes = dict.fromkeys(reason.code for reason in record.reasons)
+            lost.append(f"{record.id} ({', '.join(codes) or record.status})")
     found += [say("flagperf.left_out", say("comma").join(lost))] if lost else []
     found.append(say("footer", ", ".join(record.id for record in source.records)))
     return [

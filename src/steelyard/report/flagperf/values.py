@@ -9,7 +9,14 @@ from steelyard.metrics.result import GIB
 from steelyard.record.facts import Software
 from steelyard.record.record import Record
 from steelyard.report.numbers import UNKNOWN, bare, spelled
-from steelyard.report.runs import changed, engine_version, framework_version, parallel, stages, tuned
+from steelyard.report.runs import (
+    changed,
+    engine_version,
+    framework_version,
+    parallel,
+    stages,
+    tuned,
+)
 from steelyard.words import Words
 
 DATA = ("source", "rows", "tokens", "fingerprint")
@@ -58,7 +65,8 @@ def _data(record: Record, say: Words) -> list[str]:
 
 
 def is_made(record: Record) -> bool:
-    """Return whether the package made the data; a case that would have them made may be given a file."""
+    """Return whether the package made the data; a case that would have them made may be given a
+    file."""
     return bool(record.case.question["data"].get("made")) and record.data.model_dump().get("source") == "made"
 
 
@@ -78,7 +86,8 @@ def _divided(record: Record) -> list[tuple[str, int]]:
 
 
 def _degrees(record: Record, say: Words) -> list[str]:
-    return [say(f"flagperf.{name}", str(degree)) for name, degree in _divided(record)] or [say("flagperf.none")]
+    named = [say(f"flagperf.{name}", str(degree)) for name, degree in _divided(record)]
+    return named or [say("flagperf.none")]
 
 
 def _techniques(record: Record, say: Words) -> list[str]:
@@ -117,7 +126,9 @@ PAGE: dict[str, Values] = {
     "changes": lambda record, say: [", ".join(changed_question(record.case.origins)) or say("flagperf.none")],
     "device": _one(device),
     "machine": _one(_machine),
-    "machine_device": lambda record, say: [say("comma").join(filter(None, (_machine(record), device(record))))],
+    "machine_device": lambda record, say: [
+        say("comma").join(filter(None, (_machine(record), device(record)))),
+    ],
     "cpu": _cpu,
     "network": _one(lambda record: record.site.get("network")),
     "os": _one(lambda record: record.environment.software.os),
@@ -131,7 +142,9 @@ PAGE: dict[str, Values] = {
     "engine": _one(lambda record: record.engine.name),
     "implementation": _one(lambda record: f"{record.engine.name}, {record.question.model.family}"),
     "data": _data,
-    "data_line": lambda record, say: [say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN)],
+    "data_line": lambda record, say: [
+        say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN),
+    ],
     "data_source": _one(lambda record: record.data.model_dump().get("source")),
     "tokenizer": _one(lambda record: _tokenizer(record) or None),
     "tokenizer_source": _one(lambda record: _tokenizer(record).get("source")),
