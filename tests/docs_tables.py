@@ -22,8 +22,7 @@ from steelyard.record import record, spec
 from steelyard.record.record import Record, Value
 from steelyard.report.document import Block, Cell, Column, Page, Paragraph, Table, TableRow, walk
 from steelyard.report.numbers import UNKNOWN, counted, formed
-from steelyard.report.runs import scope, shown, unit
-from steelyard.report.setting import tuned
+from steelyard.report.runs import scope, shown, tuned_text, unit
 from steelyard.report.spec import SCALES
 from steelyard.words import Words
 
@@ -147,7 +146,7 @@ COLUMNS: dict[str, Show] = {
     "division": fact(lambda one: one.case.division),
     "precision": fact(lambda one: one.case.precision),
     "engine": fact(lambda one: one.engine.name),
-    "settings": fact(tuned),
+    "settings": fact(tuned_text),
     "scope": fact(lambda one: scope(one, Words("en"))),
     "GPU": fact(lambda one: one.environment.hardware.devices[0].uuid.removeprefix("GPU-")[:4]),
     "status": status,

@@ -18,7 +18,7 @@ from steelyard.metrics import validity, verify
 from steelyard.metrics.shipped import later, modified
 from steelyard.metrics.table import derive
 from steelyard.record import record
-from steelyard.report.results import published as published_rows
+from steelyard.report.published import published as published_rows
 from steelyard.report.runs import by_case
 
 CASE = "llama2-7b-mmlu"

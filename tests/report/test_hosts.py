@@ -7,7 +7,6 @@ from steelyard.record.record import Record
 from steelyard.report import details
 from steelyard.report.document import Code, Table
 from steelyard.report.hosts import hosts, ranks
-from steelyard.report.runs import Run
 from steelyard.words import Words
 
 EN = Words("en")
@@ -75,5 +74,5 @@ def test_one_host_has_no_section() -> None:
 def test_where_ranks_hung_is_on_the_page() -> None:
     stuck = {"rank": None, "exit_code": None, "error": "nothing was heard", "stderr_tail": ""}
     stuck |= {"stacks": {"1": "Thread 1: in all_reduce"}}
-    blocks = details.details(Run(1, run(failure=stuck)), "E1", 2, EN)
+    blocks = details.details(run(failure=stuck), 2, EN)
     assert Code("Thread 1: in all_reduce") in blocks

@@ -279,7 +279,7 @@ def test_charts() -> None:
     [stack] = [block for block in blocks if isinstance(block, Stack)]
     assert [part.name for part in stack.parts] == ["val", "infer", "compile", "load", "import", "harness"]
     drawn = plot(Lines("t", "x", "y", (Curve("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),)))
-    assert drawn.paths[0].d == "M0.0 180.0h0L500.0 90.0M1000.0 3.6h0"
+    assert drawn.paths[0] == "M0.0 180.0h0L500.0 90.0M1000.0 3.6h0"
     assert [tick.text for tick in drawn.y_ticks] == ["0", "20", "40", "60", "80", "100"]
 
 

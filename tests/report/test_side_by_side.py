@@ -8,11 +8,11 @@ from fixtures.golden import golden
 from fixtures.report import everything, failed, make, rated, two_accelerators
 from steelyard import report
 from steelyard.record.record import Record
-from steelyard.report import bars, plot
+from steelyard.report import charts, plot
+from steelyard.report.build import machines, measured
+from steelyard.report.case_tables import side_by_side
 from steelyard.report.document import Bars, Contents, Fact, Facts, Fold, Heading, Link, Panel, Paragraph, Reference, Table
-from steelyard.report.lead import machines, measured
 from steelyard.report.runs import by_case
-from steelyard.report.side_by_side import table
 from steelyard.words import Words
 
 EN = Words("en")
@@ -41,12 +41,12 @@ def shown(found: Table) -> list[list[str]]:
 
 def only_table(records: list[Record]) -> Table:
     [runs] = by_case(records).values()
-    return table(runs, EN)
+    return side_by_side(runs, EN)
 
 
 def only_chart(records: list[Record]) -> Bars:
     [runs] = by_case(records).values()
-    [chart] = bars.charts(runs, "c", EN)
+    [chart] = charts.of_case(runs, "c", EN)
     assert isinstance(chart, Bars)
     return chart
 
@@ -181,9 +181,9 @@ def test_a_smoke_run_has_no_published_line() -> None:
 def test_units_of_rates_have_charts_of_their_own() -> None:
     per_s = {"samples_per_s": {"value": 300.0, "unit": "questions/s"}}
     [runs] = by_case([rated(1, 40000.0), make(id="9" * 32, case__division="open", metrics=per_s)]).values()
-    charts = bars.charts(runs, "c", EN)
-    assert [chart.panels[0].unit for chart in charts if isinstance(chart, Bars)] == ["tokens/s", "questions/s"]
-    assert [row[4] for row in shown(table(runs, EN))][:2] == ["40,000", "300.0 questions/s"]
+    found = charts.of_case(runs, "c", EN)
+    assert [chart.panels[0].unit for chart in found if isinstance(chart, Bars)] == ["tokens/s", "questions/s"]
+    assert [row[4] for row in shown(side_by_side(runs, EN))][:2] == ["40,000", "300.0 questions/s"]
 
 
 def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
@@ -191,22 +191,23 @@ def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
     many = [rated(number, 50000.0 - 100 * number, tune__batch_tokens=1024 * number) for number in range(1, 13)]
     others = [rated(13, 900.0, engine__name="transformers"), rated(14, 800.0, case__precision="fp32")]
     chart = only_chart([*many, *others])
-    assert len(chart.rows) == bars.MOST == 10
+    assert len(chart.rows) == charts.MOST == 10
     assert [bar.value for bar in chart.panels[0].bars] == [50000.0 - 100 * number for number in range(1, 9)] + [900.0, 800.0]
 
 
 def test_nothing_to_draw_is_no_chart() -> None:
     [runs] = by_case([failed()]).values()
-    assert bars.charts(runs, "c", EN) == []
+    assert charts.of_case(runs, "c", EN) == []
     [runs] = by_case([rated(1, 1e20)]).values()
-    assert bars.charts(runs, "c", EN) == []
+    assert charts.of_case(runs, "c", EN) == []
 
 
 def test_places_are_shares_of_the_width() -> None:
     chart = only_chart([rated(1, 40000.0, (30000.0, 50000.0), case__reference=[PUBLISHED])])
     panel = chart.panels[0]
-    assert plot.bar(panel.bars[0], panel) == plot.BarPlace("78.43%", ("58.82%", "98.04%"))
-    assert plot.lines_of(panel) == ["19.61%"]
+    [bar], [reference] = panel.bars, panel.references
+    assert [plot.share(value, panel) for value in (bar.value, *bar.interval)] == ["78.43%", "58.82%", "98.04%"]
+    assert plot.share(reference.value, panel) == "19.61%"
     close = tuple(Reference(value, mark, "") for value, mark in ((10.0, "1"), (12.0, "2"), (90.0, "3")))
     assert [(mark.at, mark.text) for mark in plot.marks(Panel("", "", (), close, 0.0, 100.0))] == [
         ("10.00%", "[1, 2]"),

@@ -5,7 +5,7 @@ import pytest
 from steelyard.metrics.waterfall import Waterfall
 from steelyard.record.profile import KernelFacts
 from steelyard.report.numbers import UNKNOWN
-from steelyard.report.waterfall import _kernel, plain_name
+from steelyard.report.waterfall import kernel_table, plain_name
 from steelyard.words import Words
 
 
@@ -35,5 +35,5 @@ def test_names_without_what_cpp_puts_around_them(name: str, shown: str) -> None:
 def test_a_rate_above_the_bandwidth_is_none(size_bytes: int, shown: list[str]) -> None:
     found = Waterfall(0, 1, 2.0, (), None, 1000e9)
     kernel = KernelFacts(name="gather", kind="other", calls=1, time_s=1e-9, size_bytes=size_bytes)
-    row = _kernel(kernel, found, Words("en"))
+    [row] = kernel_table([kernel], found, Words("en")).rows
     assert [cell.text for cell in row.cells[-2:]] == shown

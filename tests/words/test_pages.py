@@ -14,7 +14,7 @@ from fixtures.records import RUNS, SPECS
 from steelyard import report
 from steelyard.metrics import ceilings
 from steelyard.record import record, spec
-from steelyard.report import derived
+from steelyard.report.derived import DerivedTexts
 from steelyard.words import Words
 
 # Three words and more in a row. What touches a digit, a sign of a path or an equals sign is an identifier.
@@ -115,28 +115,28 @@ def test_a_chinese_page_of_a_machine_is_chinese(path: Path) -> None:
 def test_what_is_derived_is_what_is_stored(name: str) -> None:
     """In English a page says what a new record would hold; codes, names and results are those of the record."""
     found = record.read(PAGES[name])
-    checks = derived.checks(found, Words("en"))
+    checks = DerivedTexts(found, Words("en")).checks()
     assert {(one.name, one.ok) for one in found.checks} <= {(one.name, one.ok) for one in checks}
-    assert [one.code for one in derived.reasons(found, Words("zh"))] == [one.code for one in found.reasons]
-    assert all(re.search(r"[\u4e00-\u9fff]", one.detail) for one in derived.checks(found, Words("zh")))
-    assert len(derived.notes(found, Words("zh"))) >= len(found.notes)
+    assert [one.code for one in DerivedTexts(found, Words("zh")).reasons()] == [one.code for one in found.reasons]
+    assert all(re.search(r"[\u4e00-\u9fff]", one.detail) for one in DerivedTexts(found, Words("zh")).checks())
+    assert len(DerivedTexts(found, Words("zh")).notes()) >= len(found.notes)
     for metric, value in found.metrics.items():
-        assert bool(derived.metric_note(found, metric, Words("zh"))) == bool(value.note), metric
-    assert bool(derived.quality_note(found, Words("zh"))) == (not found.quality.evaluated)
+        assert bool(DerivedTexts(found, Words("zh")).metric_note(metric)) == bool(value.note), metric
+    assert bool(DerivedTexts(found, Words("zh")).quality_note()) == (not found.quality.evaluated)
 
 
 def test_a_failure_is_said_and_quoted() -> None:
     found = record.read(PAGES["failed"])
-    first = derived.reasons(found, Words("zh"))[0]
+    first = DerivedTexts(found, Words("zh")).reasons()[0]
     assert first.quoted == found.reasons[0].text
     assert first.whole(Words("zh")) == f"{first.text}：“{first.quoted}”"
     other = found.model_copy(update={"reasons": [record.Reason(code="new_one", text="why")]})
-    assert derived.reasons(other, Words("en"))[0].whole(Words("en")) == "The run failed: “why”"
+    assert DerivedTexts(other, Words("en")).reasons()[0].whole(Words("en")) == "The run failed: “why”"
 
 
 def test_text_that_does_not_follow_from_samples_is_shown_as_it_is() -> None:
     found = record.read(PAGES["llama2-7b-mmlu"])
     checks = [record.Check(name="mine", ok=False, detail="what I found")]
     forged = found.model_copy(update={"checks": checks, "notes": ["my note"]})
-    assert [one.detail for one in derived.checks(forged, Words("zh"))] == ["what I found"]
-    assert derived.notes(forged, Words("zh")) == ["my note"]
+    assert [one.detail for one in DerivedTexts(forged, Words("zh")).checks()] == ["what I found"]
+    assert DerivedTexts(forged, Words("zh")).notes() == ["my note"]

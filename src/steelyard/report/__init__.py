@@ -13,11 +13,9 @@ from steelyard.report.as_text import text
 from steelyard.report.build import page
 from steelyard.report.compare import page as comparison
 from steelyard.report.document import Lang, Page
-from steelyard.report.engines import page as engines
 from steelyard.report.flagperf import CasePage
+from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
 from steelyard.report.history import page as history
-from steelyard.report.repeats import page as repeats
-from steelyard.report.scaling import page as scaling
 from steelyard.report.spec import page as spec_page
 from steelyard.report.summary import brief, table
 from steelyard.report.waterfall import after_run as explain_runs
@@ -25,6 +23,7 @@ from steelyard.report.waterfall import page as explain
 from steelyard.words import LANGS
 
 Kind = TypeVar("Kind")
+repeats, engines, scaling = REPEATS.page, ENGINES.page, SCALING.page
 FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
 
 __all__ = [
@@ -60,29 +59,30 @@ def render(
     made: Callable[[list[Record], Lang], Page] = page,
     columns: int | None = None,
 ) -> str:
-    """A page of these records, the whole one or another, as text in one of FORMATS; `columns` limits plain text."""
+    """Return a page of these records in one of FORMATS: the whole one, or what `made` makes.
+
+    `columns` limits plain text. Raise RequestError for no records, or an unknown format or
+    language."""
     return as_format(made(_some(records), _spoken(lang)), format, columns)
 
 
 def render_spec(records: list[SpecRecord], format: str, lang: str, columns: int | None = None) -> str:
-    """The same of records of what a machine can do."""
+    """Return a page of records of what a machine can do, as `render` does."""
     return as_format(spec_page(_some(records), _spoken(lang)), format, columns)
 
 
 def as_format(page: Page, format: str, columns: int | None = None) -> str:
-    known = _known(format)
-    return text(page, columns) if known == "text" else FORMATS[known](page)
+    """Return a page as text in one of FORMATS, or raise RequestError; `columns` limits plain
+    text."""
+    if format not in FORMATS:
+        raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
+    return text(page, columns) if format == "text" else FORMATS[format](page)
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
-    """The same records in the form of FlagPerf's published pages, one a case and kind of accelerator."""
+    """Return records in the form of FlagPerf's published pages, one a case and kind of
+    accelerator."""
     return flagperf.pages(_some(records), _spoken(lang))
-
-
-def _known(format: str) -> str:
-    if format not in FORMATS:
-        raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
-    return format
 
 
 def _spoken(lang: str) -> Lang:

@@ -39,7 +39,7 @@ def _own(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Of what stands between the tags, as a browser counts it."""
+    """Return the hash of what stands between the tags, as a browser counts it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -48,5 +48,5 @@ def _kind(block: Block) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Strips control characters off text; what a macro of ours has made is text no longer."""
+    """Strip control characters off text; what a macro of ours has made is text no longer."""
     return lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,7 +1,6 @@
 """A page as GitHub Markdown. What a record says stays text: no markup, no link text, no HTML of its own."""
 
 import re
-from collections.abc import Iterable
 
 from steelyard.report.document import (
     Bars,
@@ -20,6 +19,7 @@ from steelyard.report.document import (
     Stack,
     Table,
     TableRow,
+    walk,
 )
 from steelyard.report.plain import clean, lines
 
@@ -31,14 +31,10 @@ _TICKS = re.compile(r"`+")
 
 
 def md(page: Page) -> str:
-    parts = _parts(page.blocks)
+    parts = [part for part in map(_block, walk(page.blocks)) if part]
     if page.footer:
         parts.append(f"---\n\n{escape(page.footer)}")
     return "\n\n".join(parts) + "\n"
-
-
-def _parts(blocks: Iterable[Block]) -> list[str]:
-    return [part for part in (_block(block) for block in blocks) if part]
 
 
 def escape(text: str) -> str:
@@ -47,7 +43,7 @@ def escape(text: str) -> str:
 
 
 def _opening(text: str) -> str:
-    """Escaped, and harmless at the start of a line too."""
+    """Escape text so that it is harmless at the start of a line too."""
     return _LEADING.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", escape(text))
 
 
@@ -61,20 +57,16 @@ def _block(block: Block) -> str:
             return "\n".join(f"- {escape(item.label)}: {escape(item.text)}" for item in items)
         case Code(said):
             return _fenced(lines(said).strip("\n"))
-        case Figures(title, status, _, items):
-            listed = ", ".join(f"{f.label} {f.value} {f.unit}".rstrip() for f in items)
-            return f"{_strong(escape(status))} {escape(title)}: {escape(listed)}"
+        case Figures():
+            return f"{_strong(escape(block.status))} {escape(block.text)}"
         case Table():
             return _table(block)
-        case Fold(heading, note, _, blocks, sub):
-            said = " · ".join(part for part in (sub, note) if part)
-            return "\n\n".join(_parts((heading, *([Paragraph(said, "muted")] if said else []), *blocks)))
-        case Lines() | Stack() | Bars() | Contents():
+        case Lines() | Stack() | Bars() | Contents() | Fold():  # a fold is walked through
             return ""
 
 
 def _fenced(text: str) -> str:
-    """The fence is longer than any run of backticks inside it."""
+    """Return a code block whose fence is longer than any run of backticks inside it."""
     fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 
@@ -86,12 +78,14 @@ def _strong(escaped: str) -> str:
 def _table(table: Table) -> str:
     heads = [_head(column) for column in table.columns]
     rules = ["---:" if column.align == "right" else "---" for column in table.columns]
-    out = [_line(heads), _line(rules), *(_line([_cell(cell, row) for cell in row.cells]) for row in table.rows)]
+    rows = ([_cell(cell, row) for cell in row.cells] for row in table.rows)
+    out = [line(heads), line(rules), *map(line, rows)]
     notes = [_opening(note) for note in table.footnotes]
     return "\n".join(out) + "".join(f"\n\n{note}" for note in notes)
 
 
-def _line(texts: list[str]) -> str:
+def line(texts: list[str]) -> str:
+    """Return a row of a table."""
     return f"| {' | '.join(texts)} |"
 
 

@@ -1,6 +1,5 @@
 """A page as plain text for a terminal or a file: untrusted text is made harmless, and columns fit the width."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steelyard.report.document import (
@@ -19,6 +18,7 @@ from steelyard.report.document import (
     Paragraph,
     Stack,
     Table,
+    walk,
 )
 from steelyard.report.plain import clean, lines, pad, width, wrap
 from steelyard.words import Words
@@ -40,8 +40,11 @@ class Fitted:
 
 
 def fit(table: Table, columns: int | None) -> Fitted:
-    """Columns of priority 3 are shown where all fit without wrapping. Then text is wrapped between words; then columns of
-    priority 2 go, the last first; then words are broken. A column of priority 1 never goes."""
+    """Return the columns that fit, and how wide each may be.
+
+    Columns of priority 3 are shown where all fit without wrapping. Then text is wrapped between
+    words; then columns of priority 2 go, the last first; then words are broken. A column of
+    priority 1 never goes."""
     places = list(range(len(table.columns)))
     needed = [_needed(table, place) for place in places]
     if columns is not None:
@@ -92,7 +95,8 @@ def _total(widths: list[int]) -> int:
 
 
 def _limits(needed: list[_Needed], columns: int | None) -> list[int]:
-    """As wide as they like, less what is too much, a column at a time from the widest that can give."""
+    """Return the widths of columns: each as wide as it needs, and where that is too much, the
+    widest that can shrink gives way, a character at a time."""
     limits = [one.most for one in needed]
     if columns is None:
         return limits
@@ -105,14 +109,14 @@ def _limits(needed: list[_Needed], columns: int | None) -> list[int]:
     return limits
 
 
-LINE = 100  # where nobody says how wide the terminal is
+LINE = 100  # where the width of the terminal is unknown
 MIN_TEXT = 20  # beside a label that takes the whole line
 _RULES = {1: "=", 2: "-", 3: "~"}
 
 
 def text(page: Page, columns: int | None = None) -> str:
-    """The page in lines of at most so many columns: text is wrapped, and tables leave out columns, which is said below them.
-    Without a limit tables are as wide as they are."""
+    """Return the page in lines of at most `columns` columns: text is wrapped, and tables leave out
+    columns and name them below. Without a limit tables are as wide as they need."""
     return _Text(columns, Words(page.lang)).page(page)
 
 
@@ -121,13 +125,10 @@ class _Text:
         self._columns, self._line, self._say = columns, columns or LINE, say
 
     def page(self, page: Page) -> str:
-        parts = self._parts(page.blocks)
+        parts = [part for part in map(self._block, walk(page.blocks)) if part]
         if page.footer:
             parts.append(self._wrapped(page.footer))
         return "\n\n".join(parts) + "\n"
-
-    def _parts(self, blocks: Iterable[Block]) -> list[str]:
-        return [part for part in (self._block(block) for block in blocks) if part]
 
     def _wrapped(self, said: str, indent: str = "") -> str:
         first, *more = wrap(clean(said), self._line - width(indent))
@@ -143,15 +144,11 @@ class _Text:
                 return self._facts(block)
             case Code(said):
                 return "\n".join(f"    {line}".rstrip() for line in lines(said).strip("\n").split("\n"))
-            case Figures(title, status, _, items):
-                listed = ", ".join(f"{f.label} {f.value} {f.unit}".rstrip() for f in items)
-                return self._wrapped(f"[{status}] {title}: {listed}", "  ")
+            case Figures():
+                return self._wrapped(f"[{block.status}] {block.text}", "  ")
             case Table():
                 return self._table(block)
-            case Fold(heading, note, _, blocks, sub):
-                said = " · ".join(part for part in (sub, note) if part)
-                return "\n\n".join(self._parts((heading, *([Paragraph(said, "muted")] if said else []), *blocks)))
-            case Lines() | Stack() | Bars() | Contents():
+            case Lines() | Stack() | Bars() | Contents() | Fold():  # a fold is walked through
                 return ""
 
     def _heading(self, level: int, title: str) -> str:

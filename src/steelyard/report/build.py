@@ -1,18 +1,28 @@
-"""The page of runs: its head, a part for each case with its runs, and what the metrics mean."""
+"""The page of runs: its head, a part for each case with its runs, and what the metrics mean.
 
+The head says when and on what was measured, what ran, the best of each case, and what is not valid.
+"""
+
+import re
+from collections import Counter
+
+from steelyard import words
+from steelyard.metrics import overview, rates
+from steelyard.metrics.overview import Against, Row
 from steelyard.metrics.result import work_name
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report import engines, repeats, scaling
-from steelyard.report.bars import charts
+from steelyard.report import charts
+from steelyard.report.case_tables import conventions, side_by_side, values
 from steelyard.report.columns import layout
 from steelyard.report.details import details
 from steelyard.report.document import (
     Block,
-    Cell,
-    Column,
+    ColumnOf,
     Contents,
+    Fact,
+    Facts,
     Figure,
     Figures,
     Fold,
@@ -22,20 +32,30 @@ from steelyard.report.document import (
     Page,
     Paragraph,
     Table,
-    TableRow,
+    table,
 )
-from steelyard.report.lead import machines, measured, summary
-from steelyard.report.numbers import UNKNOWN
-from steelyard.report.results import conventions, values
-from steelyard.report.runs import STATUS_TONE, CaseName, Run, accelerator, by_case, scope, shown, unit, with_unit
-from steelyard.report.setting import data, environment, model, setup, tuned
-from steelyard.report.side_by_side import table as side_by_side
+from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
+from steelyard.report.runs import (
+    STATUS_TONE,
+    CaseName,
+    Run,
+    accelerator,
+    by_case,
+    scope,
+    shown,
+    status,
+    tuned_text,
+    unit,
+    with_unit,
+)
 from steelyard.tasks.task import Task
 from steelyard.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """The comparison first: what ran and what came of it, case by case, then what metrics mean, then every run in full."""
+    """Return the page of records: the comparison of each case, what metrics mean, then every run in
+    full."""
     say = Words(lang)
     cases = by_case(records, lang)
     single = len(cases) == 1
@@ -43,96 +63,80 @@ def page(records: list[Record], lang: Lang) -> Page:
     parts: list[Block] = []
     for number, (case, runs) in enumerate(cases.items(), 1):
         name = say("side.comparison") if single else _short(case, say)
-        parts += [Heading(2, name, f"case-{number}"), *_apart(case), *_case(case, runs, 3, say)]
-    parts += [Heading(2, say("page.meanings"), "metrics"), *meanings(cases, 3, say), Heading(2, say("page.runs"), "runs")]
+        # In what its question differs from that of the shipped case.
+        differs = [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
+        parts += [Heading(2, name, f"case-{number}"), *differs, *_case(case, runs, 3, say)]
+    parts += [
+        Heading(2, say("page.meanings"), "metrics"),
+        *meanings(cases, 3, say),
+        Heading(2, say("page.runs"), "runs"),
+    ]
     for case, runs in cases.items():
         parts += [] if single else [Heading(3, _short(case, say))]
         parts += [_run(run, 3 if single else 4, say) for run in runs]
     links = tuple(Link(one.text, one.anchor) for one in parts if isinstance(one, Heading) and one.anchor)
-    head = (Heading(1, title), measured(records, say), machines(records, say), summary(cases, say))
+    head = (Heading(1, title), measured(records, say), machines(records, say), _summary(cases, say))
     ids = ", ".join(record.id for record in records)
     return Page(title, lang, (*head, Contents(say("page.contents"), links), *parts), say("footer", ids))
 
 
 def _short(case: CaseName, say: Words) -> str:
-    """A case's name and size, and in a word that its question is another one."""
+    """Return a case's name and size, and in a word that its question is another one."""
     name, size, *others = case
     starts = {"question.": "changed", **{say(word): word for word in ("modified", "earlier")}}
     said = [say(word) for start, word in starts.items() if any(one.startswith(start) for one in others)]
     return " · ".join([name, size, *said])
 
 
-def _apart(case: CaseName) -> list[Block]:
-    """In what a question is another one than that of the shipped case."""
-    return [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
-
-
 def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
-    """Charts and one table; then what only some cases have; what is looked up rarely is folded."""
-    out = [*charts(runs, case[0], say), side_by_side(runs, say)]
-    out += engines.section(runs, level, say)
-    out += scaling.section(runs, level, say)
+    """Return charts and one table, then what only some cases have; what is rarely needed is
+    folded."""
+    out = [*charts.of_case(runs, case[0], say), side_by_side(runs, say)]
+    out += ENGINES.section(runs, level, say)
+    out += SCALING.section(runs, level, say)
     mfu = conventions(runs, say)
-    names = {run.number: accelerator(run.record) for run in runs}
-    every: list[Block] = [values(runs, names if len(set(names.values())) > 1 else {}, say)]
+    every: list[Block] = [values(runs, say)]
     every += [] if mfu is None else [Heading(level + 1, say("mfu")), mfu]
-    repeated = repeats.section(runs, level, say)
+    repeated = REPEATS.section(runs, level, say)
     out += [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
     return [*out, Fold(Heading(level, say("side.all")), "", "plain", tuple(every))]
 
 
 def _run(run: Run, level: int, say: Words) -> Fold:
-    """All that is known of a run, in the order of a published page: data, model, environment, tool, results."""
+    """Return all that is known of a run, and in its heading what tells it apart: rate, settings,
+    scope and time."""
     record = run.record
-    name, hardware, software = environment(record, say)
-    blocks: list[Block] = [
-        _figures(run, say),
-        Heading(level + 1, say.known(record.task.kind_row.data_heading, record.task.kind_row.data_heading)),
-        *data([run], say),
-        Heading(level + 1, say("model")),
-        *model([run], say),
-        Heading(level + 1, say("hardware")),
-        hardware,
-        Heading(level + 1, say("software")),
-        software,
-        Heading(level + 1, say("setup")),
-        *setup([run], say),
-        *details(run, name, level + 1, say),
-    ]
-    codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
-    note = f"{say(record.status)}: {codes}" if codes else say(record.status)
-    heading = Heading(level, run.title, run.anchor)
-    return Fold(heading, note, STATUS_TONE[record.status], tuple(blocks), _told_apart(record, say))
-
-
-def _told_apart(record: Record, say: Words) -> str:
-    """Its rate, settings, scope and time."""
-    rate = with_unit(layout(record.task.kind_row).whole, record.metrics.get(layout(record.task.kind_row).whole))
-    known = (rate if rate != UNKNOWN else "", tuned(record), scope(record, say), record.created[:16].replace("T", " "))
-    return " · ".join(part for part in known if part)
+    whole = layout(record.task.kind_row).whole
+    rate = with_unit(whole, record.metrics.get(whole))
+    created = record.created[:16].replace("T", " ")
+    known = ("" if rate == UNKNOWN else rate, tuned_text(record), scope(record, say), created)
+    heading, tone = Heading(level, run.title, run.anchor), STATUS_TONE[record.status]
+    blocks = (_figures(run, say), *details(record, level + 1, say))
+    return Fold(heading, status(record, say), tone, blocks, " · ".join(filter(None, known)))
 
 
 def _figures(run: Run, say: Words) -> Figures:
     record = run.record
-    plan = layout(record.task.kind_row)
+    plan, quality = layout(record.task.kind_row), record.quality
     items = []
-    for name in (plan.core, plan.whole, "mfu", record.quality.metric, "mem", "e2e_time"):
+    for name in (plan.core, plan.whole, "mfu", quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
         known = value is not None and value.value is not None
-        beside = say("not_evaluated") if known and _unevaluated(record, name) else unit(name, value, say.lang) if known else ""
-        items.append(Figure(metric_row(name).index, shown(name, value), beside))
-    codes = say("comma").join(dict.fromkeys(reason.code for reason in record.reasons))
-    status = f"{say(record.status)}: {codes}" if codes else say(record.status)
-    return Figures(f"{run.title} · {scope(record, say)}", status, STATUS_TONE[record.status], tuple(items))
-
-
-def _unevaluated(record: Record, name: str) -> bool:
-    """Whether a quality is there that says nothing, such as that of random weights."""
-    return name == record.quality.metric and not record.quality.evaluated and name in record.metrics
+        # A quality that was not evaluated, such as that of random weights, says nothing.
+        unevaluated = name == quality.metric and not quality.evaluated
+        beside = say("not_evaluated") if unevaluated else unit(name, value, say.lang)
+        items.append(Figure(metric_row(name).index, shown(name, value), beside if known else ""))
+    title, tone = f"{run.title} · {scope(record, say)}", STATUS_TONE[record.status]
+    return Figures(title, status(record, say), tone, tuple(items))
 
 
 # Settings that are compared, and the phrase that heads their column.
-_SETTINGS = {"precision": "side.precision", "division": "side.division", "parallel": "side.plan", "fix_hp": "side.tune"}
+_SETTINGS = {
+    "precision": "side.precision",
+    "division": "side.division",
+    "parallel": "side.plan",
+    "fix_hp": "side.tune",
+}
 _RATES = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
 
 
@@ -144,21 +148,164 @@ def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[B
             tasks.setdefault(name, run.record.task)
     compared = {_RATES[work_name(run.record)] for run in runs} | {run.record.quality.metric for run in runs}
     compared |= {"mfu", "mem", "energy_per_token"}
-    known = [name for name in in_order(set(tasks)) if name in compared]
-    rest = [name for name in in_order(set(tasks)) if name not in compared]
+    metrics = {name: metric_row(name, task=tasks[name]) for name in in_order(set(tasks))}
+    rows = {name: (*row.words(say.lang), row.index) for name, row in metrics.items()}
     settings = [(*say.meaning(f"setting.{name}"), say(head)) for name, head in _SETTINGS.items()]
-    out: list[Block] = [_table([*settings, *(_words(name, tasks[name], say) for name in known)], say)]
-    if rest:
-        folded = _table([_words(name, tasks[name], say) for name in rest], say)
-        out.append(Fold(Heading(level, say("page.meanings.rest")), "", "plain", (folded,)))
-    return out
-
-
-def _words(name: str, task: Task, say: Words) -> tuple[str, str, str]:
-    metric = metric_row(name, task=task)
-    return *metric.words(say.lang), metric.index
+    known = [row for name, row in rows.items() if name in compared]
+    out: list[Block] = [_table([*settings, *known], say)]
+    rest = [row for name, row in rows.items() if name not in compared]
+    folded = Fold(Heading(level, say("page.meanings.rest")), "", "plain", (_table(rest, say),))
+    return [*out, folded] if rest else out
 
 
 def _table(rows: list[tuple[str, str, str]], say: Words) -> Table:
-    heads = tuple(Column(say(f"metrics.{key}")) for key in ("name", "index", "meaning"))
-    return Table(heads, tuple(TableRow((Cell(title), Cell(index), Cell(text or UNKNOWN))) for title, text, index in rows))
+    columns: tuple[ColumnOf[tuple[str, str, str]], ...] = (
+        ColumnOf(say("metrics.name"), lambda row: row[0]),
+        ColumnOf(say("metrics.index"), lambda row: row[2]),
+        ColumnOf(say("metrics.meaning"), lambda row: row[1] or UNKNOWN),
+    )
+    return table(columns, rows)
+
+
+Rows = dict[CaseName, list[Row]]
+
+
+def _summary(cases: dict[CaseName, list[Run]], say: Words) -> Paragraph:
+    records = [run.record for runs in cases.values() for run in runs]
+    found = {case: overview.rows(run.record for run in runs) for case, runs in cases.items()}
+    chosen = _headline(found)
+    said = [_ran(records, say), *_best(chosen, say), *_against(chosen, say)]
+    said += [*_left_out(found, chosen, say), _not_valid(records, say)]
+    return Paragraph(say("gap").join(said), "lead")
+
+
+def _headline(found: Rows) -> Rows:
+    """Return shipped cases of size full; if there are none, shipped cases of any size, else all."""
+    shipped: Rows = {case: rows for case, rows in found.items() if len(case) == 2}
+    full: Rows = {case: rows for case, rows in shipped.items() if case[1] == "full"}
+    return full or shipped or found
+
+
+def _ran(records: list[Record], say: Words) -> str:
+    names = {record.case.name for record in records}
+    cases = say("summary.case") if len(names) == 1 else say("summary.cases", counted(len(names)))
+    kinds = dict.fromkeys(accelerator(record) for record in records)
+    return say("summary.ran", count_runs(len(records), say), cases, say("comma").join(kinds))
+
+
+def _best(chosen: Rows, say: Words) -> list[str]:
+    several = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
+    listed, none = [], []
+    for case, rows in chosen.items():
+        best = overview.best(rows).values()
+        if best:
+            listed.append(
+                say(
+                    "summary.of",
+                    case[0],
+                    say("summary.and").join(_result(row, several, say) for row in best),
+                )
+            )
+        else:
+            none.append(case[0])
+    out = [say("summary.best", say("semicolon").join(listed))] if listed else []
+    return [*out, *(say("summary.none", name) for name in none)]
+
+
+def _result(row: Row, several: bool, say: Words) -> str:
+    """Return a rate and how it was reached; on what, if there are several kinds of accelerator."""
+    case = row.first.case
+    its = words.unit(rates.work_unit(row.first), say.lang)
+    rate = say("summary.rate", formed("number", row.rate.value if row.rate else None), its)
+    if row.mfu is not None:
+        rate = say("summary.at", rate, formed("percent", row.mfu.value))
+    how = [accelerator(row.first)] if several else []
+    return say(
+        "summary.with",
+        rate,
+        say("comma").join([*how, row.first.engine.name, case.precision, case.division]),
+    )
+
+
+def _against(chosen: Rows, say: Words) -> list[str]:
+    """Return the ratios of accelerators, for cases that ran on two or more."""
+    out = []
+    for case, rows in chosen.items():
+        if len({row.accelerator for row in rows if row.valid}) < 2:
+            continue
+        found = overview.against(rows)
+        out += [_pair(one, case, say) for one in found] or [say("summary.no_pair", case[0])]
+    return out
+
+
+def _pair(one: Against, case: CaseName, say: Words) -> str:
+    between, asked = ends(one.ratio.interval), one.top.first.case
+    beside = say("summary.interval", between) if between else ""
+    where = say("summary.with", case[0], say("comma").join((asked.precision, asked.division)))
+    ratio = formed("number", one.ratio.value)
+    return say("summary.against", one.top.accelerator, ratio, one.base.accelerator, where, beside)
+
+
+def _left_out(found: Rows, chosen: Rows, say: Words) -> list[str]:
+    rest = [(case, sum(len(row.records) for row in rows)) for case, rows in found.items() if case not in chosen]
+    smoke = sum(count for case, count in rest if case[1] == "smoke")
+    others = sum(count for case, count in rest if case[1] != "smoke")
+    out = [say("summary.smoke", count_runs(smoke, say))] if smoke else []
+    return [*out, say("summary.apart", count_runs(others, say))] if others else out
+
+
+def _not_valid(records: list[Record], say: Words) -> str:
+    lacking = [record for record in records if record.status != "valid"]
+    if not lacking:
+        return say("summary.all_valid")
+    why = Counter(record.reasons[0].code if record.reasons else record.status for record in lacking)
+    listed = [say("summary.code", counted(count), say.known(f"why.{code}", code)) for code, count in why.most_common()]
+    return say("summary.not_valid", count_runs(len(lacking), say), say("comma").join(listed))
+
+
+_DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
+
+
+def measured(records: list[Record], say: Words) -> Paragraph:
+    days = sorted({record.created[:10] for record in records if _DAY.match(record.created)}) or [UNKNOWN]
+    span = days[0] if len(days) == 1 else say("page.span", days[0], days[-1])
+    return Paragraph(say("page.measured", span), "muted")
+
+
+def machines(records: list[Record], say: Words) -> Facts:
+    """Return one line a machine: accelerators, host, driver, its own name and its number of
+    runs."""
+    found: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(_machine(record, say), []).append(record)
+    items = []
+    for (name, *rest), members in found.items():
+        called = dict.fromkeys(one.site.get("machine") or one.environment.hardware.machine or "" for one in members)
+        items.append(
+            Fact(
+                name,
+                " · ".join((*rest, *(one for one in called if one), count_runs(len(members), say))),
+            )
+        )
+    return Facts(tuple(items))
+
+
+def _machine(record: Record, say: Words) -> tuple[str, ...]:
+    hardware, software = record.environment.hardware, record.environment.software
+    every = [device for host in record.hosts for device in host.devices] or hardware.devices
+    kinds = Counter(spelled(one.name) for one in every)
+    name = ", ".join(f"{kind} × {count}" for kind, count in kinds.items()) or spelled(hardware.accelerator)
+    hosts = f"{len(record.hosts)} × " if len(record.hosts) > 1 else ""
+    host = [f"{hosts}{spelled(hardware.cpu)}"]
+    host += [] if hardware.cpu_cores is None else [say("machine.cores", counted(hardware.cpu_cores))]
+    host += [] if hardware.memory_bytes is None else [gib_of_bytes(hardware.memory_bytes)]
+    known = [
+        say("comma").join(host),
+        software.os,
+        say("machine.driver", software.driver) if software.driver else "",
+    ]
+    return name, *(part for part in known if part)
+
+
+def count_runs(count: int, say: Words) -> str:
+    return say("count.run") if count == 1 else say("count.runs", counted(count))

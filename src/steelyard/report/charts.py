@@ -1,15 +1,35 @@
-"""Charts of a run from its samples and telemetry: which lines there are, not how they are drawn."""
+"""Charts as data: bars of the runs of a case, with published values as marked lines, and lines of
+one run."""
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from steelyard import words
 from steelyard.metrics import training
-from steelyard.record.facts import Series as Readings
+from steelyard.metrics.overview import Row
+from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record, Sample
+from steelyard.report.case_tables import Side, sides
 from steelyard.report.columns import layout
-from steelyard.report.document import Block, Curve, Lines, Point, Share, Stack
-from steelyard.report.numbers import formed, real
+from steelyard.report.document import (
+    Bar,
+    BarRow,
+    Bars,
+    Block,
+    Curve,
+    Lines,
+    Panel,
+    Point,
+    Reference,
+    Share,
+    Stack,
+)
+from steelyard.report.numbers import UNKNOWN, ends, formed, real
+from steelyard.report.published import MFU_CONVENTIONS, PublishedRow, published
+from steelyard.report.runs import Run, scope, tuned_text
 from steelyard.words import Words
 
 MAX_POINTS = 400  # more than a page has pixels for
@@ -21,12 +41,12 @@ _TELEMETRY = (("power_w", "W"), ("sm_clock_mhz", "MHz"))
 _WORK = ("tokens", "samples")
 
 
-def all_of(record: Record, say: Words) -> list[Block]:
+def of_run(record: Record, say: Words) -> list[Block]:
     return [*_losses(record, say), *_rate(record, say), *_telemetry(record, say)]
 
 
 def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
-    """The largest parts by name, the others together."""
+    """Return a bar of the largest parts by name, and the others together."""
     shares = [(name, max(0.0, time_s) / total) for name, time_s in parts]
     if len(shares) > MAX_PARTS:
         rest = sum(share for _, share in shares[MAX_PARTS - 1 :])
@@ -34,14 +54,18 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
     return Stack(say("budget"), tuple(Share(name, share, formed("percent", share)) for name, share in shares))
 
 
+def _drawn(chart: Lines) -> list[Block]:
+    """Return the chart where it has anything to draw."""
+    return [chart] if any(y is not None for line in chart.series for _, y in line.points) else []
+
+
 def _losses(record: Record, say: Words) -> list[Block]:
-    """The loss of every step of training; it is the same on every rank."""
+    """Return the loss of every step of training, which is the same on every rank."""
     if "loss" not in record.task.kind_row.step_values:
         return []
-    points = _points(enumerate(training.values(record, "loss")))
-    if not any(y is not None for _, y in points):
-        return []
-    return [Lines(say("chart.loss"), say("chart.loss_x"), words.unit("nats", say.lang), (Curve("loss", _thinned(points)),))]
+    curve = Curve("loss", _thinned(_points(enumerate(training.values(record, "loss")))))
+    unit = words.unit("nats", say.lang)
+    return _drawn(Lines(say("chart.loss"), say("chart.loss_x"), unit, (curve,)))
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
@@ -58,21 +82,22 @@ def _rate(record: Record, say: Words) -> list[Block]:
     ranks = sorted({sample.rank for sample in working})[:MAX_SERIES]
     series = tuple(
         Curve(
-            say("stragglers.rank", str(rank)) if len(ranks) > 1 else work, _rates([s for s in working if s.rank == rank], work)
+            say("stragglers.rank", str(rank)) if len(ranks) > 1 else work,
+            _rates([s for s in working if s.rank == rank], work),
         )
         for rank in ranks
     )
-    if not any(y is not None for line in series for _, y in line.points):
-        return []
     title = say("chart.rate.train") if name in kind.stepped else say("chart.rate", name)
     titles = (title, say("chart.rate_x"), say("chart.rate_y", work))
     core = record.metrics.get(plan.core)
     comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1 and name == kind.headline[0]
-    return [Lines(*titles, series, _drawable(core.value) if core is not None and comparable else None, plan.core)]
+    level = _drawable(core.value) if core is not None and comparable else None
+    return _drawn(Lines(*titles, series, level, plan.core))
 
 
 def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:
-    """Neighbours are put together as total over total where there are more than can be drawn."""
+    """Return rates over time. Neighbours are put together as total over total if there are more
+    than can be drawn."""
     size = -(-len(samples) // MAX_POINTS)
     pairs: list[tuple[Any, Any]] = []
     for first in range(0, len(samples), size):
@@ -85,7 +110,7 @@ def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:
 
 
 def _points(pairs: Iterable[tuple[Any, Any]]) -> tuple[Point, ...]:
-    """What can be drawn: a time that is none is left out, a reading that is none is a gap."""
+    """Return points that can be drawn: a time that cannot is left out, a reading is a gap."""
     known = ((_drawable(x), _drawable(y)) for x, y in pairs)
     return tuple((x, y) for x, y in known if x is not None)
 
@@ -96,26 +121,22 @@ def _drawable(value: Any) -> float | None:
 
 
 def _telemetry(record: Record, say: Words) -> list[Block]:
+    several = len({one.host for one in record.telemetry}) > 1
     out: list[Block] = []
     for column, unit in _TELEMETRY:
-        series = tuple(_device_series(record.telemetry, column, say))
-        if series:
-            out.append(Lines(say(f"chart.{column}"), say("chart.time_x"), unit, series[:MAX_SERIES]))
+        curves = []
+        for index, device in enumerate(record.telemetry):
+            points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
+            name = f"{device.host} {device.device}" if several else say("chart.device", str(index))
+            if any(y is not None for _, y in points):
+                curves.append(Curve(name, _thinned(points)))
+        series = tuple(curves[:MAX_SERIES])
+        out += _drawn(Lines(say(f"chart.{column}"), say("chart.time_x"), unit, series))
     return out
 
 
-def _device_series(telemetry: list[Readings], column: str, say: Words) -> Iterable[Curve]:
-    hosts = {one.host for one in telemetry}
-    for index, device in enumerate(telemetry):
-        points = _points(zip(device.columns.t_s, getattr(device.columns, column), strict=False))
-        if any(y is not None for _, y in points):
-            yield Curve(
-                say("chart.device", str(index)) if len(hosts) < 2 else f"{device.host} {device.device}", _thinned(points)
-            )
-
-
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """The lowest and the highest of each stretch: a mean would hide the dips one looks for."""
+    """Return the lowest and the highest point of each stretch: a mean would hide the dips."""
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
         return points
@@ -128,3 +149,141 @@ def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
         (low, low_t), (high, high_t) = min(known), max(known)
         out += sorted({(low_t, low), (high_t, high)})
     return tuple(out)
+
+
+MOST = 10  # rows of a chart; the table has them all
+_ALIKE = 0.1  # values that differ by less of the highest could not be told apart on an axis from 0
+_ROOM = 1.02  # above the highest end of a bar
+
+
+@dataclass(frozen=True)
+class _Metric:
+    title: str
+    form: str
+    unit: str
+    of: Callable[[Row], Estimate | None]
+    references: tuple[Reference, ...] = ()
+    hint: str = ""
+
+
+def of_case(runs: list[Run], name: str, say: Words) -> list[Block]:
+    """Return a chart for each unit of rates, of the runs that have a rate."""
+    rated = [(side, side.row.rate) for side in sides(runs)]
+    drawn = [side for side, rate in rated if rate and _drawable(rate.value) is not None]
+    kinds = list(dict.fromkeys(side.row.accelerator for side in drawn))
+    out: list[Block] = []
+    for its in dict.fromkeys(side.unit for side in drawn):
+        rows = _chosen([side for side in drawn if side.unit == its])
+        panels = [panel for metric in _metrics(runs, its, say) if (panel := _panel(metric, rows, say)) is not None]
+        scopes = len({scope(side.row.first, say) for side in rows}) > 1
+        labels = tuple(_label(side, kinds, scopes, say) for side in rows)
+        out.append(Bars(say("bars.title", name), labels, tuple(panels)))
+    return out
+
+
+def _chosen(rows: list[Side]) -> list[Side]:
+    """Return as many rows as fit a chart, in their order: the first of every accelerator, engine
+    and precision goes before others like it."""
+    seen = Counter[tuple[str, str, str]]()
+    ranks = []
+    for number, side in enumerate(rows):
+        first = side.row.first
+        kind = (side.row.accelerator, first.engine.name, first.case.precision)
+        ranks.append((seen[kind] > 0, number))
+        seen[kind] += 1
+    return [rows[number] for number in sorted(number for _, number in sorted(ranks)[:MOST])]
+
+
+def _label(side: Side, kinds: list[str], scopes: bool, say: Words) -> BarRow:
+    """Return the label of a row, with its scope if rows differ in it."""
+    first = side.row.first
+    said = [
+        first.case.precision,
+        first.case.division,
+        tuned_text(first),
+        scope(first, say) if scopes else "",
+    ]
+    said += [] if side.row.valid else [say(side.row.status)]
+    text = f"{side.name} · {first.engine.name}"
+    return BarRow(
+        text,
+        " · ".join(one for one in said if one),
+        kinds.index(side.row.accelerator),
+        bool(side.row.valid),
+    )
+
+
+def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
+    references = published(runs) if runs[0].record.case.size == "full" else []
+    in_samples = runs[0].record.task.rates_in_samples
+    stated = [(one, one.rate(in_samples)) for one in references]
+    rate = [(one, found[0], "published") for one, found in stated if found is not None and found[1] == its]
+    mfu = [
+        (one, value, word)
+        for one in references
+        for name, word in MFU_CONVENTIONS.items()
+        if (value := real(one.values.get(name))) is not None
+    ]
+    return (
+        _Metric(
+            say("side.throughput"),
+            "number",
+            words.unit(its, say.lang),
+            lambda row: row.rate,
+            _best(rate, "number", say),
+        ),
+        _Metric(say("side.mfu"), "percent", "", lambda row: row.mfu, _best(mfu, "percent", say)),
+        _Metric(say("side.joules"), "number", "", lambda row: row.energy, hint=say("bars.lower")),
+    )
+
+
+def _best(found: list[tuple[PublishedRow, float, str]], form: str, say: Words) -> tuple[Reference, ...]:
+    """Return the highest published value of each accelerator: a line for every row would hide the
+    bars."""
+    by_kind: dict[tuple[str, str], tuple[PublishedRow, float]] = {}
+    for row, value, word in found:
+        where = row.place[0], word
+        if 0 < value < _BEYOND_ALL and (where not in by_kind or value > by_kind[where][1]):
+            by_kind[where] = row, value
+    out = []
+    for (kind, word), (row, value) in by_kind.items():
+        mark = str(row.number)
+        out.append(Reference(value, mark, say(f"bars.{word}", mark, formed(form, value), kind)))
+    return tuple(out)
+
+
+def _panel(metric: _Metric, rows: list[Side], say: Words) -> Panel | None:
+    bars = tuple(_bar(metric, side, say) for side in rows)
+    values = [bar.value for bar in bars if bar.value is not None]
+    if not values:
+        return None
+    ends = [end for bar in bars if bar.value is not None for end in (bar.interval or (bar.value,))]
+    low, high = _axis(values, [*ends, *(one.value for one in metric.references)])
+    apart = formed("percent", 1 - min(values) / max(values)) if low else ""
+    note = say("bars.cut", formed(metric.form, low), apart) if low else ""
+    return Panel(metric.title, metric.unit or metric.hint, bars, metric.references, low, high, note)
+
+
+def _axis(values: list[float], ends: list[float]) -> tuple[float, float]:
+    """Return both ends of an axis: it begins at 0, or, if no difference could be seen so, at a
+    round number below the lowest end."""
+    high = max(*values, *ends) * _ROOM or 1.0
+    lowest = min(*values, *ends)
+    if len(values) < 2 or lowest <= max(values) * (1 - _ALIKE):
+        return 0.0, high
+    step = 10.0 ** math.floor(math.log10(high - lowest))
+    return max(0.0, math.floor((lowest - (high - lowest)) / step) * step), high
+
+
+def _bar(metric: _Metric, side: Side, say: Words) -> Bar:
+    found = metric.of(side.row)
+    value = None if found is None else _drawable(found.value)
+    if found is None or value is None:
+        return Bar(None, UNKNOWN, say("bars.unknown", metric.title))
+    interval = found.interval
+    within = interval is not None and all(0 <= end < _BEYOND_ALL for end in interval)
+    drawn = interval if within else None
+    shown = formed(metric.form, value)
+    text = say("bars.of", metric.title, shown, metric.unit).rstrip()
+    beside = "" if drawn is None else say("bars.interval", ends(drawn, metric.form))
+    return Bar(value, shown, text + beside, drawn)

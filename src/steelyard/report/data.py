@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from steelyard.metrics import runs as same
 from steelyard.metrics.table import in_order
 from steelyard.metrics.waterfall import Row, waterfalls
 from steelyard.plan.ceilings import Group, Unit
@@ -17,12 +16,12 @@ from steelyard.record import record as stored
 from steelyard.record import spec
 from steelyard.record.facts import Environment, Weights
 from steelyard.record.record import EngineFacts, Failure, Nothing, Published, Record, Scope
-from steelyard.record.spec import Bench, SpecRecord
+from steelyard.record.spec import SpecRecord
 from steelyard.report import groups
 from steelyard.report.columns import layout
 from steelyard.report.groups import EnginesData, RepeatsData, ScalingData
-from steelyard.report.results import published
-from steelyard.report.runs import Run, by_case, changes, engine_version, framework_version, tuned
+from steelyard.report.published import published
+from steelyard.report.runs import Run, by_case, identity, tuned
 from steelyard.schema import Frozen
 from steelyard.tasks.task import DataFacts
 
@@ -201,31 +200,15 @@ def schema() -> dict[str, Any]:
 
 
 def _summary(record: Record) -> SummaryRow:
-    case, plan, framework = record.case, layout(record.task.kind_row), framework_version(record)
-    engine = engine_version(record)
+    plan, known = layout(record.task.kind_row), identity(record)
     names = (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "mem_total", "e2e_time")
-    return SummaryRow(
-        id=record.id,
-        case=case.name,
-        size=case.size,
-        changed=changes(record),
-        division=case.division,
-        precision=case.precision,
-        scope=record.scope,
-        engine=record.engine.name,
-        engine_version=None if engine is None else engine.version,
-        framework=None if framework is None else framework.name,
-        framework_version=None if framework is None else framework.version,
-        accelerator=same.kinds(record),
-        accelerators=record.plan.world,
-        nodes=record.plan.nodes,
-        plan=str(record.plan),
-        tuned=tuned(record),
-        status=record.status,
-        reasons=list(dict.fromkeys(reason.code for reason in record.reasons)),
-        evaluated=record.quality.evaluated,
-        metrics=_metrics(record, [name for name in names if name in record.metrics]),
-    )
+    own = {
+        "scope": record.scope,
+        "tuned": known["tune"],
+        "evaluated": record.quality.evaluated,
+        "metrics": _metrics(record, [name for name in names if name in record.metrics]),
+    }
+    return SummaryRow(**{name: known.get(name) for name in SummaryRow.model_fields} | own)
 
 
 def _metrics(record: Record, names: Iterable[str]) -> dict[str, Value]:
@@ -283,11 +266,9 @@ def _explained(record: Record) -> list[Explained]:
 def _spec(record: SpecRecord) -> SpecData:
     told = {name: getattr(record, name) for name in SpecData.model_fields if name != "ceilings"}
     told |= record.model_dump(include={"reasons"})
-    found = spec.in_english(record).ceilings
-    rows = [_ceiling(bench, ceiling) for bench, ceiling in zip(record.benches, found, strict=True)]
+    rows = []
+    for bench, ceiling in zip(record.benches, spec.in_english(record).ceilings, strict=True):
+        names = (name for name in CeilingData.model_fields if name != "ceiling")
+        of_bench = {name: getattr(bench, name) for name in names}
+        rows.append(CeilingData(**of_bench, ceiling=Ceiling(**ceiling.model_dump())))
     return SpecData(**told, ceilings=rows)
-
-
-def _ceiling(bench: Bench, ceiling: spec.Ceiling) -> CeilingData:
-    named = {name: getattr(bench, name) for name in CeilingData.model_fields if name != "ceiling"}
-    return CeilingData(**named, ceiling=Ceiling(**ceiling.model_dump()))

@@ -7,28 +7,17 @@ has a sentence for its code, and the stored text stands beside it as it is.
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 
 from steelyard import words
 from steelyard.metrics import table, validity
-from steelyard.metrics.result import Result
-from steelyard.metrics.validity import Judgement
-from steelyard.record.record import Reason, Record
+from steelyard.record.record import Check, Reason, Record
 from steelyard.words import Message, Words
-
-KEPT = 8  # records whose texts are at hand: a page is made of one after the other
-
-
-@dataclass(frozen=True)
-class CheckLine:
-    name: str
-    ok: bool
-    detail: str
 
 
 @dataclass(frozen=True)
 class ReasonLine:
-    """`text` is in the language of the page; `quoted` is what a program or this one said at the time, as it was stored."""
+    """`text` is in the language of the page; `quoted` is what a program or this one reported at the
+    time, as it was stored."""
 
     code: str
     text: str
@@ -38,92 +27,56 @@ class ReasonLine:
         return self.text if self.quoted is None else say("colon").join((self.text, say("quoted", self.quoted)))
 
 
-def checks(record: Record, say: Words) -> list[CheckLine]:
-    found = _of(record)
-    if not found.same_checks:
-        return [CheckLine(one.name, one.ok, words.text(one.detail, say.lang)) for one in record.checks]
-    return [CheckLine(one.name, one.ok, words.text(one.said, say.lang)) for one in found.judged.checks]
-
-
-def reasons(record: Record, say: Words) -> list[ReasonLine]:
-    """Why a run is not valid: of a failed run the failure comes first."""
-    first = [failure(one, say) for one in record.reasons[:1]] if record.failure is not None else []
-    found = _of(record)
-    if not found.same_reasons:
-        own = record.reasons[len(first) :]
-        return [*first, *(ReasonLine(one.code, words.text(one.text, say.lang)) for one in own)]
-    return [*first, *(ReasonLine(code, words.text(said, say.lang)) for code, said in found.judged.reasons)]
-
-
 def failure(reason: Reason, say: Words) -> ReasonLine:
-    """A reason that does not follow from samples: of a run, or of a measurement of a machine."""
+    """Return a reason that does not follow from samples: of a run, or of a measurement of a
+    machine."""
     code = f"failure.{reason.code}"
     known = code if code in words.table() else "failure.other"
     return ReasonLine(reason.code, words.text(Message(known), say.lang), words.text(reason.text, say.lang) or None)
 
 
-def notes(record: Record, say: Words) -> list[str]:
-    found = _of(record)
-    return [words.text(one, say.lang) for one in (found.judged.notes if found.same_notes else record.notes)]
+class DerivedTexts:
+    """The texts of a record, derived from its samples. Where its stored ones do not follow from
+    them, as in a record that does not verify, those are shown."""
 
+    def __init__(self, record: Record, say: Words) -> None:
+        self._record, self._say = record, say
+        self._results = table.results(record)
+        self._judged = validity.findings(record, table.values(record, self._results))
 
-def metric_note(record: Record, name: str, say: Words) -> str:
-    """The note of a metric; empty where there is none."""
-    told, found = record.metrics.get(name), _of(record).results.get(name)
-    if found is None or (told is not None and (told.value is None) != (found.value is None)):
-        return words.text(told.note or "", say.lang) if told is not None else ""
-    return words.text(found.note or "", say.lang)
+    def _text(self, message: Message | str | None) -> str:
+        return words.text(message or "", self._say.lang)
 
+    def checks(self) -> list[Check]:
+        found = [(one.name, one.ok, one.said) for one in self._judged.checks]
+        stored = [(one.name, one.ok, one.detail) for one in self._record.checks]
+        again = Counter(one[:2] for one in found)
+        chosen = stored if Counter(one[:2] for one in stored) - again else found
+        return [Check(name=name, ok=ok, detail=self._text(text)) for name, ok, text in chosen]
 
-def quality_note(record: Record, say: Words) -> str:
-    """Why the quality was not evaluated; empty where it was."""
-    judged = _of(record).judged
-    if judged.quality.evaluated != record.quality.evaluated:
-        return words.text(record.quality.note or "", say.lang)
-    return words.text(judged.unevaluated or "", say.lang)
+    def reasons(self) -> list[ReasonLine]:
+        """Return why a run is not valid: of a failed run the failure comes first."""
+        failed = self._record.failure is not None
+        first = [failure(one, self._say) for one in self._record.reasons[:1]] if failed else []
+        stored = [(one.code, one.text) for one in self._record.reasons[len(first) :]]
+        follow = [code for code, _ in stored] == [code for code, _ in self._judged.reasons]
+        found = self._judged.reasons if follow else stored
+        return [*first, *(ReasonLine(code, self._text(text)) for code, text in found)]
 
+    def notes(self) -> list[str]:
+        record, found = self._record, self._judged.notes
+        follow = words.all_among(record.notes, [words.stored(one, record.wording) for one in found])
+        return [self._text(one) for one in (found if follow else record.notes)]
 
-@dataclass(frozen=True)
-class _Derived:
-    """What follows from a record, and whether what it says does. Of a record that does not verify its own text is shown."""
+    def metric_note(self, name: str) -> str:
+        """Return the note of a metric; empty where there is none."""
+        stored, found = self._record.metrics.get(name), self._results.get(name)
+        follows = found and (stored is None or (found.value is None) == (stored.value is None))
+        source = found if follows else stored
+        return self._text(source.note) if source is not None else ""
 
-    judged: Judgement
-    results: dict[str, Result]
-    same_checks: bool
-    same_reasons: bool
-    same_notes: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """A record by what it is in memory: two that are equal in a hash need not be the same."""
-
-    record: Record
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.record is self.record
-
-    def __hash__(self) -> int:
-        return id(self.record)
-
-
-def _of(record: Record) -> _Derived:
-    return _derived(_Same(record))
-
-
-@lru_cache(maxsize=KEPT)
-def _derived(same: _Same) -> _Derived:
-    record = same.record
-    results = table.results(record)
-    judged = validity.findings(record, table.values(record, results))
-    told = [(one.name, one.ok) for one in record.checks]
-    again = [(one.name, one.ok) for one in judged.checks]
-    own = record.reasons[1:] if record.failure is not None else record.reasons
-    notes = [words.stored(one, record.wording) for one in judged.notes]
-    return _Derived(
-        judged=judged,
-        results=results,
-        same_checks=not Counter(told) - Counter(again),
-        same_reasons=[one.code for one in own] == [code for code, _ in judged.reasons],
-        same_notes=words.all_among(record.notes, notes),
-    )
+    def quality_note(self) -> str:
+        """Return why the quality was not evaluated; empty where it was."""
+        stored = self._record.quality
+        follow = self._judged.quality.evaluated == stored.evaluated
+        return self._text(self._judged.unevaluated if follow else stored.note)

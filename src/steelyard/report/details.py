@@ -1,84 +1,117 @@
 """What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
 
+from collections import Counter
 from typing import Any
 
+from steelyard.metrics.runs import metric
 from steelyard.metrics.table import in_order
 from steelyard.metrics.table import row as metric_row
-from steelyard.record.record import Quality, Record
-from steelyard.report import charts, derived, hosts, waterfall
-from steelyard.report.document import Block, Cell, Code, Column, Fact, Facts, Heading, Paragraph, Table, TableRow, Tone
-from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
-from steelyard.report.runs import STATUS_TONE, Run, scope, shown, unit
+from steelyard.record.facts import PeakFacts
+from steelyard.record.record import Check, Record
+from steelyard.report import charts, hosts, waterfall
+from steelyard.report.derived import DerivedTexts, ReasonLine
+from steelyard.report.document import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    ColumnOf,
+    Fact,
+    Facts,
+    Heading,
+    Paragraph,
+    Table,
+    TableRow,
+    table,
+)
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
+from steelyard.report.runs import (
+    FRAMEWORKS,
+    STATUS_TONE,
+    changed,
+    parallel,
+    scope,
+    shown,
+    stored_tune,
+    unit,
+)
 from steelyard.words import LANGS, Words
 
 IDS = 40  # that a page shows of a scope's
 
 
-def details(run: Run, environment: str, level: int, say: Words) -> list[Block]:
-    record = run.record
-    out: list[Block] = [Heading(level, say("record")), _facts(record, environment, say)]
+def details(record: Record, level: int, say: Words) -> list[Block]:
+    """Return all that is known of a run, in the order of a published page: data, model,
+    environment, tool, results."""
+    texts, heading = DerivedTexts(record, say), record.task.kind_row.data_heading
     sections: tuple[tuple[str, list[Block]], ...] = (
-        ("reasons", _reasons(record, say)),
-        ("failure", _failure(record, say)),
-        ("all", [_metrics(record, say)]),
-        ("budget", _budget(record, say)),
-        ("hosts", hosts.hosts(record, say)),
-        ("ranks", hosts.ranks(record, say)),
-        ("stragglers", hosts.straggler_section(record, say)),
-        ("explain", waterfall.section(record, say, whole=False)),
-        ("checks", _checks(record, say)),
+        (say.known(heading, heading), [_data(record, say)]),
+        (say("model"), [_model(record, say)]),
+        (say("hardware"), [_hardware(record, say)]),
+        (say("software"), [_software(record, say)]),
+        (say("setup"), [_setup(record, say)]),
+        (say("record"), [_facts(record, texts, say)]),
+        (say("reasons"), _reasons(record, texts, say)),
+        (say("failure"), _failure(record, say)),
+        (say("all"), [_metrics(record, texts, say)]),
+        (say("budget"), _budget(record, say)),
+        (say("hosts"), hosts.hosts(record, say)),
+        (say("ranks"), hosts.ranks(record, say)),
+        (say("stragglers"), hosts.straggler_section(record, say)),
+        (say("explain"), waterfall.section(record, say, whole=False)),
+        (say("checks"), _checks(record, texts, say)),
     )
-    for key, blocks in sections:
-        if blocks:
-            out += [Heading(level, say(key)), *blocks]
-    return [*out, *_breakdowns(record, level, say), *charts.all_of(record, say)]
+    out: list[Block] = []
+    for title, blocks in sections:
+        out += [Heading(level, title), *blocks] if blocks else []
+    return [*out, *_breakdowns(record, level, say), *charts.of_run(record, say)]
 
 
-def _facts(record: Record, environment: str, say: Words) -> Facts:
-    quality = record.quality
+def _facts(record: Record, texts: DerivedTexts, say: Words) -> Facts:
+    quality, scope_ = record.quality, record.scope
     value = formed(metric_row(quality.metric).form, quality.value)
     judged = say("quality.yes" if quality.evaluated else "quality.no", quality.metric, value)
-    items = [
-        Fact(say("run.status"), say(record.status), STATUS_TONE[record.status]),
-        Fact(say("run.scope"), scope(record, say)),
-        *_named(record, say),
-        Fact(say("run.quality"), say("colon").join(filter(None, (judged, derived.quality_note(record, say))))),
-        Fact(say("run.gate"), spelled(_gate(quality))),
-        Fact(say("run.environment"), environment),
-        Fact(say("run.id"), record.id),
-        Fact(say("run.created"), record.created),
-        Fact(say("run.key"), record.case.key),
-        Fact(say("run.hash"), spelled(record.hashes.get("record"))),
-    ]
-    if record.restarts:
-        items.append(Fact(say("run.restarts"), counted(len(record.restarts))))
-    return Facts((*items, *(Fact(say("run.note"), note) for note in derived.notes(record, say))))
-
-
-def _named(record: Record, say: Words) -> list[Fact]:
-    """What was named of the data. A record has all ids; a page as many as can be read."""
-    ids = record.scope.rows or ()
+    ids = scope_.rows or ()  # a record has all of them; a page as many as can be read
     more = "" if len(ids) <= IDS else f" … ({counted(len(ids))})"
-    named = (("subjects", ", ".join(record.scope.subjects or ())), ("rows", ", ".join(ids[:IDS]) + more))
-    return [Fact(say(f"run.{key}"), text) for key, text in named if text]
+    selected = (
+        ("subjects", ", ".join(scope_.subjects or ())),
+        ("rows", ", ".join(ids[:IDS]) + more),
+    )
+    known = (
+        ("scope", scope(record, say)),
+        *(one for one in selected if one[1]),
+        ("quality", say("colon").join(filter(None, (judged, texts.quality_note())))),
+        ("gate", spelled({} if quality.gate is None else quality.gate.model_dump(mode="json"))),
+        ("environment", _environment(record)),
+        ("id", record.id),
+        ("created", record.created),
+        ("key", record.case.key),
+        ("hash", spelled(record.hashes.get("record"))),
+        *([("restarts", counted(len(record.restarts)))] if record.restarts else []),
+        *(("note", note) for note in texts.notes()),
+    )
+    status = Fact(say("run.status"), say(record.status), STATUS_TONE[record.status])
+    return Facts((status, *(Fact(say(f"run.{key}"), text) for key, text in known)))
 
 
-def _gate(quality: Quality) -> dict[str, Any]:
-    return {} if quality.gate is None else quality.gate.model_dump(mode="json")
-
-
-def _reasons(record: Record, say: Words) -> list[Block]:
-    if not record.reasons:
-        return []
-    rows = tuple(TableRow((Cell(one.code, tone="bad"), Cell(one.whole(say)))) for one in derived.reasons(record, say))
-    return [Table((Column(say("reasons.code")), Column(say("reasons.text"))), rows)]
+def _reasons(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
+    columns: tuple[ColumnOf[ReasonLine], ...] = (
+        ColumnOf(say("reasons.code"), lambda one: Cell(one.code, tone="bad")),
+        ColumnOf(say("reasons.text"), lambda one: one.whole(say)),
+    )
+    return [table(columns, texts.reasons())] if record.reasons else []
 
 
 def _failure(record: Record, say: Words) -> list[Block]:
     failure = record.failure
     if failure is None:
         return []
-    known = (("rank", failure.rank), ("host", failure.host), ("exit", failure.exit_code), ("error", failure.error))
+    known = (
+        ("rank", failure.rank),
+        ("host", failure.host),
+        ("exit", failure.exit_code),
+        ("error", failure.error),
+    )
     out: list[Block] = [Facts(tuple(Fact(say(f"failed_run.{key}"), spelled(value)) for key, value in known))]
     if failure.stderr_tail.strip():
         out += [Paragraph(say("failed_run.stderr"), "muted"), Code(failure.stderr_tail)]
@@ -87,49 +120,50 @@ def _failure(record: Record, say: Words) -> list[Block]:
     return out
 
 
-def _metrics(record: Record, say: Words) -> Block:
+def _metrics(record: Record, texts: DerivedTexts, say: Words) -> Block:
     if not record.metrics:
         return Paragraph(say("all.absent"), "muted")
-    rows = []
-    for name in in_order(set(record.metrics)):
-        value, row = record.metrics[name], metric_row(name, record.metrics[name].unit, record.task)
-        interval = UNKNOWN if value.interval is None else " – ".join(formed(row.form, end) for end in value.interval)
-        note = derived.metric_note(record, name, say)
-        texts = (row.words(say.lang)[0], name, shown(name, value), unit(name, value, say.lang), interval, note)
-        rows.append(TableRow(tuple(Cell(text, tone="strong" if place == 2 else "plain") for place, text in enumerate(texts))))
-    heads = (
-        Column(say("metrics.name")),
-        Column(say("metrics.index")),
-        Column(say("all.value"), align="right"),
-        Column(say("all.unit")),
-        Column(say("all.interval"), align="right"),
-        Column(say("all.note")),
+    found = record.metrics
+    rows = {name: metric_row(name, found[name].unit, record.task) for name in in_order(set(found))}
+    columns: tuple[ColumnOf[str], ...] = (
+        ColumnOf(say("metrics.name"), lambda name: rows[name].words(say.lang)[0]),
+        ColumnOf(say("metrics.index"), lambda name: name),
+        ColumnOf(
+            say("all.value"),
+            lambda name: Cell(shown(name, found[name]), tone="strong"),
+            right=True,
+        ),
+        ColumnOf(say("all.unit"), lambda name: unit(name, found[name], say.lang)),
+        ColumnOf(
+            say("all.interval"),
+            lambda name: ends(found[name].interval, rows[name].form) or UNKNOWN,
+            right=True,
+        ),
+        ColumnOf(say("all.note"), texts.metric_note),
     )
-    return Table(heads, tuple(rows))
+    return table(columns, list(rows))
 
 
 def _budget(record: Record, say: Words) -> list[Block]:
-    """Largest part first. The sum and e2e_time are printed both, so that a reader sees whether they agree."""
+    """Show the largest part first. The sum and e2e_time are printed both, so that a reader sees
+    whether they agree."""
     parts = sorted(record.budget.items(), key=lambda part: -part[1])
     total = sum(record.budget.values())
     if not total > 0:
         return []
-    rows = [_budget_row(name, time_s, time_s / total) for name, time_s in parts]
-    rows.append(_budget_row(say("budget.sum"), total, 1.0, "strong"))
-    e2e = record.metrics.get("e2e_time")
-    if e2e is not None and e2e.value is not None:
-        rows.append(_budget_row("e2e_time", e2e.value, e2e.value / total, "strong"))
-    heads = (
-        Column(say("budget.part")),
-        Column(say("budget.time"), "s", "right"),
-        Column(say("budget.share"), align="right"),
+    e2e = metric(record, "e2e_time")
+    totals = [(say("budget.sum"), total), *([] if e2e is None else [("e2e_time", e2e)])]
+    columns: tuple[ColumnOf[tuple[str, float]], ...] = (
+        ColumnOf(say("budget.part"), lambda part: part[0]),
+        ColumnOf(say("budget.time"), lambda part: formed("seconds", part[1]), "s", right=True),
+        ColumnOf(say("budget.share"), lambda part: formed("percent", part[1] / total), right=True),
     )
-    said = [Paragraph(one) for one in _start_up(record, say)]
-    return [charts.budget(parts, total, say), Table(heads, tuple(rows)), *said]
+    found = table(columns, parts, last=totals)
+    return [charts.budget(parts, total, say), found, *map(Paragraph, _start_up(record, say))]
 
 
 def _start_up(record: Record, say: Words) -> list[str]:
-    """What explains the time of a start: compilers that had to work, and what ran beside other parts."""
+    """Explain the time of a start: what compilers had to do, and what ran beside other parts."""
     first = record.ranks[0] if record.ranks else None
     cache, beside = (None, None) if first is None else (first.compile_cache, first.beside)
     out = [] if cache is None else [say("budget.cache", counted(cache.get("hits", 0)), counted(cache.get("misses", 0)))]
@@ -137,39 +171,128 @@ def _start_up(record: Record, say: Words) -> list[str]:
     return [*out, say("budget.beside", listed)] if listed else out
 
 
-def _budget_row(name: str, time_s: float, share: float, tone: Tone = "plain") -> TableRow:
-    texts = (name, formed("seconds", time_s), formed("percent", share))
-    return TableRow(tuple(Cell(text, tone=tone) for text in texts), "measured" if tone == "plain" else "total")
-
-
 def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
-    """The task's own tables of its outputs."""
-    answers, place = record.answers, LANGS.index(say.lang)
+    """Return the task's own tables of its outputs."""
+    answers, lang = record.answers, LANGS.index(say.lang)
     out: list[Block] = []
     for one in record.task.breakdowns(answers) if answers is not None else []:
         if not any(isinstance(value, float) and value for row in one.rows for value in row):
-            out.append(Paragraph(say("breakdown.empty", one.title[place], counted(len(one.rows))), "muted"))
+            absent = say("breakdown.empty", one.title[lang], counted(len(one.rows)))
+            out.append(Paragraph(absent, "muted"))
             continue
-        names = [words[place] for words in one.columns]
-        numeric = [all(not isinstance(row[i], str) for row in one.rows) for i in range(len(names))]
-        heads = tuple(Column(name, align="right" if right else "left") for name, right in zip(names, numeric, strict=True))
+        values = zip(*one.rows, strict=True)
+        numeric = [not any(isinstance(value, str) for value in column) for column in values]
+        heads = zip(one.columns, numeric, strict=True)
+        columns = (Column(text[lang], align="right" if right else "left") for text, right in heads)
         rows = tuple(TableRow(tuple(Cell(_spelled(value)) for value in row)) for row in one.rows)
-        out += [Heading(level, one.title[place]), Table(heads, rows)]
+        out += [Heading(level, one.title[lang]), Table(tuple(columns), rows)]
     return out
 
 
 def _spelled(value: str | int | float | None) -> str:
-    """Text as it is, a count, or a share."""
+    """Format text as it is, an integer as a count, a float as a share."""
     if isinstance(value, str):
         return value
     return counted(value) if isinstance(value, int) else formed("percent", value)
 
 
-def _checks(record: Record, say: Words) -> list[Block]:
-    if not record.checks:
-        return []
-    rows = []
-    for check in derived.checks(record, say):
-        verdict = Cell(say("ok"), tone="good") if check.ok else Cell(say("not_ok"), tone="bad")
-        rows.append(TableRow((Cell(check.name), verdict, Cell(check.detail))))
-    return [Table(tuple(Column(say(f"checks.{key}")) for key in ("name", "ok", "detail")), tuple(rows))]
+def _checks(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
+    columns: tuple[ColumnOf[Check], ...] = (
+        ColumnOf(say("checks.name"), lambda one: one.name),
+        ColumnOf(
+            say("checks.ok"),
+            lambda one: Cell(say("ok"), tone="good") if one.ok else Cell(say("not_ok"), tone="bad"),
+        ),
+        ColumnOf(say("checks.detail"), lambda one: str(one.detail)),
+    )
+    return [table(columns, texts.checks())] if record.checks else []
+
+
+_WEIGHTS = ("source", "header_sha256")
+
+
+def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words) -> list[Fact]:
+    """Return known keys first and always, then whatever else the record holds, by its own name."""
+    rest = sorted(set(table) - set(known))
+    return [Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)]
+
+
+def _data(record: Record, say: Words) -> Facts:
+    asked = Fact(say("data.asked"), spelled(record.case.question["data"]))
+    known = record.task.kind_row.data_facts
+    return Facts((asked, *_rows(record.data.model_dump(), known, "data", say)))
+
+
+def _model(record: Record, say: Words) -> Facts:
+    question = record.case.question
+    known = {name: question.get(name) for name in ("model", "precision", "train")}
+    asked = (Fact(say(f"model.{name}"), spelled(value)) for name, value in known.items() if value)
+    return Facts((*asked, *_rows(record.weights.model_dump(), _WEIGHTS, "model", say)))
+
+
+def _environment(record: Record) -> str:
+    """Return a short name of what a run ran on."""
+    hardware = record.environment.hardware
+    kinds = Counter(spelled(device.name) for device in hardware.devices)
+    return ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.cpu)
+
+
+def _hardware(record: Record, say: Words) -> Facts:
+    hardware, site = record.environment.hardware, record.site
+    kinds = dict.fromkeys(f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices)
+    cpu, cores = spelled(hardware.cpu), hardware.cpu_cores
+    known = (
+        ("machine", site.get("machine") or spelled(hardware.machine)),
+        ("accelerator", ", ".join(kinds) or spelled(hardware.accelerator)),
+        ("count", counted(len(hardware.devices)) if hardware.devices else UNKNOWN),
+        ("peak", _peak(hardware.peak)),
+        (
+            "cpu",
+            cpu if cores is None else say("hardware.cores", cpu, counted(cores)),
+        ),
+        ("memory", gib_of_bytes(hardware.memory_bytes)),
+        ("network", spelled(site.get("network"))),
+    )
+    shown_above = ("machine", "network", "file", "file_sha256")
+    stated = [Fact(key, site[key]) for key in sorted(site) if key not in shown_above]
+    if "file" in site:
+        stated.append(Fact(say("hardware.site"), f"{site['file']}, SHA-256 {site.get('file_sha256', '')[:12]}"))
+    return Facts((*(Fact(say(f"hardware.{key}"), text) for key, text in known), *stated))
+
+
+def _peak(peak: PeakFacts | None) -> str:
+    if peak is None:
+        return UNKNOWN
+    listed = ", ".join(f"{name} {spelled(rate / 1e12)}" for name, rate in peak.flops_per_s.items())
+    return f"{spelled(peak.name)}: {listed} TFLOP/s ({spelled(peak.source)})" if listed else UNKNOWN
+
+
+def _software(record: Record, say: Words) -> Facts:
+    software, source = record.environment.software, record.environment.source
+    packages, cleanness = software.packages, "source.dirty" if source.dirty else "source.clean"
+    framework = next((name for name in FRAMEWORKS if name in packages), None)
+    versions = {**software.libraries, "python": software.python}
+    dependent = {name: version for name, version in versions.items() if version}
+    dependent |= {name: version for name, version in sorted(packages.items()) if name != framework}
+    listed = ", ".join(f"{name} {spelled(version)}" for name, version in dependent.items())
+    known = (
+        *((key, spelled(getattr(software, key))) for key in ("os", "kernel", "driver", "container")),
+        ("framework", f"{framework} {spelled(packages[framework])}" if framework else UNKNOWN),
+        ("packages", listed or UNKNOWN),
+        ("source", say(cleanness, spelled(source.version), spelled(source.revision))),
+    )
+    return Facts(tuple(Fact(say(f"software.{key}"), text) for key, text in known))
+
+
+def _setup(record: Record, say: Words) -> Facts:
+    """Return tool, optimisation and parallel strategy."""
+    heading, details = record.task.kind_row.tool_heading, record.engine.details.model_dump()
+    tool = f"{record.engine.name} ({spelled(details)})" if details else record.engine.name
+    plan = say("plan.text", parallel(record), record.plan.config, record.plan.launcher)
+    known = (
+        (say.known(heading, heading), tool),
+        (say("tune.set"), changed(record, say)),
+        (say("tune.all"), spelled(stored_tune(record))),
+        (say("plan"), plan),
+    )
+    return Facts(tuple(Fact(label, text) for label, text in known))

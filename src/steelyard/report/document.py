@@ -1,15 +1,18 @@
-"""A page as data: what is said, in which order, and nothing about how it looks.
+"""A page as data: what is said, in which order, and nothing about how it looks. Tables are made
+from columns.
 
 Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no builder has to remember.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from steelyard import words
+from steelyard.report.numbers import UNKNOWN
 
 Lang = words.Lang
+Row = TypeVar("Row")
 Align = Literal["left", "right"]
 Tone = Literal["plain", "strong", "muted", "good", "bad", "lead"]
 Point = tuple[float, float | None]
@@ -96,6 +99,53 @@ class Table:
     pinned: bool = False
 
 
+EMPTY = Cell(UNKNOWN)
+
+
+@dataclass(frozen=True)
+class ColumnOf(Generic[Row]):
+    """A column and what each row has in it. An optional one is left out where no row has anything
+    in it."""
+
+    title: str
+    cell: Callable[[Row], Cell | str]
+    sub: str = ""
+    right: bool = False
+    strong: bool = False
+    priority: Priority = 1
+    optional: bool = False
+
+    @property
+    def head(self) -> Column:
+        align: Align = "right" if self.right else "left"
+        return Column(self.title, self.sub, align, self.strong, self.priority)
+
+
+def table(
+    columns: Iterable[ColumnOf[Row]],
+    rows: Iterable[Row],
+    footnotes: Iterable[str] = (),
+    last: Iterable[Row] = (),
+    last_kind: RowKind = "total",
+    tone: Callable[[Row], Tone] = lambda row: "plain",
+) -> Table:
+    """Return the table of these rows, and below them those of another kind. `tone` is that of cells
+    that are plain text; in totals they are bold."""
+    last_tone: Tone = "strong" if last_kind == "total" else "plain"
+    every: list[tuple[Row, Tone, RowKind]] = [(row, tone(row), "measured") for row in rows]
+    every += [(row, last_tone, last_kind) for row in last]
+    cells = {one: [_cell(one.cell(row), its_tone) for row, its_tone, _ in every] for one in columns}
+    empty = {one for one in cells if all(cell.text == UNKNOWN for cell in cells[one])}
+    shown = [one for one in cells if not (one.optional and one in empty)]
+    in_rows = zip(*(cells[one] for one in shown), strict=True)
+    made = [TableRow(row, kind) for row, (_, _, kind) in zip(in_rows, every, strict=True)]
+    return Table(tuple(one.head for one in shown), tuple(made), tuple(footnotes))
+
+
+def _cell(made: Cell | str, tone: Tone) -> Cell:
+    return Cell(made, tone=tone) if isinstance(made, str) else made
+
+
 @dataclass(frozen=True)
 class Figure:
     label: str
@@ -111,6 +161,12 @@ class Figures:
     status: str
     tone: Tone
     items: tuple[Figure, ...]
+
+    @property
+    def text(self) -> str:
+        """The title and all numbers on one line."""
+        numbers = (f"{one.label} {one.value} {one.unit}".rstrip() for one in self.items)
+        return f"{self.title}: {', '.join(numbers)}"
 
 
 @dataclass(frozen=True)
@@ -230,8 +286,12 @@ class Page:
 
 
 def walk(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Every block, those inside of others too, in the order in which they are read."""
+    """Yield every block in the order in which it is read. A fold is its heading, a line on it, and
+    what is inside."""
     for block in blocks:
-        yield block
         if isinstance(block, Fold):
-            yield from walk((block.heading, *block.blocks))
+            line = " · ".join(part for part in (block.sub, block.note) if part)
+            head = (block.heading, Paragraph(line, "muted")) if line else (block.heading,)
+            yield from (*head, *walk(block.blocks))
+        else:
+            yield block

@@ -1,6 +1,7 @@
 """Groups of records as data: repeats, engines side by side, scaling. The same in the JSON of `run` and of `report`."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from steelyard.metrics import engines as side
 from steelyard.metrics import repeats as same
@@ -174,10 +175,8 @@ def _engine(row: EngineRuns) -> EngineData:
         engine=row.name,
         base=row.base,
         answers=row.answers,
-        rate=_value(row.rate),
-        rate_interval=_interval(row.rate),
-        ratio=_value(row.ratio),
-        ratio_interval=_interval(row.ratio),
+        **_estimate("rate", row.rate),
+        **_estimate("ratio", row.ratio),
         interval_from=row.source,
         mfu=row.mfu,
         mem=row.mem,
@@ -211,20 +210,14 @@ def _plan(row: ScalingRow) -> PlanData:
         devices=row.plan.devices,
         plan=str(row.plan),
         base=row.base,
-        rate=row.rate.value,
-        rate_interval=row.rate.interval,
-        speedup=row.speedup.value,
-        speedup_interval=row.speedup.interval,
-        efficiency=row.efficiency.value,
-        efficiency_interval=row.efficiency.interval,
+        **_estimate("rate", row.rate),
+        **_estimate("speedup", row.speedup),
+        **_estimate("efficiency", row.efficiency),
         interval_from=row.source,
         records=[one.id for one in row.records],
     )
 
 
-def _value(one: Estimate | None) -> float | None:
-    return None if one is None else one.value
-
-
-def _interval(one: Estimate | None) -> Interval | None:
-    return None if one is None else one.interval
+def _estimate(name: str, one: Estimate | None) -> dict[str, Any]:
+    """Return a number and its interval under the names that JSON gives them."""
+    return {name: one and one.value, f"{name}_interval": one and one.interval}

@@ -13,7 +13,7 @@ _MAX_DEPTH = 8  # a stranger's record may nest without end
 
 
 def number(value: float) -> str:
-    """Four significant digits, but never fewer than all digits before the point."""
+    """Format four significant digits, but never fewer than all digits before the point."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -25,7 +25,8 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """One decimal; more below 1 %, and where rounding would make an almost empty share 0 or an almost full one 100."""
+    """Format one decimal; more below 1 %, and if rounding would make an almost empty share 0 or an
+    almost full one 100."""
     if value in (0.0, 1.0):
         return f"{value:.1%}"
     for decimals in (1, 2, 3):
@@ -35,44 +36,47 @@ def percent(value: float) -> str:
     return text
 
 
-def gib(value: float) -> str:
-    return f"{value:,.1f}"
-
-
 def seconds(value: float) -> str:
-    """Thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say nothing."""
+    """Format thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say
+    nothing."""
     size = abs(value)
     decimals = next((places for least, places in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3)) if size >= least), None)
     return number(value) if decimals is None else f"{value:,.{decimals}f}"
 
 
-def decimals(value: float) -> str:
-    """Four decimals, as losses are published."""
-    return f"{value:,.4f}"
-
-
 _FORMS: dict[str, Callable[[float], str]] = {
     "number": number,
     "percent": percent,
-    "gib": gib,
+    "gib": lambda value: f"{value:,.1f}",
     "seconds": seconds,
-    "decimals": decimals,
+    "decimals": lambda value: f"{value:,.4f}",  # as losses are published
 }
 
 
-def formed(form: str, value: Any) -> str:
-    """A number in one of the forms; what is no finite number is unknown."""
+def formed(form: str, value: Any, scale: float = 1.0) -> str:
+    """Return a number over its scale in one of the forms; what is no finite number is unknown."""
     known = real(value)
-    return UNKNOWN if known is None else _FORMS[form](known)
+    return UNKNOWN if known is None else _FORMS[form](known / scale)
+
+
+def ends(interval: tuple[float, float] | None, form: str = "number", scale: float = 1.0) -> str:
+    """Format both ends of an interval; an empty text where there is none."""
+    return "" if interval is None else " – ".join(formed(form, end, scale) for end in interval)
 
 
 def bare(form: str, value: Any) -> str:
-    """The same without marks for thousands, as FlagPerf's pages have it."""
+    """Format a number without marks for thousands, as FlagPerf's pages have it."""
     return formed(form, value).replace(",", "")
 
 
+def joined(texts: list[str]) -> str:
+    """Join numbers of one cell by a slash; UNKNOWN where none is known."""
+    known = ("-" if text == UNKNOWN else text for text in texts)
+    return UNKNOWN if set(texts) == {UNKNOWN} else "/".join(known)
+
+
 def real(value: Any) -> float | None:
-    """A finite number, or None: a record's open tables may hold anything."""
+    """Return a finite number, or None: a record's open tables may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -83,17 +87,17 @@ def real(value: Any) -> float | None:
 
 
 def gib_of_bytes(value: Any) -> str:
-    known = real(value)
-    return UNKNOWN if known is None else f"{gib(known / 2**30)} GiB"
+    text = formed("gib", value, 2**30)
+    return text if text == UNKNOWN else f"{text} GiB"
 
 
 def counted(value: Any) -> str:
-    """A count with thousands marked; anything else as it is spelled."""
+    """Format a count with thousands marked; anything else as `spelled` does."""
     return f"{value:,d}" if isinstance(value, int) and not isinstance(value, bool) else spelled(value)
 
 
 def spelled(value: Any, depth: int = 0) -> str:
-    """A setting as its author would type it, without marks for thousands."""
+    """Format a setting as its author would type it, without marks for thousands."""
     if value is None or value == "" or value == {} or value == []:
         return UNKNOWN
     if isinstance(value, bool):

@@ -16,7 +16,7 @@ _DROPPED = {"Cc", "Cf", "Cs"}
 
 
 def lines(text: str) -> str:
-    """The visible text, line breaks kept."""
+    """Return the visible text with its line breaks."""
     text = _BREAKS.sub("\n", _ESCAPES.sub("", text)).replace("\t", "    ")
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
@@ -24,12 +24,12 @@ def lines(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The visible text on one line."""
+    """Return the visible text on one line."""
     return " ".join(lines(text).split())
 
 
 def width(text: str) -> int:
-    """Columns on a terminal: East Asian wide characters take two, combining ones none."""
+    """Return columns on a terminal: East Asian wide characters take two, combining ones none."""
     if text.isascii():
         return len(text)
     return sum(_char_width(c) for c in text)
@@ -53,7 +53,7 @@ _PIECES = re.compile(rf"\s+|[{_WIDE}][{_CLOSING}]*|[^\s{_WIDE}]+[{_CLOSING}]*")
 
 
 def wrap(text: str, columns: int) -> list[str]:
-    """The text in lines of at most so many columns; one at least."""
+    """Return the text in lines of at most `columns` columns; one line at least."""
     columns = max(1, columns)
     out, line = [], ""
     for piece in _PIECES.findall(text):

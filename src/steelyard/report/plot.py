@@ -5,9 +5,10 @@ Places along the width are shares of it, such as 12.5%.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from steelyard.report.document import Bar, Curve, Lines, Panel, Stack
+from steelyard.report.document import Curve, Lines, Panel, Stack
 
 WIDTH, HEIGHT = 1000, 180
 _TICKS = 5
@@ -23,30 +24,13 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Path:
-    name: str
-    d: str
-
-
-@dataclass(frozen=True)
 class Plot:
-    width: int
-    height: int
-    paths: tuple[Path, ...]
+    """`paths` are those of the series, in their order."""
+
+    paths: tuple[str, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     level: str | None
-
-
-@dataclass(frozen=True)
-class _Axis:
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def at(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def plot(chart: Lines) -> Plot:
@@ -60,19 +44,24 @@ def plot(chart: Lines) -> Plot:
     y_step = _step(top)
     y_ticks = [y_step * index for index in range(math.ceil(top / y_step) + 1)]
     x_ticks = [x_step * index for index in range(math.ceil(first / x_step), math.floor(last / x_step) + 1)]
-    x = _Axis(first, last if last > first else first + 1.0, 0, WIDTH)
-    y = _Axis(0.0, y_ticks[-1] or 1.0, HEIGHT, 0)
+    end, highest = last if last > first else first + 1.0, y_ticks[-1] or 1.0
+
+    def x(value: float) -> float:
+        return (value - first) / (end - first) * WIDTH
+
+    def y(value: float) -> float:
+        return HEIGHT - value / highest * HEIGHT
+
     return Plot(
-        *(WIDTH, HEIGHT),
-        tuple(Path(series.name, _path(series, x, y)) for series in chart.series),
-        tuple(Tick(f"{x.at(value) / WIDTH:.2%}", _label(value, x_step)) for value in x_ticks),
-        tuple(Tick(f"{y.at(value):.1f}", _label(value, y_step)) for value in y_ticks),
-        None if chart.level is None else f"{y.at(chart.level):.1f}",
+        tuple(_path(series, x, y) for series in chart.series),
+        tuple(Tick(f"{x(value) / WIDTH:.2%}", _label(value, x_step)) for value in x_ticks),
+        tuple(Tick(f"{y(value):.1f}", _label(value, y_step)) for value in y_ticks),
+        None if chart.level is None else f"{y(chart.level):.1f}",
     )
 
 
 def _step(span: float) -> float:
-    """A round distance between ticks."""
+    """Return a round distance between ticks."""
     rough = span / _TICKS
     if rough <= _SMALLEST_STEP:
         return 1.0
@@ -84,44 +73,22 @@ def _label(value: float, step: float) -> str:
     return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
 
 
-def _path(series: Curve, x: _Axis, y: _Axis) -> str:
-    """Move after a gap, draw otherwise."""
+def _path(series: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """Return the path of a series: it moves after a gap and draws otherwise."""
     out, pen_down = [], False
     for at, value in series.points:
         if value is None:
             pen_down = False
             continue
         # The empty stroke after a move makes a lone point a dot.
-        out.append(f"L{x.at(at):.1f} {y.at(value):.1f}" if pen_down else f"M{x.at(at):.1f} {y.at(value):.1f}h0")
+        out.append(f"L{x(at):.1f} {y(value):.1f}" if pen_down else f"M{x(at):.1f} {y(value):.1f}h0")
         pen_down = True
     return "".join(out)
 
 
-@dataclass(frozen=True)
-class Span:
-    """A stretch along the width: where it begins and how long it is."""
-
-    at: str
-    width: str
-
-
-@dataclass(frozen=True)
-class BarPlace:
-    """Where a bar ends, and the ends of its interval."""
-
-    width: str
-    ends: tuple[str, str] | None
-
-
-def bar(one: Bar, panel: Panel) -> BarPlace | None:
-    if one.value is None:
-        return None
-    ends = None if one.interval is None else (_share(one.interval[0], panel), _share(one.interval[1], panel))
-    return BarPlace(_share(one.value, panel), ends)
-
-
 def marks(panel: Panel) -> list[Tick]:
-    """The lines of a panel's references. Those too close for a label of their own have one together."""
+    """Return the marks of a panel's references. Those too close for a label of their own share
+    one."""
     out: list[tuple[float, str]] = []
     for one in sorted(panel.references, key=lambda one: one.value):
         at = _place(one.value, panel)
@@ -132,22 +99,18 @@ def marks(panel: Panel) -> list[Tick]:
     return [Tick(f"{at:.2%}", f"[{text}]") for at, text in out]
 
 
-def lines_of(panel: Panel) -> list[str]:
-    """Where the lines of a panel's references stand."""
-    return [_share(one.value, panel) for one in panel.references]
-
-
-def spans(stack: Stack) -> list[Span]:
-    """The parts of a bar, one after the other."""
+def spans(stack: Stack) -> list[tuple[str, str]]:
+    """Return where each part of a bar begins and how long it is, as shares of the width."""
     out, at = [], 0.0
     total = sum(part.share for part in stack.parts) or 1.0
     for part in stack.parts:
-        out.append(Span(f"{at:.3%}", f"{part.share / total:.3%}"))
+        out.append((f"{at:.3%}", f"{part.share / total:.3%}"))
         at += part.share / total
     return out
 
 
-def _share(value: float, panel: Panel) -> str:
+def share(value: float, panel: Panel) -> str:
+    """Return where a value lies on the axis of a panel, as a share of the width."""
     return f"{_place(value, panel):.2%}"
 
 

@@ -2,24 +2,25 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from steelyard import words
+from steelyard.case.case import AUTO
 from steelyard.case.resolve import changed_question
 from steelyard.metrics.rates import rank_mem
-from steelyard.metrics.runs import kinds
+from steelyard.metrics.ratio import Ratio
+from steelyard.metrics.runs import Estimate, kinds
 from steelyard.metrics.shipped import apart
 from steelyard.metrics.spans import headline, windows
 from steelyard.metrics.table import row as metric_row
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Value
-from steelyard.report.document import Lang, Tone
-from steelyard.report.numbers import UNKNOWN, formed, spelled
+from steelyard.report.document import EMPTY, Cell, Lang, Tone
+from steelyard.report.numbers import UNKNOWN, ends, formed, spelled
 from steelyard.words import Words
 
-T = TypeVar("T", bound=Hashable)
 CaseName = tuple[str, ...]  # name, size, what was changed of the question, and what of the case
 
 SUBJECTS = 3  # that a table names; of more it says how many
@@ -48,31 +49,27 @@ class Run:
 
 
 def accelerator(record: Record) -> str:
-    """The kind of device and how many of them the run had: NVIDIA H200 × 8."""
+    """Return the kind of device and how many of them the run had: NVIDIA H200 × 8."""
     kind = ", ".join(kinds(record)) or spelled(record.environment.hardware.cpu)
     return f"{kind} × {record.plan.world}"
 
 
 def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run]]:
-    """Runs of one case and size together: its precisions and divisions are rows of one table."""
+    """Group runs by case and size: precisions and divisions are rows of one table."""
     out: dict[CaseName, list[Run]] = {}
     anchors: Counter[str] = Counter()
     for record in records:
         runs = out.setdefault(_name(record, lang), [])
-        anchor = f"run-{slug(record.id[:8])}"
+        anchor = "run-" + re.sub(r"[^0-9A-Za-z]+", "-", record.id[:8]).strip("-").lower()
         anchors[anchor] += 1
         runs.append(Run(len(runs) + 1, record, anchor if anchors[anchor] == 1 else f"{anchor}-{anchors[anchor]}"))
     return out
 
 
-def slug(text: str) -> str:
-    """What may stand in an id."""
-    return re.sub(r"[^0-9A-Za-z]+", "-", text).strip("-").lower()
-
-
 def _name(record: Record, lang: Lang) -> CaseName:
-    """The command line may make another question of a case, a case file of one's own may bear a shipped name, and a shipped
-    case may have got another question since: such runs stand apart, under what differs."""
+    """Return the name under which a run is grouped. The command line may change the question of a
+    case, a case file of one's own may bear a shipped name, and a shipped case may have changed
+    since: such runs stand apart, under what differs."""
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
     return (record.case.name, record.case.size, *asked, *(words.text(one, lang) for one in apart(record)))
@@ -84,21 +81,27 @@ def _value(question: Any, key: str) -> str:
     return str(question)
 
 
-def distinct(runs: list[Run], of: Callable[[Run], T]) -> dict[T, list[Run]]:
-    """Runs that have the same to say, together."""
-    out: dict[T, list[Run]] = {}
-    for run in runs:
-        out.setdefault(of(run), []).append(run)
-    return out
-
-
 def labels(runs: list[Run], say: Words) -> str:
     names = ", ".join(run.label for run in runs)
     return say("run" if len(runs) == 1 else "runs", names)
 
 
+def codes(records: Record | Iterable[Record], say: Words) -> str:
+    """List the codes of the reasons why runs are not valid, each once; empty where there is
+    none."""
+    every = [records] if isinstance(records, Record) else records
+    found = dict.fromkeys(reason.code for record in every for reason in record.reasons)
+    return say("comma").join(found)
+
+
+def status(record: Record, say: Words) -> str:
+    """Return the status of a run with the codes of its reasons."""
+    return ": ".join(filter(None, (say(record.status), codes(record, say))))
+
+
 def scope(record: Record, say: Words) -> str:
-    """A window's size is echoed as the operator typed it. What goes on from another run says from where."""
+    """Return how much of the question was run: a window's size as the operator typed it. A resumed
+    run says from which step."""
     extent = record.scope
     many = "window.subjects.many" if len(extent.subjects or ()) > SUBJECTS else "window.subjects"
     listed = None if extent.subjects is None else say("comma").join(extent.subjects)
@@ -115,8 +118,13 @@ def scope(record: Record, say: Words) -> str:
 
 
 def shown(name: str, value: Value | None) -> str:
-    """A metric's number alone."""
+    """Format a metric's number alone."""
     return UNKNOWN if value is None else formed(metric_row(name, value.unit).form, value.value)
+
+
+def estimate(one: Estimate | Ratio | None, form: str = "number", tone: Tone = "plain") -> Cell:
+    """Return a number with its interval below it; EMPTY where it is not known."""
+    return EMPTY if one is None else Cell(formed(form, one.value), ends(one.interval, form), tone)
 
 
 def unit(name: str, value: Value | None, lang: Lang = "en") -> str:
@@ -149,25 +157,60 @@ def framework_version(record: Record) -> Version | None:
 
 
 def engine_version(record: Record) -> Version | None:
-    """The package that bears the engine's name, or the first whose name has it in it: engine megatron is megatron-core. None
-    where the engine is no package of its own."""
+    """Return the package that bears the engine's name, or the first whose name contains it: engine
+    megatron is megatron-core. None if the engine is no package of its own."""
     packages, name = record.environment.software.packages, record.engine.name
     found = [name] if name in packages else sorted(one for one in packages if name in one)
     return Version(found[0], packages[found[0]]) if found else None
 
 
 def tuned(record: Record) -> dict[str, Any]:
-    """Settings whose value is not the default, by name."""
+    """Return settings whose value is not the default, by name."""
     return record.tune.model_dump(mode="json", exclude_defaults=True)
 
 
 def changes(record: Record) -> list[str]:
-    """What makes its question or its case another than the shipped one of its name."""
+    """Return what makes its question or its case another than the shipped one of its name."""
     return [*changed_question(record.case.origins), *(words.text(one) for one in apart(record))]
 
 
+def identity(record: Record) -> dict[str, Any]:
+    """Return what a record is, by the names that CSV and JSON give it."""
+    case, plan, scope = record.case, record.plan, record.scope
+    engine, framework = engine_version(record), framework_version(record)
+    return {
+        "id": record.id,
+        "created": record.created,
+        "case": case.name,
+        "size": case.size,
+        "changed": changes(record),
+        "key": case.key,
+        "division": case.division,
+        "precision": case.precision,
+        "scope": scope.kind,
+        "subjects": scope.subjects,
+        "rows": scope.rows,
+        "sample": scope.sample,
+        "steps": scope.steps,
+        "engine": record.engine.name,
+        "engine_version": None if engine is None else engine.version,
+        "framework": None if framework is None else framework.name,
+        "framework_version": None if framework is None else framework.version,
+        "accelerator": kinds(record),
+        "accelerators": plan.world,
+        "nodes": plan.nodes,
+        "plan": str(plan),
+        "tune": tuned(record),
+        "weights": record.weights.source,
+        "status": record.status,
+        "reasons": list(dict.fromkeys(reason.code for reason in record.reasons)),
+        "quality": record.quality.metric,
+        "quality_evaluated": record.quality.evaluated,
+    }
+
+
 def stages(record: Record) -> str:
-    """GiB of the fullest rank of each stage times the ranks of the stage: 46.80*2 + 38.93*2."""
+    """Return GiB of the fullest rank of each stage times its ranks: 46.80*2 + 38.93*2."""
     name = headline(record)
     by_stage: dict[int, list[float | None]] = {}
     for rank in sorted({window.rank for window in windows(record, name)} if name else ()):
@@ -180,3 +223,45 @@ def stages(record: Record) -> str:
 def _fullest(sizes: list[float | None]) -> str:
     known = [size for size in sizes if size is not None]
     return f"{max(known):.2f}" if known else UNKNOWN
+
+
+def changed(record: Record, say: Words | None = None) -> str:
+    """Return tuned values that the record's origins say are no defaults; with `say`, where each
+    came from."""
+    out = []
+    for key, value in stored_tune(record).items():
+        origin = _origin(key, record.case.origins)
+        if origin is not None and origin != "default":
+            where = f" ({say.known(f'origin.{origin}', origin)})" if say is not None else ""
+            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else where}")
+    return ", ".join(out) or UNKNOWN
+
+
+def tuned_text(record: Record) -> str:
+    """Return tuned values that are not the case's own: those that were typed, and defaults of an
+    earlier version. Empty if there are none."""
+    out = []
+    for key, value in stored_tune(record).items():
+        origin = _origin(key, record.case.origins) or "default"
+        default = type(record.tune).model_fields[key].get_default(call_default_factory=True)
+        if value != default if origin == "default" else not origin.startswith("case"):
+            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else ''}")
+    return ", ".join(out)
+
+
+def stored_tune(record: Record) -> dict[str, Any]:
+    """Return the tune as the record stores it: an older one has fewer settings."""
+    return record.tune.model_dump(mode="json", exclude_unset=True)
+
+
+def _origin(key: str, origins: dict[str, str]) -> str | None:
+    """Return where a value came from; of a table, where its first entry did."""
+    exact = origins.get(f"tune.{key}")
+    return exact or next((where for name, where in sorted(origins.items()) if name.startswith(f"tune.{key}.")), None)
+
+
+def parallel(record: Record) -> str:
+    """Return the degrees of the plan, and the sharding stage of training."""
+    sharding = record.tune.sharding
+    divided = f" SH{sharding}" if record.task.kind_row.trains and sharding else ""
+    return f"{record.plan}{divided}"

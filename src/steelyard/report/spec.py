@@ -8,8 +8,20 @@ from steelyard.metrics import ceilings
 from steelyard.plan.ceilings import GROUPS
 from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord
 from steelyard.report import derived
-from steelyard.report.document import Block, Cell, Column, Fact, Facts, Heading, Lang, Page, Paragraph, Table, TableRow
-from steelyard.report.numbers import UNKNOWN, counted, formed, gib_of_bytes, spelled
+from steelyard.report.document import (
+    Block,
+    Cell,
+    ColumnOf,
+    Fact,
+    Facts,
+    Heading,
+    Lang,
+    Page,
+    Paragraph,
+    Table,
+    table,
+)
+from steelyard.report.numbers import UNKNOWN, counted, ends, formed, gib_of_bytes, spelled
 from steelyard.report.runs import STATUS_TONE
 from steelyard.words import Words
 
@@ -49,16 +61,24 @@ def _record(record: SpecRecord, level: int, say: Words) -> Iterator[Block]:
     lines = _lines(record)
     for group in GROUPS:
         shown = [one for one in lines if one.bench.group == group]
+        known = [one for one in shown if one.ceiling.value is not None]
         if shown:
             yield Heading(level, say(f"spec.{group}"))
-            yield from _group([one for one in shown if one.ceiling.value is not None], record.limits, say)
-            yield from _absent([one for one in shown if one.ceiling.value is None], record.limits, say)
+            yield from [_table(known, record.limits, say)] if known else []
+            yield from _absent([one for one in shown if one not in known], record.limits, say)
             yield Paragraph(say(f"spec.{group}.note"), "muted")
-    yield Paragraph(say("spec.note", counted(record.limits.last), formed("percent", record.limits.within)), "muted")
+    yield Paragraph(
+        say("spec.note", counted(record.limits.last), formed("percent", record.limits.within)),
+        "muted",
+    )
 
 
 def _facts(record: SpecRecord, say: Words) -> Facts:
-    hardware, software, source = record.environment.hardware, record.environment.software, record.environment.source
+    hardware, software, source = (
+        record.environment.hardware,
+        record.environment.software,
+        record.environment.source,
+    )
     peak = hardware.peak
     cores = say("hardware.cores", spelled(hardware.cpu), counted(hardware.cpu_cores))
     told = (
@@ -73,7 +93,10 @@ def _facts(record: SpecRecord, say: Words) -> Facts:
         ("hardware.memory", gib_of_bytes(hardware.memory_bytes)),
         ("software.os", spelled(software.os)),
         ("software.driver", spelled(software.driver)),
-        ("software.packages", spelled({**software.packages, **software.libraries, **software.collectives})),
+        (
+            "software.packages",
+            spelled({**software.packages, **software.libraries, **software.collectives}),
+        ),
         ("software.source", f"{spelled(source.version)} {spelled(source.revision)}"),
     )
     tones = {"status": STATUS_TONE[record.status]}
@@ -84,18 +107,18 @@ def _lines(record: SpecRecord) -> list[_Line]:
     groups: dict[tuple[str, str, str | None], list[tuple[Bench, Ceiling]]] = {}
     for bench, ceiling in zip(record.benches, record.ceilings, strict=True):
         groups.setdefault((bench.group, bench.name, bench.precision), []).append((bench, ceiling))
-    return [_line(every) for every in groups.values()]
-
-
-def _line(every: list[tuple[Bench, Ceiling]]) -> _Line:
-    """One that has no number is the slowest: what is not right on one device is no rate of all."""
-    slowest = min(every, key=lambda one: -1.0 if one[1].value is None else one[1].value)
-    known = [ceiling.value for _, ceiling in every if ceiling.value is not None]
-    return _Line(*slowest, len({bench.rank for bench, _ in every}), max(known, default=None))
+    out = []
+    for every in groups.values():
+        # One that has no number is the slowest: what is not right on one device is no rate of all.
+        slowest = min(every, key=lambda one: -1.0 if one[1].value is None else one[1].value)
+        known = [ceiling.value for _, ceiling in every if ceiling.value is not None]
+        ranks = {bench.rank for bench, _ in every}
+        out.append(_Line(*slowest, len(ranks), max(known, default=None)))
+    return out
 
 
 def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
-    """What there is no number of, by reason."""
+    """Yield what there is no number of, by reason."""
     reasons: dict[str, list[str]] = {}
     for one in lines:
         name = " ".join(filter(None, (one.bench.name, one.bench.precision)))
@@ -106,46 +129,68 @@ def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
 
 
 def _remark(bench: Bench, limits: Limits, say: Words) -> str:
-    found = ceilings.remark(bench, limits)
-    return words.text(found or "", say.lang)
-
-
-def _group(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
-    if lines:
-        yield _table(lines, limits, say)
+    return words.text(ceilings.remark(bench, limits) or "", say.lang)
 
 
 def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
     scale, name = SCALES[lines[0].bench.unit]
     unit = words.unit(name, say.lang)
-    several = any(one.ranks > 1 for one in lines)
-    heads = [Column(say("spec.name")), Column(say("precision")), Column(say("spec.detail"), priority=3)]
-    heads += [Column(say("spec.amount" if name == "GiB" else "spec.value"), unit, "right", strong=True)]
-    heads += [Column(say("spec.fastest"), unit, "right", priority=2)] if several else []
-    heads += [Column(say("spec.share"), "", "right"), Column(say("spec.clock"), "MHz", "right", priority=3)]
-    heads += [Column(say("spec.power"), "W", "right", priority=3), Column(say("spec.off"), "", "right", priority=3)]
-    heads += [Column(say("spec.remark"), priority=2)]
-    return Table(tuple(heads), tuple(_row(one, scale, several, limits, say) for one in lines))
+
+    def detail(one: _Line) -> str:
+        return spelled(one.bench.detail) if one.bench.detail and one.bench.unit != "B" else ""
+
+    def value(one: _Line) -> Cell:
+        ceiling = one.ceiling
+        return Cell(formed("number", ceiling.value, scale), ends(ceiling.interval, scale=scale))
+
+    fastest = ColumnOf[_Line](
+        say("spec.fastest"),
+        lambda one: formed("number", one.best, scale),
+        unit,
+        right=True,
+        priority=2,
+    )
+    columns: tuple[ColumnOf[_Line], ...] = (
+        ColumnOf(say("spec.name"), lambda one: one.bench.name),
+        ColumnOf(say("precision"), lambda one: one.bench.precision or ""),
+        ColumnOf(say("spec.detail"), detail, priority=3),
+        ColumnOf(
+            say("spec.amount" if name == "GiB" else "spec.value"),
+            value,
+            unit,
+            right=True,
+            strong=True,
+        ),
+        *([fastest] if any(one.ranks > 1 for one in lines) else []),
+        ColumnOf(say("spec.share"), lambda one: formed("percent", one.ceiling.share), right=True),
+        ColumnOf(
+            say("spec.clock"),
+            lambda one: formed("number", one.ceiling.sm_clock_mhz),
+            "MHz",
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("spec.power"),
+            lambda one: formed("number", one.ceiling.power_w),
+            "W",
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("spec.off"),
+            lambda one: _error_and_bound(one.bench, say),
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(say("spec.remark"), lambda one: _remark(one.bench, limits, say), priority=2),
+    )
+    return table(columns, lines)
 
 
-def _row(one: _Line, scale: float, several: bool, limits: Limits, say: Words) -> TableRow:
-    bench, ceiling = one.bench, one.ceiling
-    ends = "" if ceiling.interval is None else " – ".join(formed("number", end / scale) for end in ceiling.interval)
-    detail = spelled(bench.detail) if bench.detail and bench.unit != "B" else ""
-    cells = [Cell(bench.name), Cell(bench.precision or ""), Cell(detail)]
-    cells += [Cell(_scaled(ceiling.value, scale), ends)]
-    cells += [Cell(_scaled(one.best, scale))] if several else []
-    cells += [Cell(formed("percent", ceiling.share)), Cell(formed("number", ceiling.sm_clock_mhz))]
-    cells += [Cell(formed("number", ceiling.power_w)), Cell(_off(bench, say)), Cell(_remark(bench, limits, say))]
-    return TableRow(tuple(cells))
-
-
-def _scaled(value: float | None, scale: float) -> str:
-    return formed("number", None if value is None else value / scale)
-
-
-def _off(bench: Bench, say: Words) -> str:
-    """How far from fp64, of what is allowed."""
+def _error_and_bound(bench: Bench, say: Words) -> str:
+    """Format a benchmark's error against fp64 with its bound, or UNKNOWN if the result was not
+    checked."""
     if bench.checked is None:
         return UNKNOWN
     return say("spec.of", formed("number", bench.checked.error), formed("number", bench.checked.bound))

@@ -1,14 +1,27 @@
 """Why a rate is not higher: a step's time from the datasheet's peak to what was measured, each part with what to try."""
 
 import re
+from collections.abc import Iterable
+from itertools import accumulate
 
 from steelyard.metrics import rates
-from steelyard.metrics.waterfall import Row, Waterfall, waterfalls
+from steelyard.metrics.waterfall import Waterfall, waterfalls
 from steelyard.record.profile import KernelFacts
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Cell, Column, Heading, Lang, Page, Paragraph, Share, Stack, Table, TableRow
-from steelyard.report.numbers import UNKNOWN, counted, formed
-from steelyard.report.runs import Run, by_case
+from steelyard.report.document import (
+    Block,
+    ColumnOf,
+    Heading,
+    Lang,
+    Page,
+    Paragraph,
+    Share,
+    Stack,
+    Table,
+    table,
+)
+from steelyard.report.numbers import counted, formed
+from steelyard.report.runs import by_case
 from steelyard.words import Words
 
 MOST = 12  # kernels that are shown
@@ -19,21 +32,23 @@ WHERE = re.compile(r"\b(at|native|c10|std|cuda|binary_internal)::|\(anonymous na
 
 
 def section(record: Record, say: Words, whole: bool = True) -> list[Block]:
-    """Of every profiled rank. Not `whole`: only where a stretch was profiled."""
+    """Return the waterfall of every profiled rank, or of the samples alone. Not `whole`: only if a
+    stretch was profiled."""
     if not whole and not record.profile:
         return []
     return [block for one in waterfalls(record) for block in _blocks(record, one, say)]
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """What `report --explain` shows: this and nothing else, run by run."""
+    """Return what `report --explain` shows: this and nothing else, run by run."""
     say = Words(lang)
     title = say("explain")
     blocks: list[Block] = [Heading(1, title)]
     for case, runs in by_case(records, lang).items():
         blocks.append(Heading(2, " · ".join(case)))
         for run in runs:
-            blocks += [Heading(3, _title(run)), *(section(run.record, say) or [Paragraph(say("all.absent"), "muted")])]
+            blocks.append(Heading(3, f"{run.title} · {run.record.status}"))
+            blocks += section(run.record, say) or [Paragraph(say("all.absent"), "muted")]
     return Page(title, lang, tuple(blocks), say("footer", ", ".join(record.id for record in records)))
 
 
@@ -55,12 +70,11 @@ def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
     return Page("", lang, tuple(blocks)) if blocks else None
 
 
-def _title(run: Run) -> str:
-    return f"{run.title} · {run.record.status}"
-
-
 def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) -> list[Block]:
-    out: list[Block] = [_intro(found, say)]
+    out: list[Block] = [Paragraph(say("explain.samples"), "muted")]
+    if found.profile is not None:
+        share = formed("percent", found.profile.wall_s / found.measured_s)
+        out = [Paragraph(say("explain.of", counted(found.rank), counted(found.steps), share))]
     if not found.agrees:
         out.append(Paragraph(say("explain.far"), "bad"))
     if found.whole_s > found.measured_s:
@@ -72,91 +86,103 @@ def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) 
     parts = [Share(say(f"explain.{row.name}"), row.share, formed("percent", row.share)) for row in found.rows if row.share > 0]
     out += [Stack(say("explain"), tuple(parts)), _table(record, found, say)]
     if kernels and found.kernels:
-        out.append(_kernels(found, say))
+        out.append(kernel_table(found.kernels[:MOST], found, say))
     if found.profile is not None and found.profile.trace is not None:
         out.append(Paragraph(say("explain.trace", found.profile.trace), "muted"))
     return out
 
 
-def _intro(found: Waterfall, say: Words) -> Paragraph:
-    if found.profile is None:
-        return Paragraph(say("explain.samples"), "muted")
-    share = formed("percent", found.profile.wall_s / found.measured_s)
-    return Paragraph(say("explain.of", counted(found.rank), counted(found.steps), share))
-
-
 def _table(record: Record, found: Waterfall, say: Words) -> Table:
-    """One row after the other; the last column but one is the MFU, had the step ended there."""
+    """Show one part after the other; the last column but one is the MFU, had the step ended
+    there."""
     known = rates.datasheet_peak(record).value is not None
-    rows, at_s = [], 0.0
     ideal_s = next((row.time_s for row in found.rows if row.name == "peak"), 0.0)
-    for row in found.rows:
-        at_s += row.time_s
-        rows.append(_row(row, found.steps, ideal_s / at_s if known and at_s > 0 else None, say))
-    name = "explain.stretch" if found.whole_s > found.measured_s else "explain.sum"
-    last = (
-        say(name),
-        formed("number", MILLI * found.whole_s / max(1, found.steps)),
-        formed("percent", 1.0),
+    ended_s = accumulate(row.time_s for row in found.rows)
+    ended = zip(found.rows, ended_s, strict=True)
+    parts = [(row.name, row.time_s, row.share, at_s) for row, at_s in ended]
+    total = (
+        "stretch" if found.whole_s > found.measured_s else "sum",
+        found.whole_s,
+        1.0,
+        found.whole_s,
     )
-    mfu = formed("percent", ideal_s / found.whole_s if known else None)
-    rows.append(TableRow(tuple(Cell(text, tone="strong") for text in (*last, mfu, "")), "total"))
-    heads = (
-        Column(say("explain.part")),
-        Column(say("explain.time"), "ms", "right"),
-        Column(say("explain.share"), align="right"),
-        Column(say("explain.mfu"), align="right"),
-        Column(say("explain.try")),
+    columns: tuple[ColumnOf[tuple[str, float, float, float]], ...] = (
+        ColumnOf(say("explain.part"), lambda part: say(f"explain.{part[0]}")),
+        ColumnOf(say("explain.time"), lambda part: _per_step_ms(part[1], found), "ms", right=True),
+        ColumnOf(say("explain.share"), lambda part: formed("percent", part[2]), right=True),
+        ColumnOf(
+            say("explain.mfu"),
+            lambda part: formed("percent", ideal_s / part[3] if known and part[3] > 0 else None),
+            right=True,
+        ),
+        ColumnOf(
+            say("explain.try"),
+            lambda part: say.known(f"explain.{part[0]}.try", "") if part[2] > WORTH else "",
+        ),
     )
-    return Table(heads, tuple(rows))
+    return table(columns, parts, last=[total])
 
 
-def _row(row: Row, steps: int, mfu: float | None, say: Words) -> TableRow:
-    texts = (
-        say(f"explain.{row.name}"),
-        formed("number", MILLI * row.time_s / max(1, steps)),
-        formed("percent", row.share),
-        formed("percent", mfu),
-        say.known(f"explain.{row.name}.try", "") if row.share > WORTH else "",
-    )
-    return TableRow(tuple(map(Cell, texts)))
+def _per_step_ms(time_s: float, found: Waterfall) -> str:
+    return formed("number", MILLI * time_s / max(1, found.steps))
 
 
-def _kernels(found: Waterfall, say: Words) -> Table:
-    heads = (
-        Column(say("explain.kernel")),
-        Column(say("explain.kind"), priority=2),
-        Column(say("explain.calls"), align="right", priority=3),
-        Column(say("explain.time"), "ms", "right"),
-        Column(say("explain.share"), align="right"),
-        Column(say("explain.bandwidth"), "GB/s", "right", priority=3),
-        Column(say("explain.bandwidth_share"), align="right", priority=2),
+def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -> Table:
+    limit = found.bandwidth_bytes_per_s
+
+    def bytes_per_s(one: KernelFacts) -> float | None:
+        moved = one.size_bytes / one.time_s if one.size_bytes is not None and one.time_s > 0 else None
+        # Beyond the limit it names a table that it reads little of.
+        return None if moved is not None and limit and moved > limit else moved
+
+    def bandwidth(one: KernelFacts, unit: float | None) -> float | None:
+        moved = bytes_per_s(one)
+        return None if moved is None or not unit else moved / unit
+
+    columns: tuple[ColumnOf[KernelFacts], ...] = (
+        ColumnOf(say("explain.kernel"), lambda one: plain_name(one.name)),
+        ColumnOf(
+            say("explain.kind"),
+            lambda one: say.known(f"explain.{one.kind}", one.kind),
+            priority=2,
+        ),
+        ColumnOf(
+            say("explain.calls"),
+            lambda one: formed("number", one.calls / max(1, found.steps)),
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("explain.time"),
+            lambda one: _per_step_ms(one.time_s, found),
+            "ms",
+            right=True,
+        ),
+        ColumnOf(
+            say("explain.share"),
+            lambda one: formed("percent", one.time_s / found.whole_s),
+            right=True,
+        ),
+        ColumnOf(
+            say("explain.bandwidth"),
+            lambda one: formed("number", bandwidth(one, 1e9)),
+            "GB/s",
+            right=True,
+            priority=3,
+        ),
+        ColumnOf(
+            say("explain.bandwidth_share"),
+            lambda one: formed("percent", bandwidth(one, limit)),
+            right=True,
+            priority=2,
+        ),
     )
-    rows = tuple(_kernel(one, found, say) for one in found.kernels[:MOST])
-    return Table(heads, rows, (say("explain.bytes"),))
+    return table(columns, kernels, [say("explain.bytes")])
 
 
 def plain_name(name: str) -> str:
-    """A kernel's name without what C++ puts around it: its result, namespaces, arguments."""
+    """Return a kernel's name without what C++ puts around it: its result, namespaces, arguments."""
     if name.startswith("void "):
         name = WHERE.sub("", name.removeprefix("void "))
         name = name.partition(">(")[0] + ">" if ">(" in name else name.partition("(")[0]
     return name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
-
-
-def _kernel(one: KernelFacts, found: Waterfall, say: Words) -> TableRow:
-    steps = max(1, found.steps)
-    moved = one.size_bytes / one.time_s if one.size_bytes is not None and one.time_s > 0 else None
-    limit = found.bandwidth_bytes_per_s
-    if moved is not None and limit and moved > limit:
-        moved = None  # it names a table that it reads little of
-    texts = (
-        plain_name(one.name),
-        say.known(f"explain.{one.kind}", one.kind),
-        formed("number", one.calls / steps),
-        formed("number", MILLI * one.time_s / steps),
-        formed("percent", one.time_s / found.whole_s),
-        UNKNOWN if moved is None else formed("number", moved / 1e9),
-        formed("percent", None if moved is None or not limit else moved / limit),
-    )
-    return TableRow(tuple(map(Cell, texts)))

@@ -1,7 +1,8 @@
 """What the form of FlagPerf's published result pages is made of: lines, lists of metrics, tables of values.
 
-Labels, headings and column names are theirs, letter for letter, also where two pages differ in a colon. What a number means is
-said in Steelyard's own words. A name in braces stands for values of the records (flagperf_values.py).
+Labels, headings and column names are theirs, letter for letter, also where two pages differ in a
+colon. What a number means is said in Steelyard's own words. A name in braces stands for values of
+the records (flagperf/values.py).
 """
 
 from dataclasses import dataclass

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from steelyard.errors import RequestError
 from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
-from steelyard.report.as_md import escape
+from steelyard.report.as_md import escape, line
 from steelyard.report.document import Lang
 from steelyard.report.flagperf.form import Block, Column, Each, Entry, Lines, MetricList, PageLayout, Text, ValueTable
-from steelyard.report.flagperf.inference import LAMBADA, MMLU
-from steelyard.report.flagperf.training import ALPACA, OPENWEBTEXT, RECORD
+from steelyard.report.flagperf.layouts import ALPACA, LAMBADA, MMLU, OPENWEBTEXT, RECORD
 from steelyard.report.flagperf.values import ROW, device, is_made, page_values
-from steelyard.report.numbers import UNKNOWN, bare
-from steelyard.report.runs import by_case, distinct, scope
+from steelyard.report.numbers import UNKNOWN, bare, joined
+from steelyard.report.runs import by_case, scope
 from steelyard.words import LANGS, Words
 from steelyard.words.english import MEANINGS
 
@@ -58,8 +57,8 @@ class Source:
         return [record for record in self.records if record.status == "valid"]
 
     @property
-    def told(self) -> list[Record]:
-        """The runs that the page describes: those of its rows, where there are any."""
+    def described(self) -> list[Record]:
+        """Return the runs that the page describes: those of its rows, if there are any."""
         return self.valid or self.records
 
     def spoken(self, text: Text) -> str:
@@ -67,11 +66,13 @@ class Source:
 
 
 def pages(records: list[Record], lang: Lang) -> list[CasePage]:
-    """One a case, size and kind of accelerator, in the order given."""
+    """Return one page a case, size and kind of accelerator, in the order given."""
     out: list[CasePage] = []
     for case, members in by_case(records, lang).items():
-        for kind, same in distinct(members, lambda run: device(run.record)).items():
-            found = [run.record for run in same]
+        by_device: dict[str, list[Record]] = {}
+        for run in members:
+            by_device.setdefault(device(run.record), []).append(run.record)
+        for kind, found in by_device.items():
             source = Source(_layout(found[0]), found, list(case[2:]), Words(lang))
             out.append(CasePage(_name((*case[:2], kind), out), case[0], case[1], kind, _page(source)))
     return out
@@ -85,21 +86,22 @@ def _layout(record: Record) -> PageLayout:
 
 
 def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
-    """Names come from strangers; none may lead out of a folder, and no two pages share one."""
+    """Return the name of a page's file. Its parts come from strangers: none may lead out of a
+    folder, and no two pages share a name."""
     name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts)
     taken = {page.name for page in earlier}
     return next(one for one in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if one not in taken)
 
 
 def _page(source: Source) -> str:
-    lines = [line for block in source.layout.blocks for line in _block(block, source)]
+    lines = [text for block in source.layout.blocks for text in _block(block, source)]
     return "\n".join([*lines, *_notes(source)]).rstrip("\n") + "\n"
 
 
 def _block(block: Block, source: Source) -> list[str]:
     match block:
         case Lines(en, zh):
-            return source.spoken((en, zh)).format_map(_Places(source)).split("\n")
+            return _filled(source.spoken((en, zh)), source).split("\n")
         case Each(prefix, value):
             found = _values(value, source) or [UNKNOWN]
             return [prefix.format(n=number) + text for number, text in enumerate(found, 1)]
@@ -109,53 +111,40 @@ def _block(block: Block, source: Source) -> list[str]:
             return _table(block, source)
 
 
-class _Places(dict[str, str]):
-    """The values of a page by name, as a line takes them: several on one line, none as a slash."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.source = source
-
-    def __missing__(self, name: str) -> str:
-        return "; ".join(_values(name, self.source)) or UNKNOWN
+def _filled(text: str, source: Source) -> str:
+    """Replace each name in braces by the values of the page: several on one line, none as a
+    slash."""
+    return re.sub(r"\{(\w+)\}", lambda name: "; ".join(_values(name[1], source)) or UNKNOWN, text)
 
 
 def _values(name: str, source: Source) -> list[str]:
-    """Of a page: Markdown. What a record says is escaped."""
+    """Return the values of a page as Markdown. Text of a record is escaped."""
     layout, say = source.layout, source.say
-    made = all(is_made(record) for record in source.told)
+    made = all(is_made(record) for record in source.described)
     own: dict[str, list[str]] = {
         "address": [] if made else [source.spoken(one) for one in layout.addresses],
         "dataset": [say("flagperf.made") if made else source.spoken(layout.dataset)],
         "category": [source.spoken(layout.category)],
     }
-    return own[name] if name in own else [_escaped(text) for text in page_values(source.told, name, say)]
-
-
-def _escaped(text: str) -> str:
-    """Harmless at the start of a line too."""
-    return re.sub(r"^([#+\-=])", r"\\\1", escape(text))
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    if name in own:
+        return own[name]
+    escaped = map(escape, page_values(source.described, name, say))
+    # They are harmless at the start of a line too.
+    return [re.sub(r"^([#+\-=])", r"\\\1", text) for text in escaped]
 
 
 def _heads(titles: list[str]) -> list[str]:
-    return [_line([escape(title) for title in titles]), _line(["---"] * len(titles))]
+    return [line([escape(title) for title in titles]), line(["---"] * len(titles))]
 
 
 def _entry(entry: Entry, source: Source) -> str:
-    index = source.spoken(entry.index)
-    place = re.fullmatch(r"\{(\w+)\}", index)
-    told = _Places(source)[place[1]] if place else escape(index)
-    cells = [source.spoken(entry.name), told]
+    cells = [source.spoken(entry.name), _filled(escape(source.spoken(entry.index)), source)]
     about = escape(_meaning(entry.about, source)) if entry.about else ""
-    return _line([*(f"**{cell}**" if entry.strong else cell for cell in cells), about])
+    return line([*(f"**{cell}**" if entry.strong else cell for cell in cells), about])
 
 
 def _meaning(name: str, source: Source) -> str:
-    """What a setting or a metric is, in Steelyard's words."""
+    """Return what a setting or a metric is, in Steelyard's words."""
     if f"setting.{name}" in MEANINGS:
         return source.say.meaning(f"setting.{name}")[1]
     return metric_row(name, task=source.records[0].task).words(source.say.lang)[1]
@@ -165,34 +154,39 @@ def _table(table: ValueTable, source: Source) -> list[str]:
     out = _heads([source.spoken(column.title) for column in table.columns])
     if table.over:
         above = "; ".join(_values(table.over, source))
-        out.append(_line([above, *[DASHES] * (len(table.columns) - 1)]))
-    return out + [_line([escape(_cell(column, record, source)) for column in table.columns]) for record in source.valid]
+        out.append(line([above, *[DASHES] * (len(table.columns) - 1)]))
+    for record in source.valid:
+        out.append(line([escape(_cell(column, record, source)) for column in table.columns]))
+    return out
 
 
 def _cell(column: Column, record: Record, source: Source) -> str:
     if column.setting:
         return ROW[column.setting](record, source.say)
-    texts = [_number(name, column, record) for name in column.metrics]
-    if set(texts) == {UNKNOWN}:
-        return UNKNOWN
-    found = record.metrics[column.metrics[0]]
-    unit = f" {found.unit}" if column.unit and found.unit != column.unit else column.after
-    return "/".join("-" if text == UNKNOWN else text for text in texts) + unit
+    text = joined([_number(name, column, record) for name in column.metrics])
+    found = record.metrics.get(column.metrics[0])
+    other = found is not None and column.unit and found.unit != column.unit
+    unit = f" {found.unit}" if found is not None and other else column.after
+    return text if text == UNKNOWN else text + unit
 
 
 def _number(name: str, column: Column, record: Record) -> str:
-    """A quality that was not evaluated says nothing, and is no result to submit."""
+    """Format a metric; UNKNOWN for a quality that was not evaluated, which is no result to
+    submit."""
     found = record.metrics.get(name)
     judged = record.quality.evaluated or record.quality.metric not in column.metrics
     return bare(column.form or metric_row(name).form, found.value) if found is not None and judged else UNKNOWN
 
 
 def _notes(source: Source) -> list[str]:
-    """What a reader must know of the rows, as a quote below them."""
+    """Return what a reader must know of the rows, as a quote below them."""
     say, found = source.say, [*_of_page(source), *_of_rows(source)]
-    lost = [record for record in source.records if record.status != "valid"]
-    if lost:
-        found.append(say("flagperf.left_out", say("comma").join(map(_lost, lost))))
+    lost = []
+    for record in source.records:
+        if record.status != "valid":
+            codes = dict.fromkeys(reason.code for reason in record.reasons)
+            lost.append(f"{record.id} ({', '.join(codes) or record.status})")
+    found += [say("flagperf.left_out", say("comma").join(lost))] if lost else []
     found.append(say("footer", ", ".join(record.id for record in source.records)))
     return [
         "",
@@ -201,15 +195,10 @@ def _notes(source: Source) -> list[str]:
     ]
 
 
-def _lost(record: Record) -> str:
-    codes = ", ".join(dict.fromkeys(reason.code for reason in record.reasons)) or record.status
-    return f"{record.id} ({codes})"
-
-
 def _of_page(source: Source) -> list[str]:
     say, size = source.say, source.records[0].case.size
     out = [say("flagperf.explained", title, _meaning(name, source)) for title, name in source.layout.explained]
-    out += page_values(source.told, "data_line", say) if source.layout.data_noted else []
+    out += page_values(source.described, "data_line", say) if source.layout.data_noted else []
     out += [say("flagperf.smoke", size)] if size != "full" else []
     return out + ([say("flagperf.changed", say("comma").join(source.changed))] if source.changed else [])
 
@@ -223,7 +212,7 @@ REMARKS: tuple[Callable[[Record, Words], str], ...] = (
 
 
 def _of_rows(source: Source) -> list[str]:
-    """Each remark once, with the numbers of its rows."""
+    """Return each remark once, with the numbers of its rows."""
     say = source.say
     rows: dict[str, list[int]] = {}
     for number, record in enumerate(source.valid, 1):
@@ -234,7 +223,7 @@ def _of_rows(source: Source) -> list[str]:
 
 
 def _rows(numbers: list[int], say: Words) -> str:
-    """Rows by their numbers, neighbours together: 1, 4-7."""
+    """Name rows by their numbers, neighbours together: 1, 4-7."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

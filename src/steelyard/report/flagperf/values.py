@@ -9,8 +9,14 @@ from steelyard.metrics.result import GIB
 from steelyard.record.facts import Software
 from steelyard.record.record import Record
 from steelyard.report.numbers import UNKNOWN, bare, spelled
-from steelyard.report.runs import engine_version, framework_version, stages, tuned
-from steelyard.report.setting import changed, parallel
+from steelyard.report.runs import (
+    changed,
+    engine_version,
+    framework_version,
+    parallel,
+    stages,
+    tuned,
+)
 from steelyard.words import Words
 
 DATA = ("source", "rows", "tokens", "fingerprint")
@@ -19,12 +25,8 @@ Values = Callable[[Record, Words], list[str]]
 
 
 def _one(of: Callable[[Record], Any]) -> Values:
-    """A value of its own, spelled out; nothing where it is not known."""
+    """Return a function that spells out one value of a record; it lists nothing if unknown."""
     return lambda record, say: [] if of(record) in (None, "") else [spelled(of(record))]
-
-
-def _software(name: str) -> Values:
-    return _one(lambda record: getattr(record.environment.software, name))
 
 
 def device(record: Record) -> str:
@@ -35,10 +37,6 @@ def _machine(record: Record) -> str | None:
     return record.site.get("machine") or record.environment.hardware.machine
 
 
-def _machine_device(record: Record, say: Words) -> list[str]:
-    return [say("comma").join(part for part in (_machine(record), device(record)) if part)]
-
-
 def _cpu(record: Record, say: Words) -> list[str]:
     hardware = record.environment.hardware
     if hardware.cpu is None or hardware.cpu_cores is None:
@@ -47,7 +45,7 @@ def _cpu(record: Record, say: Words) -> list[str]:
 
 
 def _packages(record: Record, say: Words) -> list[str]:
-    """What lies below the framework, and the engine where it is a package beside it."""
+    """Return what lies below the framework, and the engine if it is a package beside it."""
     software: Software = record.environment.software
     found = {**software.libraries, **software.collectives}
     engine = engine_version(record)
@@ -61,27 +59,15 @@ def _toolkit(record: Record, say: Words) -> list[str]:
     return [record.engine.name if version is None else f"{record.engine.name} ({version})"]
 
 
-def _implementation(record: Record, say: Words) -> list[str]:
-    return [f"{record.engine.name}, {record.question.model.family}"]
-
-
-def _framework_name(record: Record, say: Words) -> list[str]:
-    found = framework_version(record)
-    return [] if found is None else [found.name]
-
-
 def _data(record: Record, say: Words) -> list[str]:
     table = record.data.model_dump()
     return [f"{say(f'data.{name}')}{say('flagperf.colon')}{spelled(table[name])}" for name in DATA if table.get(name)]
 
 
 def is_made(record: Record) -> bool:
-    """Whether the package made the data; a case that would have them made may still be given a file."""
+    """Return whether the package made the data; a case that would have them made may be given a
+    file."""
     return bool(record.case.question["data"].get("made")) and record.data.model_dump().get("source") == "made"
-
-
-def _data_line(record: Record, say: Words) -> list[str]:
-    return [say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN)]
 
 
 def _tokenizer(record: Record) -> Any:
@@ -93,26 +79,31 @@ def _weights(record: Record, say: Words) -> list[str]:
     return [f"{name}{say('flagperf.colon')}{spelled(value)}" for name, value in table.items() if value is not None]
 
 
+def _divided(record: Record) -> list[tuple[str, int]]:
+    """Return the degrees that divide anything, by name."""
+    degrees = record.plan.model_dump(include=set(DEGREES))
+    return [(name, degrees[name]) for name in DEGREES if degrees[name] > 1]
+
+
 def _degrees(record: Record, say: Words) -> list[str]:
-    plan = record.plan.model_dump()
-    return [say(f"flagperf.{name}", str(plan[name])) for name in DEGREES if plan[name] > 1] or [say("flagperf.none")]
+    named = [say(f"flagperf.{name}", str(degree)) for name, degree in _divided(record)]
+    return named or [say("flagperf.none")]
 
 
 def _techniques(record: Record, say: Words) -> list[str]:
-    plan = record.plan.model_dump()
-    named = [say(f"flagperf.technique.{name}") for name in DEGREES if plan[name] > 1]
+    named = [say(f"flagperf.technique.{name}") for name, _ in _divided(record)]
     return [say("flagperf.techniques", say("flagperf.and").join(named)) if named else say("flagperf.none")]
 
 
 def _optimization(record: Record, say: Words) -> list[str]:
-    """Settings that are not the default, and the attention kernel that the engine chose."""
+    """Return settings that are not the default, and the attention kernel that the engine chose."""
     told = {"attention": record.engine.details.attention, **tuned(record)}
     chosen = {name: value for name, value in told.items() if name != "parallel" and value is not None}
     return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items()] or [say("flagperf.none")]
 
 
 def _batch(record: Record) -> int | None:
-    """The global batch, or how much of it a step takes in a window."""
+    """Return the global batch, or how much of it a step takes in a window."""
     train = record.question.train
     return None if train is None else record.scope.sample or train.batch
 
@@ -123,7 +114,7 @@ def _global_batch(record: Record, say: Words) -> list[str]:
 
 
 def model(record: Record) -> str:
-    """A case is named after its model and its task."""
+    """Return the model of a case, which is named after its model and its task."""
     return record.case.name.removesuffix(f"-{record.task.key}")
 
 
@@ -135,23 +126,27 @@ PAGE: dict[str, Values] = {
     "changes": lambda record, say: [", ".join(changed_question(record.case.origins)) or say("flagperf.none")],
     "device": _one(device),
     "machine": _one(_machine),
-    "machine_device": _machine_device,
+    "machine_device": lambda record, say: [
+        say("comma").join(filter(None, (_machine(record), device(record)))),
+    ],
     "cpu": _cpu,
     "network": _one(lambda record: record.site.get("network")),
-    "os": _software("os"),
-    "kernel": _software("kernel"),
-    "driver": _software("driver"),
+    "os": _one(lambda record: record.environment.software.os),
+    "kernel": _one(lambda record: record.environment.software.kernel),
+    "driver": _one(lambda record: record.environment.software.driver),
     "docker": lambda record, say: [],  # a record knows that a container is around it, and not its version
     "framework": _one(framework_version),
-    "framework_name": _framework_name,
+    "framework_name": _one(lambda record: getattr(framework_version(record), "name", None)),
     "packages": _packages,
     "toolkit": _toolkit,
     "engine": _one(lambda record: record.engine.name),
-    "implementation": _implementation,
+    "implementation": _one(lambda record: f"{record.engine.name}, {record.question.model.family}"),
     "data": _data,
-    "data_line": _data_line,
+    "data_line": lambda record, say: [
+        say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN),
+    ],
     "data_source": _one(lambda record: record.data.model_dump().get("source")),
-    "tokenizer": lambda record, say: [spelled(_tokenizer(record))] if _tokenizer(record) else [],
+    "tokenizer": _one(lambda record: _tokenizer(record) or None),
     "tokenizer_source": _one(lambda record: _tokenizer(record).get("source")),
     "weights": _weights,
     "weights_loaded": _one(lambda record: record.weights.source),
@@ -213,7 +208,7 @@ def _strategy(record: Record, say: Words) -> str:
 
 
 def _memory(record: Record, say: Words) -> str:
-    """Of one device times the devices, or stage by stage, where a pipeline's differ."""
+    """Return memory of one device times the devices, or stage by stage of a pipeline."""
     if record.plan.pp > 1:
         found = stages(record)
         return found if found == UNKNOWN else f"{found} GiB"
