@@ -30,7 +30,7 @@ from steelyard.record.record import Failure as FailureFacts
 from steelyard.run.boundary import RankFile
 from steelyard.run.clock import now
 from steelyard.run.failure import Failure, RankResults
-from steelyard.run.resume import Resume
+from steelyard.run.ready import Resume
 from steelyard.tasks.task import Task
 
 
