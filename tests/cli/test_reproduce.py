@@ -1,6 +1,7 @@
 """reproduce as a user meets it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
     assert (done.code, shell.records()) == (2, [])
     assert done.err == (golden("error-other-weights-weights-header_sha-256", "ab" * 32, digest))
     same = read(trained(shell.folder / "same", digest))
-    verb._check_weights(same, ready(again.request(same, again.Where(weights=shell.folder / "hf"))))
+    verb._check_weights(same, ready(replace(again.request(same), weights=shell.folder / "hf")))
     (shell.folder / "none").mkdir()
     wrong = shell.ask("reproduce", other, "--weights", "none")
     assert (wrong.code, len(wrong.lines)) == (2, 1)

@@ -190,10 +190,11 @@ def _published(row: dict[str, Any]) -> str:
 
 def _smoke(size: str | None, precision: str | None, division: str | None, settings: list[str] | None, as_json: bool) -> None:
     """What `run smoke` runs with engine torch on this machine."""
-    from steelyard.cli.requests import ENGINE, cases_at
+    from steelyard.case.request import DEFAULT_ENGINE
+    from steelyard.cli.requests import cases_at
 
     options = RunOptions(size=size, precision=precision, division=division, settings=settings)
-    found = cases_at((), SMOKE, ENGINE, options)
+    found = cases_at((), SMOKE, DEFAULT_ENGINE, options)
     runs = [
         {
             "case": one.case.name,
