@@ -48,9 +48,9 @@ def spec(
     from steelyard.cli import terminal
     from steelyard.cli.progress import Display
     from steelyard.record import spec as records
-    from steelyard.run.ceilings_run import SpecRequest, SpecRun
+    from steelyard.run.ceilings_run import SpecRun
 
-    run = SpecRun(SpecRequest(accelerator, devices, quick, out, limit))
+    run = SpecRun(accelerator, devices, quick, out, limit)
     console = Console(stderr=True, quiet=output.silent)
     with Display(console, f"spec {run.accelerator.name}") as display:
         shown = display.show if console.is_terminal else _lines(output.silent)

@@ -20,6 +20,7 @@ from steelyard.metrics.ceilings import settled
 from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Bench, Checked, Limits, Stretch
 from steelyard.run.clock import now
+from steelyard.run.measure import time_calls
 from steelyard.run.messages import HostSpec
 from steelyard.run.worker import RankProcess, serve
 from steelyard.schema import Frozen
@@ -59,12 +60,7 @@ def hold(made: Made, device: Timeline, limits: Limits, clock: Clock, origin_s: f
 
 def _time(made: Made, device: Timeline, clock: Clock, origin_s: float, calls: int) -> Stretch:
     start_s = clock() - origin_s
-    first = device.event()
-    for _ in range(calls):
-        made.work()
-    last = device.event()
-    device.synchronize()
-    return Stretch(start_s=start_s, time_s=max(0.0, first.elapsed_s(last)), calls=calls)
+    return Stretch(start_s=start_s, time_s=max(0.0, time_calls(made.work, device, calls)), calls=calls)
 
 
 class Holder:

@@ -136,16 +136,14 @@ def mean_time_s(work: Callable[[], Any], device: Timeline, least_s: float, clock
     return first.elapsed_s(last) / calls
 
 
-def time_of(work: Callable[[], Any], device: Timeline, calls: int) -> float:
-    """Mean device time of one call, over so many after one to warm up. Ranks that call together make the same number."""
-    work()
-    device.synchronize()
+def time_calls(work: Callable[[], Any], device: Timeline, calls: int) -> float:
+    """Return the device time of all calls together. Ranks that call together make the same number."""
     first = device.event()
     for _ in range(calls):
         work()
     last = device.event()
     device.synchronize()
-    return first.elapsed_s(last) / calls
+    return first.elapsed_s(last)
 
 
 class Budget:
