@@ -122,9 +122,18 @@ def one_line(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in shown)
 
 
-def wrapped(text: object, columns: int) -> list[str]:
-    """A text in lines; a word that is longer, such as a hash, stays whole."""
-    return textwrap.wrap(one_line(text), max(1, columns), break_long_words=False, break_on_hyphens=False) or [""]
+def described(pairs: Sequence[tuple[str, str]], margin: str = "") -> list[str]:
+    """Return lines of names, padded to one width, each with its text beside it, wrapped to the terminal. A word that is
+    longer, such as a hash, stays whole; lines that continue one that begins with an arrow are indented."""
+    indent = len(margin) + max((len(name) for name, _ in pairs), default=0) + 2
+    room = max(1, (terminal.columns() or terminal.COLUMNS) - indent)
+    out = []
+    for name, text in pairs:
+        after = "  " if text.startswith("→") else ""
+        wrap = textwrap.TextWrapper(room, subsequent_indent=after, break_long_words=False, break_on_hyphens=False)
+        first, *more = wrap.wrap(one_line(text)) or [""]
+        out += [f"{margin + name:<{indent}}{first}".rstrip(), *(" " * indent + line for line in more)]
+    return out
 
 
 def plain(value: Any) -> str:
