@@ -19,11 +19,10 @@ from steelyard.cli import (
     report,
     run,
     show,
-    terminal,
     weights,
 )
 from steelyard.cli.options import HELP, Command
-from steelyard.cli.out import answer, one_line, say
+from steelyard.cli.out import answer, one_line, say, settled
 from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
 
 # Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
@@ -75,7 +74,7 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong, 70 a defect of ours."""
-    with terminal.settled():
+    with settled():
         _main()
 
 

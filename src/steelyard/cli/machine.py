@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli import terminal
 from steelyard.cli.options import AcceleratorOption, Json, Out, Quiet, Wide
-from steelyard.cli.out import Output, answer, begin, described, dump, one_line, say, say_status, tell
+from steelyard.cli.out import Output, answer, begin, columns, described, dump, one_line, say, say_status, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +103,7 @@ def spec(
     if as_json:
         dump({"records": [records.printed(made)]}, tell)
     else:
-        tell(report.render_spec([made], "text", "en", terminal.columns(wide)))
+        tell(report.render_spec([made], "text", "en", columns(wide)))
         if not quiet or made.status != "valid":
             say_status(made, path)
     return 0 if made.status == "valid" else 1

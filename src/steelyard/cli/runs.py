@@ -15,8 +15,7 @@ from steelyard import report
 from steelyard.case import resolve, sweep
 from steelyard.case.request import Request
 from steelyard.case.sweep import Axis
-from steelyard.cli import terminal
-from steelyard.cli.out import Output, dump, one_line, paged, say, say_status, tell
+from steelyard.cli.out import Output, dump, is_terminal, one_line, paged, say, say_status, tell
 from steelyard.cli.progress import Display
 from steelyard.errors import EngineError, LostError, RequestError
 from steelyard.metrics import engines
@@ -248,7 +247,7 @@ def _finish(
         request = made[0][0].ready.request
         if request.explain:
             show_waterfall(records, request.out, output)
-        if not output.silent and terminal.is_terminal(sys.stderr):
+        if not output.silent and is_terminal(sys.stderr):
             say(f"more: steelyard report {shlex.quote(str(request.out))}")
     return 0 if len(made) == wanted and all(one.status == "valid" for one in records) else 1
 

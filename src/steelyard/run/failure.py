@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from steelyard import files
+from steelyard import accelerators, files
 from steelyard.errors import OUT_OF_MEMORY_LINE
 
 if TYPE_CHECKING:
     from steelyard.run.boundary import RankFile
     from steelyard.run.messages import WorkerEnded
 
-# A rank that lost its peer fails with one of these; it is a consequence, not the cause.
-PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
+# A rank that lost its peer fails with one of these, or names the library for collectives of an accelerator.
+PEER_LOST = ("gloo", "connection (reset|closed|refused)", "TCPStore", "DistNetworkError", "DistBackendError")
 TAIL_CHARS, WHY_CHARS = 4000, 500
 DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
 NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
@@ -97,7 +97,7 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
     dead = sorted((ended for ended in exits.values() if ended.rank in silent), key=lambda ended: ended.time_s)
     raised = [one for one in ranks if one.status not in ("done", "running", "ended")]
     first = min(raised, key=lambda one: one.ended_s, default=None)
-    if first is not None and not (dead and PEER_LOST.search(str(first.error))):
+    if first is not None and not (dead and _lost_peer(str(first.error))):
         return Failure(first.status, f"{name(first.rank)}: {first.error}", first.rank)
 
     if results.unreadable:
@@ -113,6 +113,12 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
         return _explain_exit(ended, name(ended.rank), results.stderr_tails.get(ended.rank, ""))
     rank = (silent or sorted(set(range(world_size)) - done) or [0])[0]
     return Failure("killed", f"{name(rank)} left no result; exit code 0", rank)
+
+
+def _lost_peer(error: str) -> bool:
+    """Return whether a rank failed because a peer was lost, which is a consequence and not the cause."""
+    libraries = accelerators.names(lambda row: filter(None, [row.collectives]))
+    return re.search("|".join([*PEER_LOST, *libraries]), error, re.IGNORECASE) is not None
 
 
 def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:

@@ -39,7 +39,37 @@ class Trace:
 
     def samples(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> list[Sample]:
         """Return a sample for each step; `count` says what its work counts."""
-        return [] if self.first is None else _samples(name, rank, self.first, self.marks, count)
+        if self.first is None:
+            return []
+        out: list[Sample] = []
+        opened: list[tuple[str, float]] = []
+        start_s = host_start_s = 0.0
+        for mark in self.marks:
+            at_s = self.first.elapsed_s(mark.event)
+            if isinstance(mark.item, Phase):
+                opened.append((mark.item.name, at_s))
+                continue
+            borders = [*(begin for _, begin in opened), at_s]
+            phases: dict[str, float] = {}
+            for (phase, begin), end in zip(opened, borders[1:], strict=True):
+                phases[phase] = phases.get(phase, 0.0) + end - begin
+            out.append(
+                Sample(
+                    pass_name=name,
+                    rank=rank,
+                    step=len(out),
+                    start_s=start_s,
+                    end_s=at_s,
+                    host_start_s=host_start_s,
+                    host_end_s=mark.host_s,
+                    phases=phases,
+                    counts=count(mark.item),
+                    values={key: _number(value) for key, value in mark.item.values.items()},
+                )
+            )
+            opened = []
+            start_s, host_start_s = at_s, mark.host_s
+        return out
 
 
 def measure(
@@ -79,38 +109,6 @@ def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) ->
         pass
     device.synchronize()
     return Trace(start, clock() - start)
-
-
-def _samples(name: str, rank: int, first: Event, marks: list[_Mark], count: Count) -> list[Sample]:
-    out: list[Sample] = []
-    opened: list[tuple[str, float]] = []
-    start_s = host_start_s = 0.0
-    for mark in marks:
-        at_s = first.elapsed_s(mark.event)
-        if isinstance(mark.item, Phase):
-            opened.append((mark.item.name, at_s))
-            continue
-        borders = [*(begin for _, begin in opened), at_s]
-        phases: dict[str, float] = {}
-        for (phase, begin), end in zip(opened, borders[1:], strict=True):
-            phases[phase] = phases.get(phase, 0.0) + end - begin
-        out.append(
-            Sample(
-                pass_name=name,
-                rank=rank,
-                step=len(out),
-                start_s=start_s,
-                end_s=at_s,
-                host_start_s=host_start_s,
-                host_end_s=mark.host_s,
-                phases=phases,
-                counts=count(mark.item),
-                values={key: _number(value) for key, value in mark.item.values.items()},
-            )
-        )
-        opened = []
-        start_s, host_start_s = at_s, mark.host_s
-    return out
 
 
 def _number(value: Any) -> float | None:
