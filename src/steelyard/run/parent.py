@@ -15,10 +15,10 @@ from steelyard.plan import auto
 from steelyard.plan.auto import Devices
 from steelyard.plan.degrees import Plan
 from steelyard.record import record, sealed
-from steelyard.record.facts import Environment, HostFacts, StepDown
-from steelyard.record.record import Record
+from steelyard.record.facts import EngineDetails, Environment, HostFacts, StepDown
+from steelyard.record.record import EngineFacts, Record
 from steelyard.run import assemble, conformity, environment, failure, launch, preflight
-from steelyard.run.assemble import RunFacts
+from steelyard.run.assemble import Times
 from steelyard.run.boundary import RunSpec, of_program
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
@@ -253,27 +253,25 @@ class Run:
         read = sorted(self.session.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host))
         known = _environment(list(self.hellos.values()))
         elsewhere = request.engine_settings.python is not None  # then the packages are those of that Python
-        facts = RunFacts(
+        conforms = conformity.conforms(ready.engine, known.software.packages if elsewhere else None)
+        session, resume = self.session, ready.resume
+        times = Times(self.origin_s, session.spawned_s, session.started_s, now(), self.again_s)
+        draft = assemble.draft(
+            request.resolved,
+            EngineFacts(name=request.engine, details=EngineDetails(), conforms=conforms),
             id=self.id,
-            origin_s=self.origin_s,
-            spawned_s=self.session.spawned_s,
-            started_s=self.session.started_s,
-            ended_s=now(),
             created=self.created,
             environment=known,
             site=ready.site.about(),
-            hosts=hosts,
-            telemetry=[kept.series(clocks[kept.host]) for kept in read],
             plan=ready.plan,
             scope=ready.scope,
-            resume=ready.resume,
-            out=request.out,
-            again_s=self.again_s,
-            stepped_down=self.stepped_down,
-            conforms=conformity.conforms(ready.engine, known.software.packages if elsewhere else None),
+            telemetry=[kept.series(clocks[kept.host]) for kept in read],
+            hosts=hosts,
+            restarts=[] if resume is None else [resume.restart(request.out)],
             checkpoints=self._named_checkpoints(ended),
+            stepped_down=self.stepped_down,
         )
-        return assemble.assemble(request.resolved, request.engine, facts, results, ended)
+        return assemble.assemble(draft, ready.case, times, results, ended, resume)
 
     def _named_checkpoints(self, ended: Failure | None) -> str | None:
         """Return the folder of checkpoints that the record names, or None for a run that ended without making one.
