@@ -208,7 +208,7 @@ def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) ->
         "memory_bytes": memory.get("MemTotal"),
         "available_bytes": memory.get("MemAvailable"),
         "swap_bytes": memory.get("SwapTotal"),
-        "swap_used_bytes": _difference(memory.get("SwapTotal"), memory.get("SwapFree")),
+        "swap_used_bytes": max(0, memory["SwapTotal"] - memory["SwapFree"]) if {"SwapTotal", "SwapFree"} <= {*memory} else None,
         "governors": _governors(root),
         "clock_source": environment.system_text(root / CLOCK_SOURCE) or None,
         "numa_nodes": _count(environment.system_text(root / NODES / "online")) or None,
@@ -237,10 +237,6 @@ def _load_1m(root: Path) -> float | None:
         found = float(environment.system_text(root / "proc/loadavg").split()[0])
         return found if isfinite(found) else None
     return None
-
-
-def _difference(whole: int | None, part: int | None) -> int | None:
-    return None if whole is None or part is None else max(0, whole - part)
 
 
 def _governors(root: Path) -> list[str] | None:

@@ -133,7 +133,7 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
 
 
 class Claims:
-    """What this process has claimed."""
+    """What this process has claimed, until it ends."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
@@ -151,11 +151,6 @@ class Claims:
             return _owner(name)
         self._held.append(taken)
         return None
-
-    def release(self) -> None:
-        for held in self._held:
-            held.close()
-        self._held = []
 
 
 def holder(name: str) -> tuple[int, int] | None:
