@@ -64,15 +64,13 @@ def escaped(text: str) -> str:
 
 
 def answer(text: str) -> None:
-    _to_stdout(escaped(text))
+    """Print an answer to stdout, without what steers a terminal."""
+    verbatim(escaped(text))
 
 
 def verbatim(text: str) -> None:
-    """An answer whose bytes matter, such as CSV with its line ends. Whoever made it has taken out what steers a terminal."""
-    _to_stdout(text)
-
-
-def _to_stdout(text: str) -> None:
+    """Print an answer whose bytes matter, such as CSV with its line ends: the caller has taken out what steers a terminal.
+    Raise LostError or BrokenPipeError if stdout cannot be written."""
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         sys.stdout.flush()
