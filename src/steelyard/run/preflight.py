@@ -131,9 +131,8 @@ def able(name: str, hello: Hello, plan: Plan, needed: list[Needed]) -> None:
 
 
 def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> None:
-    here, there = first.environment.software, hello.environment.software
-    mine = {"python": here.python, "driver": here.driver, **here.packages}
-    theirs = {"python": there.python, "driver": there.driver, **there.packages}
+    both = (first.environment.software, hello.environment.software)
+    mine, theirs = ({"python": one.python, "driver": one.driver, **one.packages} for one in both)
     for what in sorted({*mine, *theirs}):
         if mine.get(what) != theirs.get(what):
             raise RequestError(
@@ -143,8 +142,8 @@ def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> No
 
 
 def _same_devices(name: str, hello: Hello, first_name: str, first: Hello, plan: Plan) -> None:
-    mine = [(one.name, one.memory_bytes) for one in first.devices[: plan.devices]]
-    theirs = [(one.name, one.memory_bytes) for one in hello.devices[: plan.devices]]
+    used = (one.devices[: plan.devices] for one in (first, hello))
+    mine, theirs = ([(device.name, device.memory_bytes) for device in devices] for devices in used)
     if first.accelerator != hello.accelerator:
         raise RequestError(
             f"host {name} has {hello.accelerator}, and {first_name} {first.accelerator}; name one: --accelerator"
