@@ -39,7 +39,7 @@ LOOK_S = 1.0  # whether one is stopped
 SEND_S = 1.0  # between two readings that are sent
 
 
-class Worker:
+class WorkerProcess:
     """One process, and the end of what it said."""
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
@@ -84,7 +84,7 @@ class Ranks:
         self._sent_s = 0.0
         self._private = RunFolder(host.asked.mark)
         self._folder = self._private.path
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._seen: dict[str, int] = {}  # file → when it was last changed
         self._looked_s = now()
         self._killed = load.oom_kills()  # before this run
@@ -114,7 +114,7 @@ class Ranks:
                 start_new_session=True,
                 pass_fds=[meet.listen_fd] if meet is not None and meet.listen_fd is not None and rank == 0 else [],
             )
-            self._workers.append(Worker(rank, process))
+            self._workers.append(WorkerProcess(rank, process))
         if host.listening is not None:
             host.listening.close()
         pids = [one.process.pid for one in self._workers]
@@ -206,7 +206,7 @@ class Ranks:
         except files.TooLargeError as error:
             raise ValueError(f"it is {error}") from error
 
-    def _exit(self, one: Worker, suspended: bool = False) -> WorkerEnded:
+    def _exit(self, one: WorkerProcess, suspended: bool = False) -> WorkerEnded:
         time_s, killed = now() - self._start.origin_s, load.oom_kills()
         return WorkerEnded(
             token=self._token,
@@ -236,7 +236,7 @@ class Ranks:
         sleep(processes.POLL_S)  # the last lines of the last one
         return {one.rank: self._stack(one) or "it did not answer" for one in asked}
 
-    def _stack(self, one: Worker) -> str:
+    def _stack(self, one: WorkerProcess) -> str:
         with suppress(FileNotFoundError):
             return (self._folder / messages.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
         return ""

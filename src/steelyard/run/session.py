@@ -14,7 +14,7 @@ from steelyard.run.clock import PINGS, now
 from steelyard.run.connection import Connection
 from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.launch import Allocation, Launcher
-from steelyard.run.load import Kept as KeptLoad
+from steelyard.run.load import LoadReadings
 from steelyard.run.messages import (
     Bye,
     Hello,
@@ -31,7 +31,7 @@ from steelyard.run.messages import (
     WorkerEnded,
 )
 from steelyard.run.site import Site
-from steelyard.run.telemetry import Kept
+from steelyard.run.telemetry import DeviceReadings
 
 POLL_S = 0.05
 OPEN_S = 90.0  # until every host has said hello; a first import over a network file system takes its time
@@ -67,8 +67,8 @@ class Session:
         self._mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
         self.commands = {host: launcher.command(site, host, allocation) for host in self.hosts}
         self.results = RankResults()
-        self.telemetry: dict[tuple[str, str], Kept] = {}  # by host and device
-        self.load: dict[str, KeptLoad] = {}  # by host
+        self.telemetry: dict[tuple[str, str], DeviceReadings] = {}  # by host and device
+        self.load: dict[str, LoadReadings] = {}  # by host
         self.progress: PhaseProgress | None = None
         self.connections: list[Connection] = []
         self.spawned_s = self.started_s = now()  # agents, and workers
@@ -258,10 +258,10 @@ class Session:
                 self.progress = PhaseProgress(message.phase, message.done, message.total, 0.0)
             case messages.TelemetryRows():
                 name = (one.name, message.device)
-                kept = self.telemetry.setdefault(name, Kept(one.name, message.device, message.severity))
+                kept = self.telemetry.setdefault(name, DeviceReadings(one.name, message.device, message.severity))
                 kept.add(message.period_s, message.columns)
             case LoadSaid():
-                self.load.setdefault(one.name, KeptLoad()).add(message)
+                self.load.setdefault(one.name, LoadReadings()).add(message)
             case RankSaid():
                 self._rank(message)
             case WorkerEnded() if not self._stopping:

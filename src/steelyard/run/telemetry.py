@@ -83,7 +83,7 @@ class Sampler:
                 self.period_s *= 2
 
 
-class Kept:
+class DeviceReadings:
     """The readings of one device as they arrive."""
 
     def __init__(self, host: str, device: str, severity: dict[str, str]) -> None:
