@@ -20,7 +20,7 @@ from steelyard.record.facts import DeviceState, Environment, HostState, Software
 from steelyard.run import environment, load, processes
 from steelyard.run.environment import Interpreter
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
-from steelyard.run.processes import AGENT_CLAIM, Claims
+from steelyard.run.processes import AGENT_CLAIM
 
 LOOPBACK = "lo"
 # What workers do not inherit: what launchers tell the ranks that they start. Ours are told by their agent; a stranger's words
@@ -47,8 +47,8 @@ class Host:
     def __init__(self, asked: Open) -> None:
         self.asked = asked
         os.environ.update(asked.environment)
-        self.claims = Claims()
-        self.claims.claim(AGENT_CLAIM.format(asked.mark))  # how this agent is found, should it stop
+        self.claims: list[socket.socket] = []
+        processes.claim(AGENT_CLAIM.format(asked.mark), self.claims)  # how this agent is found, should it stop
         self.accelerator: Accelerator | None = None
         self.found: list[Found] = []
         self.interface: str | None = None
@@ -129,7 +129,6 @@ class Host:
         return made.model_copy(update={"software": Software(**software, agent_python=made.software.python)})
 
     def _devices(self, row: Accelerator) -> list[FoundDevice]:
-        claim = self.claims.claim
         free = row.free(self.found) if self.found else []  # none where something was wrong before they were looked for
         return [
             FoundDevice(
@@ -137,7 +136,9 @@ class Host:
                 uuid=device.uuid,
                 memory_bytes=device.memory_bytes,
                 free_bytes=bytes_,
-                busy=claim(f"device/{device.uuid or f'{row.name}:{device.index}'}") if device in self.used else None,
+                busy=processes.claim(f"device/{device.uuid or f'{row.name}:{device.index}'}", self.claims)
+                if device in self.used
+                else None,
             )
             for device, bytes_ in zip(self.found, free, strict=True)
         ]

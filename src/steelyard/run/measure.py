@@ -16,13 +16,7 @@ from steelyard.record.record import Sample
 from steelyard.run.clock import now
 
 Count = Callable[[Work], dict[str, int]]
-
-
-@dataclass(frozen=True)
-class _Mark:
-    item: Phase | Work
-    host_s: float
-    event: Event
+Mark = tuple[Phase | Work, float, Event]  # what an engine yielded, when on the host, and in the device's stream
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,7 @@ class Trace:
     cpu_s: float | None = None  # CPU time of this process, where that did the work
     clock: ClockName = "host"
     first: Event | None = None  # None: nothing was marked
-    marks: list[_Mark] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
     def samples(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> list[Sample]:
         """Return a sample for each step; `count` says what its work counts."""
@@ -44,10 +38,10 @@ class Trace:
         out: list[Sample] = []
         opened: list[tuple[str, float]] = []
         start_s = host_start_s = 0.0
-        for mark in self.marks:
-            at_s = self.first.elapsed_s(mark.event)
-            if isinstance(mark.item, Phase):
-                opened.append((mark.item.name, at_s))
+        for item, host_s, event in self.marks:
+            at_s = self.first.elapsed_s(event)
+            if isinstance(item, Phase):
+                opened.append((item.name, at_s))
                 continue
             borders = [*(begin for _, begin in opened), at_s]
             phases: dict[str, float] = {}
@@ -61,14 +55,14 @@ class Trace:
                     start_s=start_s,
                     end_s=at_s,
                     host_start_s=host_start_s,
-                    host_end_s=mark.host_s,
+                    host_end_s=host_s,
                     phases=phases,
-                    counts=count(mark.item),
-                    values={key: _number(value) for key, value in mark.item.values.items()},
+                    counts=count(item),
+                    values={key: _number(value) for key, value in item.values.items()},
                 )
             )
             opened = []
-            start_s, host_start_s = at_s, mark.host_s
+            start_s, host_start_s = at_s, host_s
         return out
 
 
@@ -84,10 +78,10 @@ def measure(
     busy_s = None if busy is None else busy()
     start = clock()
     first = device.event()
-    marks: list[_Mark] = []
+    marks: list[Mark] = []
     steps = 0
     for item in items:
-        marks.append(_Mark(item, clock() - start, device.event()))
+        marks.append((item, clock() - start, device.event()))
         if isinstance(item, Work):
             steps += 1
             if step_done is not None:
