@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To, Wide
-from steelyard.cli.out import dump, one_line, say
+from steelyard.cli.out import one_line, say
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -55,11 +55,8 @@ def compare(
     check_format(format_, lang)
     ours, theirs = (compared.side(str(place), read([place])) for place in (base, new))
     found = compared.compare(ours, theirs, across or [], threshold)
-    if as_json and to is None:
-        dump(table(found))
-    else:
-        page = report.comparison(found, lang)  # type: ignore[arg-type]
-        show(page, format_, lang, to, wide, as_json)
+    page = report.comparison(found, lang)  # type: ignore[arg-type]
+    show(page, table(found), format_, lang, to, wide, as_json)
     return 1 if found.regressed else 0
 
 
@@ -96,11 +93,8 @@ def history(
         if not place.exists():
             raise RequestError(f"{str(place)!r} does not exist; give folders of records")
     found = trends.history(_entries(places, index_file, no_index), threshold)
-    if as_json and to is None:
-        dump(_history_table(found))
-    else:
-        page = report.history(found, lang)  # type: ignore[arg-type]
-        show(page, format_, lang, to, wide, as_json)
+    page = report.history(found, lang)  # type: ignore[arg-type]
+    show(page, _history_table(found), format_, lang, to, wide, as_json)
 
 
 def table(found: "Comparison") -> dict[str, Any]:

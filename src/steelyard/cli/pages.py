@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steelyard import files, report
 from steelyard.cli.out import answer, columns, dump, say, verbatim
@@ -111,8 +112,12 @@ def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
 
 
-def show(page: Page, format_: str, lang: str, to: Path | None, wide: bool, as_json: bool) -> None:
-    """Print a page, as wide as the terminal; or write it to a file, as wide as it likes, and say where it is."""
+def show(page: Page, table: dict[str, Any], format_: str, lang: str, to: Path | None, wide: bool, as_json: bool) -> None:
+    """Print a page, as wide as the terminal, or with `--json` its table; or write the page to a file, as wide as it likes,
+    and say where it is."""
+    if to is None and as_json:
+        dump(table)
+        return
     text = report.as_format(page, format_, columns(wide or to is not None))
     if to is None:
         answer(text)

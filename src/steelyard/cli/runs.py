@@ -118,16 +118,11 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
     runs, left_out = able(requests)
     for one in {f"{one.engine}: {one.reason}": one for one in left_out}.values():  # several cases may have one reason
         one.say()
-    late: dict[int, LeftOut] = {}
-
-    def drop(turn: Turn, error: RequestError) -> None:
-        late[turn.place] = LeftOut(turn.ready.request.engine, turn.ready.case.name, str(error))
-        late[turn.place].say()
-
+    late: list[LeftOut] = []
     turns = [Turn(one, place) for _ in range(times) for place, one in enumerate(runs)]
-    made = carry_out_all(turns, output, drop)
+    made = carry_out_all(turns, output, late)
     if not made:
-        raise RequestError(_no_engine([*late.values()]))
+        raise RequestError(_no_engine(late))
 
     def show(records: list[Record]) -> None:
         page = report.engines(records)
@@ -141,16 +136,16 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
         show_repeats(records, output.wide)
 
     def table(records: list[Record]) -> dict[str, Any]:
-        reasons = [asdict(one) for one in (*left_out, *late.values())]
+        reasons = [asdict(one) for one in (*left_out, *late)]
         return {"engines": {"left_out": reasons, "groups": _tables(groups.engines(records))}}
 
     return _finish(made, times * (len(runs) - len(late)), output, show, table)
 
 
-def carry_out_all(turns: list[Turn], output: Output, drop: Callable[[Turn, RequestError], None] | None = None) -> list[Made]:
+def carry_out_all(turns: list[Turn], output: Output, left_out: list[LeftOut] | None = None) -> list[Made]:
     """Carry out the turns in order and return each with its record; an interrupted run is the last.
-    What only a host or a worker finds wrong with a request raises RequestError, or goes to `drop`,
-    and no other turn of that request is run."""
+    What only a host or a worker finds wrong with a request raises RequestError, or is printed and
+    added to `left_out`, and no other turn of that request is run."""
     made: list[Made] = []
     dropped: set[int] = set()
     with _hosts([turn.ready for turn in turns if turn.there is None], output) as allocation:
@@ -170,9 +165,10 @@ def carry_out_all(turns: list[Turn], output: Output, drop: Callable[[Turn, Reque
                     place = (1, 1) if point else (number, len(turns))  # a point has a heading of its own
                     made.append((turn, carry_out(turn.ready, output, allocation, place)))
             except RequestError as error:
-                if drop is None:
+                if left_out is None:
                     raise
-                drop(turn, error)
+                left_out.append(LeftOut(turn.ready.request.engine, turn.ready.case.name, str(error)))
+                left_out[-1].say()
                 dropped.add(turn.place)
                 continue
             if interrupted(made[-1][1]):
