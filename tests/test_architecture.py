@@ -28,7 +28,7 @@ PARENT = (
     *("run.node", "run.session", "run.launch", "run.fitness", "record.signature"),
     *("cli.requests", "cli.runs", "run.reproduce", "metrics.scaling", "metrics.engines", "metrics.repeats"),
     *("metrics.compare", "metrics.history"),
-    *("run.ceilings_run", "run.ceilings", "cli.spec", "metrics.ceilings"),
+    *("run.ceilings_run", "run.ceilings", "cli.machine", "metrics.ceilings"),
     *("sources.get", "sources.hub", "cli.get"),
     *("plan.memory", "tasks", "engine.rows", "accelerators", "models.families"),
     *("training.checkpoints", "training.loop", "weights.hf_config", "engines.paddle.modes", "engines.paddle.weights"),

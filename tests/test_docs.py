@@ -16,7 +16,7 @@ from fixtures.engines import with_tokens
 from fixtures.records import RUNS, SPECS
 from steelyard import accelerators, report, tasks
 from steelyard.case import resolve
-from steelyard.cli import check as check_verb
+from steelyard.cli import machine as machine_verbs
 from steelyard.engine import rows as engine_rows
 from steelyard.metrics import busy, ceilings, compare, fit, table, validity
 from steelyard.metrics.verify import verify
@@ -314,7 +314,7 @@ def test_the_tutorial_shows_the_lines_of_check(monkeypatch):
         amx=None,
     )
     shown = block("tutorial.md", "host load")
-    assert check_verb._lines(fit.judge(machine))[: len(shown)] == shown
+    assert machine_verbs._findings(fit.judge(machine))[: len(shown)] == shown
 
 
 def test_a_comparison_is_shown_with_the_columns_of_its_answers():

@@ -78,14 +78,14 @@ def test_the_sampler_of_cuda(fake: str) -> None:
 import json, os
 from steelyard.accelerators import CUDA
 from steelyard.run.clock import now
-from steelyard.run.telemetry import Kept, Sampler
+from steelyard.run.telemetry import DeviceReadings, Sampler
 sampler = Sampler(CUDA.sources(CUDA.find()), now())
 os.environ["FAKE_NVML_PROCESSES"] = "3"
 sampler.start()
 os.environ["FAKE_NVML_PROCESSES"] = "4"
 sampler.stop()
 period_s, rows = sampler.take()
-kept = [Kept("here", source.device, dict(CUDA.severity)) for source in sampler.sources]
+kept = [DeviceReadings("here", source.device, dict(CUDA.severity)) for source in sampler.sources]
 for one, columns in zip(kept, rows):
     one.add(period_s, columns)
 print(json.dumps([one.series().model_dump(mode="json") for one in kept]))

@@ -13,7 +13,7 @@ import typer
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from steelyard.case import resolve
-from steelyard.cli import VERBS, app, terminal
+from steelyard.cli import VERBS, app, out
 from steelyard.cli.options import Command
 
 GROUPS = {
@@ -210,7 +210,7 @@ def test_how_wide_lines_may_be(monkeypatch: pytest.MonkeyPatch, wide: bool, told
     monkeypatch.delenv("COLUMNS", raising=False)
     if told is not None:
         monkeypatch.setenv("COLUMNS", told)
-    assert terminal.columns(wide) == columns  # stdout of a test is no terminal
+    assert out.columns(wide) == columns  # stdout of a test is no terminal
 
 
 def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:

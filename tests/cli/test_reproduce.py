@@ -1,6 +1,7 @@
 """reproduce as a user meets it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
 from fixtures.records import changed, published
 from fixtures.series import series
+from steelyard.case.request import Request
 from steelyard.cli import reproduce as verb
 from steelyard.cli.out import Output
 from steelyard.errors import RequestError
@@ -39,6 +41,27 @@ def test_what_is_asked_cannot_be_changed(shell: Shell) -> None:
     assert shell.ask("reproduce", "none.json").code == 2
 
 
+def test_where_things_are_is_asked_here(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record says what is run; options say where, and how long it may take."""
+    asked: list[Request] = []
+
+    def reproduce_record(base: compare.Side, request: Request, *more: object) -> int:
+        asked.append(request)
+        return 0
+
+    monkeypatch.setattr(verb, "reproduce_record", reproduce_record)
+    path = published(NAME, shell.folder)
+    options = ("--out", "again", "--hang-after", "9", "--time-limit", "60", "--weights", "w", "--data", "d", "--tokenizer", "t")
+    assert shell.ask("reproduce", path, *options, "--launcher", "ssh", "--accelerator", "cuda", "--site", "s.toml").code == 0
+    assert shell.ask("reproduce", path).code == 0
+    named, plain = asked
+    assert (named.out, named.hang_s, named.limit_s) == (Path("again"), 9.0, 60.0)
+    assert (named.weights, named.data, named.tokenizer, named.site) == (Path("w"), Path("d"), Path("t"), Path("s.toml"))
+    assert (named.launcher, named.accelerator, named.engine) == ("ssh", "cuda", "torch")
+    assert (plain.launcher, plain.accelerator, plain.out, plain.hang_s) == (None, "cpu", Path("records"), 1800.0)
+    assert named.resolved == plain.resolved
+
+
 def test_a_folder_of_different_runs_is_refused(shell: Shell) -> None:
     for name in (NAME, "llama2-7b-mmlu-smoke-open"):
         published(name, shell.folder / "both")
@@ -58,7 +81,7 @@ def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
     assert (done.code, shell.records()) == (2, [])
     assert done.err == (golden("error-other-weights-weights-header_sha-256", "ab" * 32, digest))
     same = read(trained(shell.folder / "same", digest))
-    verb._check_weights(same, ready(again.request(same, again.Where(weights=shell.folder / "hf"))))
+    verb._check_weights(same, ready(replace(again.request(same), weights=shell.folder / "hf")))
     (shell.folder / "none").mkdir()
     wrong = shell.ask("reproduce", other, "--weights", "none")
     assert (wrong.code, len(wrong.lines)) == (2, 1)

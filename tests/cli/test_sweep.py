@@ -270,7 +270,7 @@ def test_records_that_do_not_verify_are_not_counted(asked: Ready, smoke: dict[st
     (tmp_path / "c.json").write_text(whole[:-9])
     (tmp_path / "page.html").write_text("")
     [[found]], warnings = reproduce.find_earlier(tmp_path, [asked])
-    assert found.path.name == "b.json"
+    assert found[0].name == "b.json"
     assert [line.partition(": ")[0] for line in warnings] == [str(tmp_path / "a.json"), str(tmp_path / "c.json")]
     assert "does not verify" in warnings[0]
     assert reproduce.find_earlier(tmp_path / "none", [asked]) == ([[]], [])

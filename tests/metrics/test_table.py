@@ -10,8 +10,8 @@ from steelyard.case import resolve
 from steelyard.metrics import table as metrics
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import Environment, Series
-from steelyard.record.record import Record, Scope
+from steelyard.record.facts import EngineDetails, Environment, Series
+from steelyard.record.record import EngineFacts, Record, Scope
 from steelyard.run import assemble
 from steelyard.run.boundary import RankFile
 from steelyard.run.failure import Failure, RankResults
@@ -78,16 +78,14 @@ def series(device: str = "cuda:0", **columns: Any) -> Series:
     return Series.model_validate(table)
 
 
-def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> assemble.RunFacts:
+def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> dict[str, Any]:
+    """What the parent knows of a run, as `assemble.draft` takes it."""
     hardware = {
         "devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}],
         "peak": peak,
     }
     base: dict[str, Any] = {
-        "origin_s": 1000.0,
-        "spawned_s": 1000.25,
-        "started_s": 1000.5,
-        "ended_s": 1025.0,
+        "id": "0" * 32,
         "created": "2026-01-01T00:00:00.000+00:00",
         "environment": Environment.model_validate({"hardware": hardware, "software": {"cuda": None}, "source": {}}),
         "site": {},
@@ -95,7 +93,7 @@ def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> 
         "plan": Plan(nodes=1, devices=devices, tp=1, pp=1, dp=devices, launcher="local"),
         "scope": Scope(kind="full"),
     }
-    return assemble.RunFacts(**(base | over))
+    return base | over
 
 
 def outcome(*ranks: dict[str, Any], code: str | None = None) -> tuple[RankResults, Failure | None]:
@@ -108,7 +106,13 @@ def made(*ranks: dict[str, Any], **options: Any) -> Record:
     one = options.pop("resolved", None) or resolved()
     chosen = ranks or (rank_file(),)
     known = options.pop("facts", None) or facts(len(chosen))
-    return assemble.assemble(one, "torch", known, *outcome(*chosen, **options), clock=lambda: 1025.5)
+    return assembled(one, known, outcome(*chosen, **options))
+
+
+def assembled(one: resolve.Resolved, known: dict[str, Any], ended: tuple[RankResults, Failure | None]) -> Record:
+    draft = assemble.draft(one, EngineFacts(name="torch", details=EngineDetails()), **known)
+    times = assemble.Times(origin_s=1000.0, spawned_s=1000.25, started_s=1000.5, ended_s=1025.0)
+    return assemble.assemble(draft, one.case, times, *ended, clock=lambda: 1025.5)
 
 
 def value(found: Record, name: str) -> float | None:
@@ -370,7 +374,7 @@ def test_a_failed_run_keeps_what_there_is():
 
 
 def test_a_run_that_left_nothing_still_makes_a_record():
-    found = assemble.assemble(resolved(), "torch", facts(), *outcome(code="killed"), clock=lambda: 1025.5)
+    found = assembled(resolved(), facts(), outcome(code="killed"))
     assert found.status == "failed"
     assert all(one.value is None for name, one in found.metrics.items() if name not in ("e2e_time", "mem_total"))
     assert all(one.note for one in found.metrics.values() if one.value is None)

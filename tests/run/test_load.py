@@ -9,7 +9,7 @@ import pytest
 
 from fixtures.commands import SMOKE, Shell
 from steelyard.run import load
-from steelyard.run.load import Kept, Reader
+from steelyard.run.load import LoadReadings, Reader
 from steelyard.run.messages import LoadSaid
 
 TICKS = load.TICKS
@@ -129,7 +129,7 @@ def said(t_s: float, busy_s: float | None = 0.0, own_s: float = 0.0, quota: floa
 
 
 def test_what_is_kept_counts_from_the_first_reading() -> None:
-    kept = Kept()
+    kept = LoadReadings()
     assert kept.load() is None
     for row in (said(0.5, 100.0, 10.0), said(1.5, 103.0, 12.0)):
         kept.add(row)
@@ -147,7 +147,7 @@ def test_what_is_kept_counts_from_the_first_reading() -> None:
 
 
 def test_a_quota_is_kept() -> None:
-    kept = Kept([said(0.0, 0.0, 0.0, 2.0), said(1.0, 1.0, 1.0, 2.0)])
+    kept = LoadReadings([said(0.0, 0.0, 0.0, 2.0), said(1.0, 1.0, 1.0, 2.0)])
     found = kept.load()
     assert found is not None
     assert (found.quota, found.group_s, found.cores) == (2.0, [0.0, 1.0], 2.0)
@@ -155,7 +155,7 @@ def test_a_quota_is_kept() -> None:
 
 def test_long_runs_are_thinned_and_keep_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "MAX_ROWS", 4)
-    kept = Kept()
+    kept = LoadReadings()
     for t in range(6):
         kept.add(said(float(t)))
     assert [row.t_s for row in kept.rows] == [0.0, 2.0, 4.0, 5.0]

@@ -285,22 +285,11 @@ class Starved:
 
     over, cleaned = False, False
 
-    def __init__(self) -> None:
-        self._looks = 0
-
     def news(self) -> list[Any]:
-        self._looks += 1
-        if self._looks == 1:
-            raise MemoryError
-        return []
+        raise MemoryError
 
-    def end(self) -> int:
-        return 1
-
-    def bye(self, stacks: dict[int, str], ended: int, failure: Failure | None) -> Bye:
-        return Bye(token=TOKEN, exits={}, stderr_tails={}, ended=ended, failure=failure)
-
-    def clean(self) -> None:
+    def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[Bye]:
+        yield Bye(token=TOKEN, exits={}, stderr_tails={}, ended=1, failure=failure)
         self.cleaned = True
 
 
@@ -319,8 +308,6 @@ STARVED = Failure("out_of_memory", "the agent ran out of memory; free memory, or
 def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     made, said = in_process(monkeypatch)
     made._ranks = ranks = Starved()
-    made._sampler = node.Sampler([], 0.0)
-    made._sampler.start()
     made.run()
     (bye,) = [one for one in said.messages if isinstance(one, Bye)]
     assert (bye.failure, bye.ended, ranks.cleaned) == (STARVED, 1, True)

@@ -17,7 +17,6 @@ from steelyard.metrics.fields import Field
 from steelyard.record.record import Record
 from steelyard.run import environment, reproduce
 from steelyard.run.ready import ready
-from steelyard.run.reproduce import Where
 
 SMOKE = "llama2-7b-mmlu-smoke-closed"
 
@@ -42,21 +41,20 @@ def with_changes(tmp_path: Path, **changes: Any) -> Record:
     return record.read(path)
 
 
-def test_the_request_is_what_the_record_tells(smoke: Record, tmp_path: Path) -> None:
-    found = reproduce.request(smoke, Where(out=tmp_path, hang_s=9.0))
+def test_the_request_is_what_the_record_tells(smoke: Record) -> None:
+    found = reproduce.request(smoke)
     assert found.resolved.case == resolve.resolve("llama2-7b-mmlu", "smoke").case
     assert found.resolved.origins == smoke.case.origins
     assert (found.engine, found.accelerator, found.launcher) == ("torch", "cpu", None)
     assert (found.nodes, found.devices, found.passes) == (1, 1, ("val", "infer"))
     assert (found.sample, found.steps, found.resume, found.weights, found.data) == (None, None, None, None, None)
-    assert (found.out, found.hang_s) == (tmp_path, 9.0)
     made = ready(found)
     assert (made.plan, made.scope) == (smoke.plan, smoke.scope)
 
 
 def test_tune_scope_and_passes_are_the_records(tmp_path: Path) -> None:
     found = with_changes(tmp_path, tune__batch_tokens=99, scope={"kind": "window", "steps": 3}, case__max_interval=0.2)
-    asked = reproduce.request(found, Where())
+    asked = reproduce.request(found)
     assert asked.resolved.case.tune.batch_tokens == 99
     assert (asked.steps, asked.sample, asked.resolved.case.max_interval) == (3, None, 0.2)
 
@@ -89,24 +87,27 @@ REAL = {"weights": {"source": "huggingface", "header_sha256": "ab" * 32}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "where", "said"),
+    ("changes", "here", "said"),
     [
-        ({}, Where(weights=Path("w")), "was made with random weights: leave --weights out"),
-        ({}, Where(data=Path("d")), "was made with data that its task makes: leave --data out"),
-        (REAL, Where(), "was made with weights of source 'huggingface'; give them with --weights"),
-        ({"data__source": "mmlu"}, Where(), "was made with data of source 'mmlu'; give them with --data"),
-        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, Where(), "resumed from a checkpoint"),
+        ({}, {"weights": Path("w")}, "was made with random weights: leave --weights out"),
+        ({}, {"data": Path("d")}, "was made with data that its task makes: leave --data out"),
+        (REAL, {}, "was made with weights of source 'huggingface'; give them with --weights"),
+        ({"data__source": "mmlu"}, {}, "was made with data of source 'mmlu'; give them with --data"),
+        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, {}, "resumed from a checkpoint"),
     ],
 )
-def test_what_is_refused_before_anything_starts(changes: dict[str, Any], where: Where, said: str, tmp_path: Path) -> None:
+def test_what_is_refused_before_anything_starts(
+    changes: dict[str, Any], here: dict[str, Path], said: str, tmp_path: Path
+) -> None:
+    found = with_changes(tmp_path, **changes)
     with pytest.raises(RequestError) as caught:
-        reproduce.request(with_changes(tmp_path, **changes), where)
+        reproduce.check_sources(found, replace(reproduce.request(found), **here))  # type: ignore[arg-type]
     assert said in str(caught.value)
 
 
 def test_a_failed_run_is_not_reproduced() -> None:
     with pytest.raises(RequestError, match="is of a failed run"):
-        reproduce.request(make(status="failed", data={}), Where())
+        reproduce.request(make(status="failed", data={}))
 
 
 def test_other_weights_are_refused_with_both_hashes(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_other_weights_are_refused_with_both_hashes(tmp_path: Path) -> None:
 
 
 def test_what_differs_here_is_known_before_the_run(smoke: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = ready(reproduce.request(smoke, Where()))
+    one = ready(reproduce.request(smoke))
     told = smoke.environment
     software = told.software.model_copy(update={"kernel": "9.9.9", "cudnn": "1.0"})
     source = told.source.model_copy(update={"revision": "f" * 40})

@@ -20,11 +20,10 @@ from steelyard.case.request import Request
 from steelyard.case.resolve import Resolved, resolve
 from steelyard.engines.transformers.score import config
 from steelyard.errors import RequestError
-from steelyard.run import resume as resuming
 from steelyard.run.host import Host
 from steelyard.run.messages import Open
 from steelyard.run.parent import Run
-from steelyard.run.ready import ready
+from steelyard.run.ready import find_checkpoint, ready
 from steelyard.training import checkpoints
 
 CASE = "llama1-7b-openwebtext"
@@ -172,7 +171,8 @@ def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], ke
     path, folder = draft
     assert (path.parent / json.loads(path.read_bytes())["checkpoints"]) == folder
     shutil.copytree(folder_of(kept), folder)
-    found = resuming.find(path, _resolved(), None, STEPS, "torch")
+    found = find_checkpoint(Request(_resolved(), steps=STEPS, resume=path))
+    assert found is not None
     assert (found.path, found.state.step) == (folder / checkpoints.name_of(9), 9)
     assert found.record == json.loads(path.read_bytes())["id"]
 
@@ -180,7 +180,7 @@ def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], ke
 @pytest.mark.process
 def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(draft: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError) as refused:
-        resuming.find(draft[0], _resolved(), None, STEPS, "torch")
+        find_checkpoint(Request(_resolved(), steps=STEPS, resume=draft[0]))
     assert str(refused.value) == (
         f"--resume: {draft[0]} names the folder {str(draft[1])!r}, which is not there; if the record was moved, give that "
         "folder itself, else the run did not get to its first checkpoint: run it again without --resume"

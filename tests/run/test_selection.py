@@ -18,7 +18,6 @@ from steelyard.metrics import compare, engines, history, repeats, verify
 from steelyard.record.record import Record, Scope, to_table
 from steelyard.run import reproduce
 from steelyard.run.ready import ready
-from steelyard.run.reproduce import Where
 
 MMLU, LAMBADA = ("run", "llama2-7b-mmlu"), ("run", "aquila2-34b-lambada")
 SMOKE = ("--size", "smoke", "--accelerator", "cpu", "--passes", "val")
@@ -108,11 +107,11 @@ def test_a_trend_is_of_one_scope(scope: dict[str, Any], name: str) -> None:
     assert history._entry(named(**scope)).scope == name
 
 
-def test_a_record_is_run_again_with_its_scope(tmp_path: Path) -> None:
+def test_a_record_is_run_again_with_its_scope() -> None:
     found = named(subjects=["x"], sample=4)
-    request = reproduce.request(found, Where(weights=tmp_path, data=tmp_path))
+    request = reproduce.request(found)
     assert (request.subjects, request.rows, request.sample) == (("x",), None, 4)
-    request = reproduce.request(named(rows=["0-7"]), Where(weights=tmp_path, data=tmp_path))
+    request = reproduce.request(named(rows=["0-7"]))
     assert (request.subjects, request.rows, request.sample) == (None, ("0-7",), None)
 
 

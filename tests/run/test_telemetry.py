@@ -17,7 +17,7 @@ from steelyard.metrics import readings
 from steelyard.record.facts import Columns, Series
 from steelyard.run import telemetry
 from steelyard.run.clock import now
-from steelyard.run.telemetry import Kept, Sampler
+from steelyard.run.telemetry import DeviceReadings, Sampler
 
 NEVER_S = 3600.0
 
@@ -36,7 +36,7 @@ def collect(sampler: Sampler, host: str, severity: dict[str, str]) -> list[Serie
     out = []
     period_s, rows = sampler.take()
     for source, columns in zip(sampler.sources, rows, strict=True):
-        kept = Kept(host, source.device, severity)
+        kept = DeviceReadings(host, source.device, severity)
         kept.add(period_s, columns)
         out.append(kept.series())
     return out
@@ -125,7 +125,7 @@ def test_long_runs_are_thinned() -> None:
         return {"power_w": float(next(reads))}
 
     sampler = Sampler([Source("a", read)], origin_s=100.0, clock=ticking(), period_s=NEVER_S, max_rows=4)
-    kept = Kept("here", "a", {})
+    kept = DeviceReadings("here", "a", {})
     lengths = []
     for _ in range(12):
         sampler._sample()
@@ -138,7 +138,7 @@ def test_long_runs_are_thinned() -> None:
 
 
 def test_rows_that_come_after_two_halvings_at_once() -> None:
-    kept = Kept("here", "a", {})
+    kept = DeviceReadings("here", "a", {})
     kept.add(0.2, {"t_s": [0.0, 1.0, 2.0, 3.0]})
     kept.add(0.8, {"t_s": [4.0]})
     assert kept.columns == {"t_s": [0.0, 4.0]}

@@ -13,19 +13,16 @@ import typer
 from steelyard import __version__
 from steelyard.cli import (
     case,
-    check,
     compare,
     data,
-    history,
+    machine,
     report,
     run,
     show,
-    spec,
-    terminal,
     weights,
 )
 from steelyard.cli.options import HELP, Command
-from steelyard.cli.out import answer, one_line, say
+from steelyard.cli.out import answer, one_line, say, settled
 from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
 
 # Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
@@ -57,12 +54,12 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "run": run.run,
     "report": report.report_,
     "compare": compare.compare,
-    "history": history.history,
+    "history": compare.history,
     "reproduce": run.reproduce,
     "list": show.list_,
     "show": show.show,
-    "check": check.check,
-    "spec": spec.spec,
+    "check": machine.check,
+    "spec": machine.spec,
     "verify": report.verify,
     "sign": report.sign,
     "schema": report.schema,
@@ -77,7 +74,7 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong, 70 a defect of ours."""
-    with terminal.settled():
+    with settled():
         _main()
 
 

@@ -1,82 +1,44 @@
-"""What a shell offers to complete. Names alone: nothing that takes time is imported."""
+"""What a shell offers to complete. Names alone, looked up when a shell asks: nothing that takes time is imported."""
 
-from collections.abc import Iterable
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
+from steelyard import plugins
 
-def cases(incomplete: str) -> list[str]:
-    from steelyard.case import resolve
-
-    return _begin([*resolve.names(), "smoke"], incomplete)
+CASES, ENGINES = "steelyard.case.resolve:names", "steelyard.engine.rows:table"
 
 
-def shipped_cases(incomplete: str) -> list[str]:
-    from steelyard.case import resolve
+def _offer(*names: str, reference: str | None = None) -> Callable[[str], list[str]]:
+    """Return a function that completes one of the names, or of those at `module:name`: a table, rows with names, a Literal,
+    or a function that returns names."""
 
-    return _begin(resolve.names(), incomplete)
+    def complete(incomplete: str) -> list[str]:
+        known: Any = () if reference is None else plugins.load(reference)
+        known = get_args(known) or (known() if callable(known) else known)
+        every = [*(getattr(one, "name", one) for one in known), *names]
+        return [name for name in every if name.startswith(incomplete)]
 
-
-def data(incomplete: str) -> list[str]:
-    from steelyard.sources import table
-
-    return _begin([one.name for one in table.DATA], incomplete)
-
-
-def weights(incomplete: str) -> list[str]:
-    from steelyard.sources import table
-
-    return _begin([one.name for one in table.WEIGHTS], incomplete)
+    return complete
 
 
-def engines(incomplete: str) -> list[str]:
-    from steelyard.engine import rows as engine_rows
-
-    return _begin(sorted(engine_rows.table()), incomplete)
-
-
-def engines_or_all(incomplete: str) -> list[str]:
-    return [*engines(incomplete), *_begin(["all"], incomplete)]
-
-
-def sizes(incomplete: str) -> list[str]:
-    return _begin(["full", "smoke"], incomplete)
-
-
-def divisions(incomplete: str) -> list[str]:
-    from steelyard.data.division import Division
-
-    return _begin(get_args(Division), incomplete)
+cases = _offer("smoke", reference=CASES)
+shipped_cases = _offer(reference=CASES)
+data = _offer(reference="steelyard.sources.table:DATA")
+weights = _offer(reference="steelyard.sources.table:WEIGHTS")
+engines = _offer(reference=ENGINES)
+engines_or_all = _offer("all", reference=ENGINES)
+sizes = _offer("full", "smoke")
+divisions = _offer(reference="steelyard.data.division:Division")
+accelerators = _offer(reference="steelyard.accelerators:table")
+launchers = _offer(reference="steelyard.run.launch:table")
+formats = _offer("text", "md", "html")
+report_formats = _offer("text", "md", "html", "csv")
+langs = _offer("en", "zh")
 
 
 def precisions(incomplete: str) -> list[str]:
+    """Complete the name of a precision of any kind of work."""
     from steelyard.case.precision import presets
 
-    return _begin(dict.fromkeys(name for rows in presets().values() for name in rows), incomplete)
-
-
-def accelerators(incomplete: str) -> list[str]:
-    from steelyard import accelerators
-
-    return _begin(accelerators.table(), incomplete)
-
-
-def launchers(incomplete: str) -> list[str]:
-    from steelyard.run import launch
-
-    return _begin(launch.table(), incomplete)
-
-
-def formats(incomplete: str) -> list[str]:
-    return _begin(["text", "md", "html"], incomplete)
-
-
-def report_formats(incomplete: str) -> list[str]:
-    return _begin(["text", "md", "html", "csv"], incomplete)
-
-
-def langs(incomplete: str) -> list[str]:
-    return _begin(["en", "zh"], incomplete)
-
-
-def _begin(names: Iterable[str], incomplete: str) -> list[str]:
+    names = dict.fromkeys(name for rows in presets().values() for name in rows)
     return [name for name in names if name.startswith(incomplete)]

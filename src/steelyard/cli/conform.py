@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from steelyard.case import resolve
+from steelyard.case.request import DEFAULT_ENGINE as YARDSTICK
 from steelyard.case.request import EngineSettings, Request, engine_settings
 from steelyard.case.resolve import Resolved
 from steelyard.cli.out import aligned, answer, dump, say
@@ -18,7 +19,6 @@ from steelyard.run import conformity
 from steelyard.run.parent import run_case
 from steelyard.run.ready import ready
 
-YARDSTICK = "torch"
 STEPS = 2
 
 

@@ -8,7 +8,7 @@ import typer
 
 from steelyard.cli import complete
 from steelyard.cli.options import Again, Command, From, Json, Mirrors, Quiet, Repin, Timeout
-from steelyard.cli.out import Output, aligned, answer, begin, dump, one_line, say, sized
+from steelyard.cli.out import Output, aligned, answer, begin, dump, one_line, sized
 
 if TYPE_CHECKING:
     from steelyard.data.tokenize import CorpusInspection, TokenFiles
@@ -79,7 +79,7 @@ def pack(
     ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     as_json: Json = False,
-) -> int:
+) -> None:
     """Tokenize text into a pair of token files, which training cases read with --data.
 
     A document is the begin token, if the tokenizer has one, the text, and the end token. Empty documents are skipped. If
@@ -96,19 +96,14 @@ def pack(
     from steelyard.data.tokenizer import load
 
     known = load([tokenizer])
-    try:
-        with showing_bytes(one_line(out.name), quiet=as_json) as watch:
-            made = tokenize(inputs, known, out, key, append_end, force, watch)
-    except KeyboardInterrupt:
-        say("interrupted")
-        return 1
+    with showing_bytes(one_line(out.name), quiet=as_json) as watch:
+        made = tokenize(inputs, known, out, key, append_end, force, watch)
     paths = [(str(out.with_name(name)), size_bytes) for name, size_bytes in made.files]
     if as_json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in paths]
         dump({**asdict(made), "files": files})
     else:
         answer("\n".join(aligned(_written(made, paths))))
-    return 0
 
 
 @app.command(cls=Command)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steelyard import files, report
-from steelyard.cli import terminal
-from steelyard.cli.out import answer, dump, say, verbatim
+from steelyard.cli.out import answer, columns, dump, say, verbatim
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
 from steelyard.record.spec import SpecRecord
@@ -52,14 +52,14 @@ def _text(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> str
     """Return a page, or the table of records."""
     if specs and wanted.format == CSV:
         raise RequestError(f"--format {CSV} is of runs; records of kind spec have no metrics: take --json or another format")
-    columns = terminal.columns(wanted.wide or wanted.full or wanted.to is not None)
+    room = columns(wanted.wide or wanted.full or wanted.to is not None)
     if specs:
-        return report.render_spec(specs, wanted.format, wanted.lang, columns)
+        return report.render_spec(specs, wanted.format, wanted.lang, room)
     if wanted.format == CSV:
         return as_csv.table(records)
     short = wanted.format == "text" and not wanted.full and not wanted.as_json
     page = report.explain if wanted.explain else report.brief if short else report.page
-    return report.render(records, wanted.format, wanted.lang, page, columns)
+    return report.render(records, wanted.format, wanted.lang, page, room)
 
 
 def export(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> None:
@@ -112,9 +112,13 @@ def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
 
 
-def show(page: Page, format_: str, lang: str, to: Path | None, wide: bool, as_json: bool) -> None:
-    """Print a page, as wide as the terminal; or write it to a file, as wide as it likes, and say where it is."""
-    text = report.as_format(page, format_, terminal.columns(wide or to is not None))
+def show(page: Page, table: dict[str, Any], format_: str, lang: str, to: Path | None, wide: bool, as_json: bool) -> None:
+    """Print a page, as wide as the terminal, or with `--json` its table; or write the page to a file, as wide as it likes,
+    and say where it is."""
+    if to is None and as_json:
+        dump(table)
+        return
+    text = report.as_format(page, format_, columns(wide or to is not None))
     if to is None:
         answer(text)
         return

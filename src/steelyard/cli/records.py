@@ -46,9 +46,7 @@ def only_runs(every: list[Path]) -> list[Path]:
         return runs
     named = [shlex.quote(str(path)) for path in of_spec[:SHOWN]]
     shown = " ".join([*named, "…"] if len(of_spec) > SHOWN else named)
-    count, them = f"{len(of_spec)} spec records", "them"
-    if len(of_spec) == 1:
-        count, them = "1 spec record", "it"
+    count, them = ("1 spec record", "it") if len(of_spec) == 1 else (f"{len(of_spec)} spec records", "them")
     how = f"show {them} with: steelyard report {shown}"
     if not runs:
         raise RequestError(f"{count} and no run; {how}")

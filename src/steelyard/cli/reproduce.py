@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard import report
-from steelyard.case.request import engine_settings
+from steelyard.case.request import Request, engine_settings
 from steelyard.cli.compare import field, table
 from steelyard.cli.get import data_of
 from steelyard.cli.out import Output, dump, one_line, paged, say, tell
@@ -26,32 +26,32 @@ from steelyard.run import reproduce as again
 from steelyard.run.ready import Ready, ready
 
 
-def reproduce_record(
-    source: Path, where: again.Where, settings: list[str], repeat: int, threshold: float, output: Output
-) -> int:
-    """Run again what a record, or a folder of its repeats, describes; print the comparison with it and return the exit
-    code. RequestError where it cannot be the same run."""
+def read_request(source: Path) -> tuple[Side, Request]:
+    """Read a record, or a folder of its repeats, and return it with the run that it describes."""
     base = compare.side(str(source), read([source]))
+    return base, again.request((base.finished or base.records)[0])
+
+
+def reproduce_record(base: Side, asked: Request, settings: list[str], repeat: int, threshold: float, output: Output) -> int:
+    """Run `asked`, which the record describes; print the comparison with it and return the exit code. Raise RequestError if
+    it cannot be the same run."""
     found = (base.finished or base.records)[0]
     of_engine, others = engine_settings(settings)
     if others:
         raise RequestError(f"--set {others[0]!r}: reproduce takes only engine.KEY=VALUE; all else is the record's")
-    site = site_file(where.site, output)
-    data = None if where.data is None else data_of(where.data, again.case(found))
-    one = ready(again.request(found, replace(where, site=site, data=data, engine_settings=of_engine)))
-    _check_plan(found, one)
+    data = data_of(asked.data, asked.resolved.case)
+    asked = replace(asked, site=site_file(asked.site, output), data=data, engine_settings=of_engine)
+    again.check_sources(found, asked)
+    one = ready(asked)
+    told, now = found.plan, one.plan
+    if (told.tp, told.pp, told.dp) != (now.tp, now.pp, now.dp):
+        raise RequestError(f"record {found.id} ran as {told}; here its tune gives {now}; use the same number of devices")
     _check_weights(found, one)
     before = again.here(found, one)
     if not output.silent:
         _say_before(found, before)
-    done = [made.record for made in carry_out_all([Turn(one)] * checked_repeat(repeat), output)]
+    done = [made for _, made in carry_out_all([Turn(one)] * checked_repeat(repeat), output)]
     return _after(base, done, before, threshold, output, repeat)
-
-
-def _check_plan(found: Record, one: Ready) -> None:
-    told, now = found.plan, one.plan
-    if (told.tp, told.pp, told.dp) != (now.tp, now.pp, now.dp):
-        raise RequestError(f"record {found.id} ran as {told}; here its tune gives {now}; use the same number of devices")
 
 
 def _check_weights(found: Record, one: Ready) -> None:

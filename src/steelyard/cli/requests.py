@@ -1,12 +1,12 @@
-"""What a command line asks to run, as one request for each run."""
+"""Make one request for each run that a command line asks for."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from steelyard import accelerators
 from steelyard.case import resolve, sweep
 from steelyard.case.case import Case
-from steelyard.case.request import EngineSettings, Request, engine_settings, settings_by_engine
+from steelyard.case.request import DEFAULT_ENGINE, EngineSettings, Request, engine_settings, settings_by_engine
 from steelyard.case.resolve import Resolved, Source
 from steelyard.case.sweep import Axis, Point
 from steelyard.cli.get import data_of
@@ -20,49 +20,30 @@ from steelyard.plan import degrees
 from steelyard.run import site as sites
 
 RANDOM = "random"
-ENGINE = "torch"
 ALL = "all"  # every engine, in the place of one's name
 MOST_REPEATS = 10_000
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The runs of a command line: a request for each, the axes of its sweep, and whether they are
-    of all engines."""
-
-    requests: list[Request]
-    axes: tuple[Axis, ...]
-    all_engines: bool
-
-
-@dataclass(frozen=True)
-class Named:
-    """Cases by name, or the one that is made of a model's folder, and what follows from that
-    folder."""
-
-    cases: tuple[str | Source, ...]
-    engine: str
-    weights: Path | None
-    tokenizer: Path | None
-
-
-def read(options: RunOptions) -> Wanted:
-    """Return every run that the options ask for; RequestError where they do not go together or name
-    what is not there."""
-    named = _named(options)
-    if named.engine == ALL and options.sweeps:
+def read(options: RunOptions) -> tuple[list[Request], tuple[Axis, ...]]:
+    """Return a request for every run that the options ask for, and the axes of their sweep. Raise RequestError where the
+    options do not go together or name what is not there."""
+    weights = None if options.weights in (None, RANDOM) else Path(str(options.weights))
+    cases: tuple[str | Source, ...] = tuple(options.cases or ())
+    if options.model is not None or options.task is not None:
+        made, options, weights = _case_of_model(options, weights)
+        cases = (made,)
+    if not cases:
+        raise RequestError("name a case, or smoke for every case, tiny; or a model's folder with --model and --task")
+    if options.engine == ALL and options.sweeps:
         raise RequestError("--engine all and --sweep cannot be combined; name one engine, or drop --sweep")
-    if named.engine == ALL and options.resume is not None:
+    if options.engine == ALL and options.resume is not None:
         raise RequestError("--engine all and --resume cannot be combined; name the engine of the checkpoint")
-    engines, settings = engines_and_settings(named.engine, options.settings or [])
+    engines, settings = engines_and_settings(options.engine or DEFAULT_ENGINE, options.settings or [])
     axes = sweep.axes(options.sweeps or [], _set_by(options, settings))
     if axes and options.resume is not None:
         raise RequestError("--sweep and --resume cannot be combined; drop one")
     site = site_file(options.site, options.output)
-    for key, value in (
-        ("parallel", options.parallel),
-        ("checkpoint_every", options.checkpoint_every),
-    ):
+    for key, value in (("parallel", options.parallel), ("checkpoint_every", options.checkpoint_every)):
         settings += [] if value is None else [f"tune.{key}={value}"]
     devices = options.devices if options.devices is not None else sites.read(site).devices
     options = replace(options, settings=settings, devices=devices)
@@ -84,9 +65,9 @@ def read(options: RunOptions) -> Wanted:
             subjects=subjects,
             rows=rows,
             resume=options.resume,
-            weights=named.weights,
+            weights=weights,
             data=data_of(options.data, resolved.case),
-            tokenizer=named.tokenizer,
+            tokenizer=options.tokenizer,
             site=site,
             out=options.out,
             hang_s=options.hang_after,
@@ -96,27 +77,22 @@ def read(options: RunOptions) -> Wanted:
             point=point,
             sign=options.sign,
         )
-        for case in named.cases
+        for case in cases
         for point in sweep.grid(axes)
         for engine, of_engine in engines
         for resolved, number in cases_at(point, case, engine, options)
     ]
-    return Wanted(requests, axes, named.engine == ALL)
+    return requests, axes
 
 
-def _named(options: RunOptions) -> Named:
-    """Return the cases that are named, or the one of a model's folder and a task, and say what that
-    one assumes."""
-    cases, model, task, weights = options.cases, options.model, options.task, options.weights
-    given = None if weights in (None, RANDOM) else Path(str(weights))
+def _case_of_model(options: RunOptions, given: Path | None) -> tuple[Source, RunOptions, Path | None]:
+    """Make the case of a model's folder and a task, and say what it assumes. Return it with the options and the weights
+    that follow from the folder; `given` are other weights."""
+    model, task, weights = options.model, options.task, options.weights
     if model is None:
-        if task is not None:
-            raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
-        if not cases:
-            raise RequestError("name a case, or smoke for every case, tiny; or a model's folder with --model and --task")
-        return Named(tuple(cases), options.engine or ENGINE, given, options.tokenizer)
-    if cases:
-        raise RequestError(f"--model and {cases[0]!r}: a model's case is made of its folder; drop one of them")
+        raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
+    if options.cases:
+        raise RequestError(f"--model and {options.cases[0]!r}: a model's case is made of its folder; drop one of them")
     if task is None:
         raise RequestError("--model needs --task: mmlu, lambada, openwebtext or alpaca")
     from steelyard.cli.own import AUTO, case_to_run
@@ -132,8 +108,8 @@ def _named(options: RunOptions) -> Named:
         for one in made.assumed:
             say(f"  assumed: {one}")
     only = made.source.table["question"]["model"]["family"] == AUTO
-    engine = options.engine or ("transformers" if only else ENGINE)
-    return Named((made.source,), engine, model if loads and not made.random else given, tokenizer)
+    options = replace(options, engine=options.engine or ("transformers" if only else None), tokenizer=tokenizer)
+    return made.source, options, model if loads and not made.random else given
 
 
 def engines_and_settings(engine: str, settings: list[str]) -> tuple[list[tuple[str, EngineSettings]], list[str]]:

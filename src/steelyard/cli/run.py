@@ -1,5 +1,6 @@
 """The verbs that run cases: run, reproduce and conform."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -47,15 +48,15 @@ def run(options: RunOptions) -> int:
     from steelyard.cli import requests, runs
     from steelyard.record.signature import try_key
 
-    wanted = requests.read(options)
+    wanted, axes = requests.read(options)
     times = requests.checked_repeat(options.repeat)
     if options.sign is not None:
         try_key(options.sign)
-    if wanted.axes:
-        return runs.run_sweep(wanted.requests, wanted.axes, times, options.output)
-    if wanted.all_engines:
-        return runs.run_engines(wanted.requests, times, options.output)
-    return runs.run_each([one for one in wanted.requests for _ in range(times)], options.output)
+    if axes:
+        return runs.run_sweep(wanted, axes, times, options.output)
+    if options.engine == requests.ALL:
+        return runs.run_engines(wanted, times, options.output)
+    return runs.run_each([one for one in wanted for _ in range(times)], options.output)
 
 
 def reproduce(
@@ -103,12 +104,13 @@ def reproduce(
     """
     output = Output(as_json, quiet, wide)
     begin("preparing", output)
-    from steelyard.cli.reproduce import reproduce_record
-    from steelyard.run.reproduce import Where
+    from steelyard.cli.reproduce import read_request, reproduce_record
 
-    where = Where(
-        accelerator=accelerator,
-        launcher=launcher,
+    base, asked = read_request(source)
+    asked = replace(
+        asked,
+        accelerator=accelerator or asked.accelerator,
+        launcher=launcher or asked.launcher,
         site=site,
         weights=weights,
         data=data,
@@ -117,7 +119,7 @@ def reproduce(
         hang_s=hang_after,
         limit_s=time_limit,
     )
-    return reproduce_record(source, where, settings or [], repeat, threshold, output)
+    return reproduce_record(base, asked, settings or [], repeat, threshold, output)
 
 
 def conform(

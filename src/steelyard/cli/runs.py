@@ -15,8 +15,7 @@ from steelyard import report
 from steelyard.case import resolve, sweep
 from steelyard.case.request import Request
 from steelyard.case.sweep import Axis
-from steelyard.cli import terminal
-from steelyard.cli.out import Output, dump, one_line, paged, say, say_status, tell
+from steelyard.cli.out import Output, dump, is_terminal, one_line, paged, say, say_status, tell
 from steelyard.cli.progress import Display
 from steelyard.errors import EngineError, LostError, RequestError
 from steelyard.metrics import engines
@@ -34,20 +33,15 @@ QUEUE_S = 10  # between two lines on the wait in a queue
 class Turn:
     """One run in the order of a command: what it runs, the place of its request among those of the
     command, a line that is printed before it, and the record of an earlier run that is taken
-    instead."""
+    instead, with its path."""
 
     ready: Ready
     place: int = 0
     heading: str = ""
-    there: reproduce.Earlier | None = None
+    there: tuple[Path, Record] | None = None
 
 
-@dataclass(frozen=True)
-class Made:
-    """A turn with its record."""
-
-    turn: Turn
-    record: Record
+Made = tuple[Turn, Record]
 
 
 @dataclass(frozen=True)
@@ -92,11 +86,11 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
     over_devices = any(axis.key in sweep.DEVICES for axis in axes)
     by_point: dict[int, list[Made]] = {}
     for run in made:
-        by_point.setdefault(run.turn.place, []).append(run)
-    repeated = [run.record for every in by_point.values() if len(every) > 1 for run in every]
+        by_point.setdefault(run[0].place, []).append(run)
+    repeated = [one for every in by_point.values() if len(every) > 1 for _, one in every]
 
     def show(records: list[Record]) -> None:
-        names = [_point_name(one.turn.ready) for one in made]
+        names = [_point_name(turn.ready) for turn, _ in made]
         tell(paged(report.table(records, points=names), output.wide))
         show_repeats(repeated, output.wide)
         page = report.scaling(records) if over_devices else None
@@ -124,16 +118,11 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
     runs, left_out = able(requests)
     for one in {f"{one.engine}: {one.reason}": one for one in left_out}.values():  # several cases may have one reason
         one.say()
-    late: dict[int, LeftOut] = {}
-
-    def drop(turn: Turn, error: RequestError) -> None:
-        late[turn.place] = LeftOut(turn.ready.request.engine, turn.ready.case.name, str(error))
-        late[turn.place].say()
-
+    late: list[LeftOut] = []
     turns = [Turn(one, place) for _ in range(times) for place, one in enumerate(runs)]
-    made = carry_out_all(turns, output, drop)
+    made = carry_out_all(turns, output, late)
     if not made:
-        raise RequestError(_no_engine([*late.values()]))
+        raise RequestError(_no_engine(late))
 
     def show(records: list[Record]) -> None:
         page = report.engines(records)
@@ -147,16 +136,16 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
         show_repeats(records, output.wide)
 
     def table(records: list[Record]) -> dict[str, Any]:
-        reasons = [asdict(one) for one in (*left_out, *late.values())]
+        reasons = [asdict(one) for one in (*left_out, *late)]
         return {"engines": {"left_out": reasons, "groups": _tables(groups.engines(records))}}
 
     return _finish(made, times * (len(runs) - len(late)), output, show, table)
 
 
-def carry_out_all(turns: list[Turn], output: Output, drop: Callable[[Turn, RequestError], None] | None = None) -> list[Made]:
+def carry_out_all(turns: list[Turn], output: Output, left_out: list[LeftOut] | None = None) -> list[Made]:
     """Carry out the turns in order and return each with its record; an interrupted run is the last.
-    What only a host or a worker finds wrong with a request raises RequestError, or goes to `drop`,
-    and no other turn of that request is run."""
+    What only a host or a worker finds wrong with a request raises RequestError, or is printed and
+    added to `left_out`, and no other turn of that request is run."""
     made: list[Made] = []
     dropped: set[int] = set()
     with _hosts([turn.ready for turn in turns if turn.there is None], output) as allocation:
@@ -167,21 +156,22 @@ def carry_out_all(turns: list[Turn], output: Output, drop: Callable[[Turn, Reque
                 say(turn.heading)
             if turn.there is not None:
                 if not output.silent:
-                    say(f"already there: {turn.there.path}")
-                made.append(Made(turn, turn.there.record))
+                    say(f"already there: {turn.there[0]}")
+                made.append((turn, turn.there[1]))
                 continue
             point = turn.ready.request.point
             try:
                 with sweep.named(point):
                     place = (1, 1) if point else (number, len(turns))  # a point has a heading of its own
-                    made.append(Made(turn, carry_out(turn.ready, output, allocation, place)))
+                    made.append((turn, carry_out(turn.ready, output, allocation, place)))
             except RequestError as error:
-                if drop is None:
+                if left_out is None:
                     raise
-                drop(turn, error)
+                left_out.append(LeftOut(turn.ready.request.engine, turn.ready.case.name, str(error)))
+                left_out[-1].say()
                 dropped.add(turn.place)
                 continue
-            if interrupted(made[-1].record):
+            if interrupted(made[-1][1]):
                 break
     return made
 
@@ -244,16 +234,16 @@ def _finish(
 ) -> int:
     """Print what was made, by `show` for a reader, or as one document with what `table` adds to it.
     Return 0 where as many runs as were wanted are valid, otherwise 1."""
-    records = [one.record for one in made]
+    records = [one for _, one in made]
     if output.json:
         tables = [record.printed(one) for one in records]
         dump({"records": tables, "repeats": _tables(groups.repeats(records))} | table(records), tell)
     else:
         show(records)
-        request = made[0].turn.ready.request
+        request = made[0][0].ready.request
         if request.explain:
             show_waterfall(records, request.out, output)
-        if not output.silent and terminal.is_terminal(sys.stderr):
+        if not output.silent and is_terminal(sys.stderr):
             say(f"more: steelyard report {shlex.quote(str(request.out))}")
     return 0 if len(made) == wanted and all(one.status == "valid" for one in records) else 1
 
@@ -310,13 +300,13 @@ def _title(one: Ready, runs: list[Ready]) -> str:
 
 
 def _point_table(made: list[Made]) -> dict[str, Any]:
-    ready = made[0].turn.ready
+    ready = made[0][0].ready
     return {
         "case": ready.case.name,
         "division": ready.case.question.division,
         "values": {key: resolve.typed(value) for key, value in ready.request.point},
-        "records": [one.record.id for one in made],
-        "already_there": sum(one.turn.there is not None for one in made),
+        "records": [record.id for _, record in made],
+        "already_there": sum(turn.there is not None for turn, _ in made),
     }
 
 

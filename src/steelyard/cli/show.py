@@ -4,15 +4,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli import complete, terminal
+from steelyard.cli import complete
 from steelyard.cli.options import SMOKE, DivisionOption, Json, PrecisionOption, RunOptions, Settings, SizeOption
-from steelyard.cli.out import aligned, answer, dump, plain, wrapped
+from steelyard.cli.out import aligned, answer, described, dump, plain
 
 if TYPE_CHECKING:
     from steelyard.accelerators.row import Found
     from steelyard.case.case import Case
     from steelyard.case.resolve import Resolved
     from steelyard.engine.rows import EngineRow
+
+MARGIN = "  "
 
 
 def list_(as_json: Json = False) -> None:
@@ -50,18 +52,7 @@ def list_(as_json: Json = False) -> None:
         ("accelerators", devices),
         ("launchers", [(", ".join(launchers), "")]),
     )
-    answer("\n".join(line for title, pairs in parts for line in (title, *_columns(pairs))))
-
-
-def _columns(pairs: list[tuple[str, str]]) -> list[str]:
-    """Names of one width, and beside each its text, wrapped."""
-    indent = 2 + max((len(name) for name, _ in pairs), default=0) + 2
-    room = (terminal.columns() or terminal.COLUMNS) - indent
-    out = []
-    for name, text in pairs:
-        first, *more = wrapped(text, room)
-        out += [f"  {name:<{indent - 2}}{first}".rstrip(), *(" " * indent + line for line in more)]
-    return out
+    answer("\n".join(line for title, pairs in parts for line in (title, *described(pairs, MARGIN))))
 
 
 def _able(row: dict[str, Any], cases: int) -> str:
@@ -161,12 +152,9 @@ def show(
         dump({"name": resolved.case.name, "size": resolved.case.size, "values": rows, "reference": references})
         return
     pairs = [(str(row["key"]), f"{plain(row['value'])}  ({row['origin']})") for row in rows]
-    lines = [f"{resolved.case.name}, size {resolved.case.size}: {resolved.case.title}", *_columns(pairs)]
-    lines += (
-        ["published results", *_columns([(str(i), _published(row)) for i, row in enumerate(references, 1)])]
-        if references
-        else []
-    )
+    lines = [f"{resolved.case.name}, size {resolved.case.size}: {resolved.case.title}", *described(pairs, MARGIN)]
+    published = described([(str(i), _published(row)) for i, row in enumerate(references, 1)], MARGIN)
+    lines += ["published results", *published] if references else []
     answer("\n".join(lines))
 
 
@@ -190,10 +178,11 @@ def _published(row: dict[str, Any]) -> str:
 
 def _smoke(size: str | None, precision: str | None, division: str | None, settings: list[str] | None, as_json: bool) -> None:
     """What `run smoke` runs with engine torch on this machine."""
-    from steelyard.cli.requests import ENGINE, cases_at
+    from steelyard.case.request import DEFAULT_ENGINE
+    from steelyard.cli.requests import cases_at
 
     options = RunOptions(size=size, precision=precision, division=division, settings=settings)
-    found = cases_at((), SMOKE, ENGINE, options)
+    found = cases_at((), SMOKE, DEFAULT_ENGINE, options)
     runs = [
         {
             "case": one.case.name,

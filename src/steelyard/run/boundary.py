@@ -21,6 +21,7 @@ from steelyard.run.messages import HostSpec
 from steelyard.schema import Frozen, first_problem
 from steelyard.tasks.task import DataFacts
 
+STATED = ("rank", "device", "status", "identity", "threads", "matmul_flops_per_s", "in_use_bytes", "budget")
 RankStatus = Literal["running", "done", "request", "raised", "out_of_memory", "disk_full", "network", "ended"]
 
 
@@ -100,14 +101,9 @@ class RankFile(Frozen):
     data: SerializeAsAny[DataFacts] | None = None
 
     def facts(self) -> RankFacts:
-        """Return what a record states of the rank; what is not known of it is left out."""
-        names = ("rank", "device", "status", "identity", "threads", "matmul_flops_per_s", "in_use_bytes", "budget")
-        told = {name: getattr(self, name) for name in names}
-        rates = ("all_reduce_bytes_per_s", "clocks", "matmul_flops_per_cpu_s", "matmul_cpu_rates", "matmuls")
-        for name in (*rates, "beside", "compile_cache"):
-            if getattr(self, name):
-                told[name] = getattr(self, name)
-        return RankFacts(**told)
+        """Return what a record states of the rank; what is not known of it is left out, but for the fields in `STATED`."""
+        names = (name for name in RankFacts.model_fields if name in STATED or getattr(self, name, None))
+        return RankFacts(**{name: getattr(self, name) for name in names})
 
 
 def plain(what: str, value: Any) -> Any:

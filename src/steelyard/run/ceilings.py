@@ -15,11 +15,13 @@ from steelyard import accelerators
 from steelyard.accelerators.events import Clock, Timeline
 from steelyard.engine import rows as engine_rows
 from steelyard.engine.bench import Budgeted, Ceilings, LacksError, Made, Row
+from steelyard.engine.framework import Framework
 from steelyard.errors import RequestError
 from steelyard.metrics.ceilings import settled
 from steelyard.plan.degrees import Plan
 from steelyard.record.spec import Bench, Checked, Limits, Stretch
 from steelyard.run.clock import now
+from steelyard.run.measure import time_calls
 from steelyard.run.messages import HostSpec
 from steelyard.run.worker import RankProcess, serve
 from steelyard.schema import Frozen
@@ -59,12 +61,7 @@ def hold(made: Made, device: Timeline, limits: Limits, clock: Clock, origin_s: f
 
 def _time(made: Made, device: Timeline, clock: Clock, origin_s: float, calls: int) -> Stretch:
     start_s = clock() - origin_s
-    first = device.event()
-    for _ in range(calls):
-        made.work()
-    last = device.event()
-    device.synchronize()
-    return Stretch(start_s=start_s, time_s=max(0.0, first.elapsed_s(last)), calls=calls)
+    return Stretch(start_s=start_s, time_s=max(0.0, time_calls(made.work, device, calls)), calls=calls)
 
 
 class Holder:
@@ -171,29 +168,28 @@ class CeilingsWorker(RankProcess):
 
     def run(self) -> None:
         with self._phase("imports"):
-            shown = self._load()
+            framework = self._load()
+            shown: Ceilings = engine_rows.load_ceilings(FRAMEWORK)(framework)
         rows = list(shown.rows(self.spec.quick))
         with self.budget.part("rows"):
-            self._rows(shown, rows)
-        if self.framework is not None:
-            self.framework.barrier()
+            self._rows(shown, rows, framework)
+        framework.barrier()
 
-    def _load(self) -> Ceilings:
+    def _load(self) -> Framework:
+        """Return the framework on this rank's device, joined with the other ranks."""
         spec = self.spec
         device = accelerators.named(spec.accelerator).devices.get(FRAMEWORK)
         if device is None:
             raise RequestError(f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see steelyard list")
-        framework = engine_rows.load_framework(FRAMEWORK)(device, self.local_rank, now)
+        framework: Framework = engine_rows.load_framework(FRAMEWORK)(device, self.local_rank, now)
         self._add(identity=framework.identity(), versions=framework.versions(), threads=framework.threads())
         framework.join(spec.plan, self.rank, self.world, self.host.rendezvous)
         self.framework = framework
-        return engine_rows.load_ceilings(FRAMEWORK)(framework)
+        return framework
 
-    def _rows(self, shown: Ceilings, rows: list[Row]) -> None:
-        """What is done is told after each, so that whoever is killed later leaves this much."""
-        if self.framework is None:
-            raise RuntimeError("no framework was loaded")
-        holder = Holder(self.framework, self.rank, self.spec.limits, now, self.host.origin_s, shown.agree)
+    def _rows(self, shown: Ceilings, rows: list[Row], framework: Framework) -> None:
+        """Take the rows one after the other, and write the rank file after each: a rank that is killed leaves it."""
+        holder = Holder(framework, self.rank, self.spec.limits, now, self.host.origin_s, shown.agree)
         for done, row in enumerate(rows):
             named = " ".join(filter(None, (row.group, row.name, row.precision)))
             self.tell(named, done, len(rows))

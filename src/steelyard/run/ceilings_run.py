@@ -2,7 +2,6 @@
 
 import secrets
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,41 +29,31 @@ MOST_S = 24 * 3600.0  # for all rows
 SPARE_S = 600.0  # beyond the time of all rows, for what is made and checked before each
 
 
-@dataclass(frozen=True)
-class SpecRequest:
-    accelerator: str | None
-    devices: int
-    quick: bool
-    out: Path
-    limit_s: float | None = None
-
-
 class SpecRun:
-    """One run of `steelyard spec`, from the agent of this host to its record."""
+    """One run of `steelyard spec`, from the agent of this host to its record in the folder `out`."""
 
-    def __init__(self, request: SpecRequest) -> None:
+    def __init__(self, accelerator: str | None, devices: int, quick: bool, out: Path, limit_s: float | None) -> None:
         processes.check()
-        self.request = request
-        self.limits = QUICK if request.quick else FULL
-        if request.limit_s is not None:
-            if not 1 <= request.limit_s <= MOST_S:
-                raise RequestError(f"--limit {request.limit_s:g}: must be from 1 to {MOST_S:g} seconds")
-            self.limits = self.limits.model_copy(update={"total_s": request.limit_s})
-        if not 1 <= request.devices <= MOST_DEVICES:
-            raise RequestError(f"--devices {request.devices}: must be 1 to {MOST_DEVICES}")
-        self.accelerator = accelerators.named(request.accelerator) if request.accelerator else accelerators.detect()
-        self.plan = Plan(nodes=1, devices=request.devices, tp=1, pp=1, dp=request.devices, launcher="local")
+        self.quick, self.out, self.limits = quick, out, QUICK if quick else FULL
+        if limit_s is not None:
+            if not 1 <= limit_s <= MOST_S:
+                raise RequestError(f"--limit {limit_s:g}: must be from 1 to {MOST_S:g} seconds")
+            self.limits = self.limits.model_copy(update={"total_s": limit_s})
+        if not 1 <= devices <= MOST_DEVICES:
+            raise RequestError(f"--devices {devices}: must be 1 to {MOST_DEVICES}")
+        self.accelerator = accelerators.named(accelerator) if accelerator else accelerators.detect()
+        self.plan = Plan(nodes=1, devices=devices, tp=1, pp=1, dp=devices, launcher="local")
         self.origin_s, self.created, self.id = now(), today(), secrets.token_hex(16)
         self.session = Session(launch.named("local"), Site(), 1)
 
     def to_record(self, watch: Watch | None, warn: Warn) -> tuple[SpecRecord, Path]:
         """Whatever came of it, once workers were started; what is wrong with the request raises RequestError."""
-        sealed.writable(self.request.out)
+        sealed.writable(self.out)
         with ExitStack() as undisturbed:
             limit_s = self.limits.total_s + SPARE_S
             prepare = partial(self._prepare, warn)
             made = self._assemble(self.session.lead(prepare, self.origin_s, HANG_S, limit_s, watch, undisturbed))
-            return made, spec.write(made, self.request.out)
+            return made, spec.write(made, self.out)
 
     def _prepare(self, warn: Warn) -> Start:
         """Open the session, check the host, and return what to start."""
@@ -83,7 +72,7 @@ class SpecRun:
         for device in hello.devices[: self.plan.devices]:
             if device.busy is not None:
                 warn(f"{device.name} is also used by {device.busy}: neither will show what it can do")
-        told = CeilingsSpec(accelerator=hello.accelerator, plan=self.plan, quick=self.request.quick, limits=self.limits)
+        told = CeilingsSpec(accelerator=hello.accelerator, plan=self.plan, quick=self.quick, limits=self.limits)
         return Start(
             run=told.model_dump(mode="json"),
             world=self.plan.world,
@@ -103,7 +92,7 @@ class SpecRun:
             created=self.created,
             status="valid" if failure is None else "failed",
             reasons=[] if failure is None else [Reason(code=failure.code, text=failure.text)],
-            quick=self.request.quick,
+            quick=self.quick,
             limits=self.limits,
             devices=self.plan.devices,
             environment=with_versions(hello.environment, ranks[0] if ranks else None),

@@ -88,14 +88,14 @@ class Connection:
             return self.process.wait(ENDING_S)
         return None
 
-    def hang_up(self) -> None:
-        """An agent that lives sees its stdin closed and ends by itself."""
+    def close_stdin(self) -> None:
+        """Close the agent's stdin: an agent that lives sees it and ends by itself."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
-    def forget(self) -> None:
-        """It has ended."""
+    def close(self) -> None:
+        """Wait for the process to end, and close its streams unless a thread still reads them."""
         self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None and not any(one.is_alive() for one in self._threads):
@@ -103,9 +103,10 @@ class Connection:
 
 
 def close(connections: Sequence[Connection]) -> None:
-    """End them all: kindly, then for certain. They are waited for together: many lost hosts take as long as one."""
+    """Close stdin of all agents, then send SIGTERM and SIGKILL to those that do not end. They are waited for together: many
+    lost hosts take as long as one."""
     for one in connections:
-        one.hang_up()
+        one.close_stdin()
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         end_s = now() + ENDING_S
         for one in connections:
@@ -115,4 +116,4 @@ def close(connections: Sequence[Connection]) -> None:
             if one.process.poll() is None:
                 end(one.process)
     for one in connections:
-        one.forget()
+        one.close()

@@ -121,8 +121,7 @@ def source(package: Path = PACKAGE) -> dict[str, Any]:
     """The version, and the git revision where the package lies in its own work tree, in src/ at its top. An installed
     copy has none, even inside somebody's repository."""
     top = files.git(package, "rev-parse", "--show-toplevel")
-    revision = None
-    dirty = None
+    revision = dirty = None
     if top is not None and Path(top) == package.resolve().parents[1]:
         revision = files.git(package, "rev-parse", "--verify", "HEAD")
         changes = files.git(package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES)

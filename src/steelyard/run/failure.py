@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from steelyard import files
+from steelyard import accelerators, files
 from steelyard.errors import OUT_OF_MEMORY_LINE
 
 if TYPE_CHECKING:
     from steelyard.run.boundary import RankFile
     from steelyard.run.messages import WorkerEnded
 
-# A rank that lost its peer fails with one of these; it is a consequence, not the cause.
-PEER_LOST = re.compile(r"gloo|nccl|connection (reset|closed|refused)|TCPStore|DistNetworkError|DistBackendError", re.IGNORECASE)
+# A rank that lost its peer fails with one of these, or names the library for collectives of an accelerator.
+PEER_LOST = ("gloo", "connection (reset|closed|refused)", "TCPStore", "DistNetworkError", "DistBackendError")
 TAIL_CHARS, WHY_CHARS = 4000, 500
 DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
 NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
@@ -97,7 +97,7 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
     dead = sorted((ended for ended in exits.values() if ended.rank in silent), key=lambda ended: ended.time_s)
     raised = [one for one in ranks if one.status not in ("done", "running", "ended")]
     first = min(raised, key=lambda one: one.ended_s, default=None)
-    if first is not None and not (dead and PEER_LOST.search(str(first.error))):
+    if first is not None and not (dead and _lost_peer(str(first.error))):
         return Failure(first.status, f"{name(first.rank)}: {first.error}", first.rank)
 
     if results.unreadable:
@@ -115,30 +115,32 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
     return Failure("killed", f"{name(rank)} left no result; exit code 0", rank)
 
 
+def _lost_peer(error: str) -> bool:
+    """Return whether a rank failed because a peer was lost, which is a consequence and not the cause."""
+    libraries = accelerators.names(lambda row: filter(None, [row.collectives]))
+    return re.search("|".join([*PEER_LOST, *libraries]), error, re.IGNORECASE) is not None
+
+
 def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
-    """Describe how a worker died from its exit code and its last words, without guessing who sent a signal."""
-    code, rank = ended.code, ended.rank
+    """Describe how a worker died from its exit code and its last words, without guessing who sent a signal. The first rule
+    that holds decides."""
+    code, by_signal = ended.code, ended.code is not None and ended.code < 0
     full = next((text for text in NO_SPACE if text in stderr_tail), None)
     last_line = " ".join((stderr_tail.strip().splitlines() or [""])[-1].split())
     no_memory = OUT_OF_MEMORY_LINE.match(last_line) is not None
-    if code == DISK_FULL:
-        text = f"{name} could write no result: no space is left on its disk; TMPDIR names another"
-        return Failure("disk_full", text, rank)
-    if code == -signal.SIGILL:
-        return Failure("illegal_instruction", f"{name} was ended by SIGILL: {ILLEGAL_HINT}", rank)
-    if code == -signal.SIGABRT and no_memory:
-        return Failure("out_of_memory", f"{name} was ended by SIGABRT, and its stderr says: {last_line[:WHY_CHARS]}", rank)
-    if code is not None and code < 0:
-        text = f"{name} was ended by {signal_name(-code)}"
-        if code == -signal.SIGKILL and ended.oom_kills:
-            text += f"; meanwhile the kernel ended {ended.oom_kills} process(es) of its control group for lack of memory"
-        return Failure("killed", text, rank)
-    text = f"{name} left no result; exit code {code}"
-    if full is not None:
-        return Failure("disk_full", f"{text}, and its stderr says: {full}", rank)
-    if no_memory:
-        return Failure("out_of_memory", f"{text}, and its stderr says: {last_line[:WHY_CHARS]}", rank)
-    return Failure("killed", text, rank)
+    how = f"{name} was ended by {signal_name(-(code or 0))}" if by_signal else f"{name} left no result; exit code {code}"
+    says = f"{how}, and its stderr says: "
+    for_memory = f"the kernel ended {ended.oom_kills} process(es) of its control group for lack of memory"
+    rules = (
+        (code == DISK_FULL, "disk_full", f"{name} could write no result: no space is left on its disk; TMPDIR names another"),
+        (code == -signal.SIGILL, "illegal_instruction", f"{how}: {ILLEGAL_HINT}"),
+        (full is not None and not by_signal, "disk_full", f"{says}{full}"),
+        (no_memory and (not by_signal or code == -signal.SIGABRT), "out_of_memory", f"{says}{last_line[:WHY_CHARS]}"),
+        (code == -signal.SIGKILL and ended.oom_kills, "killed", f"{how}; meanwhile {for_memory}"),
+    )
+    return next(
+        (Failure(reason, text, ended.rank) for holds, reason, text in rules if holds), Failure("killed", how, ended.rank)
+    )
 
 
 def _differing_data(ranks: "list[RankFile]") -> Failure | None:

@@ -57,7 +57,7 @@ def _row(accelerator: str | None) -> tuple[Accelerator, str | None]:
 
 def others(watch_s: float = WATCH_S) -> Share:
     """What processes but this one take of the cores now."""
-    reader, kept = load.Reader(""), load.Kept()
+    reader, kept = load.Reader(""), load.LoadReadings()
     for _ in range(2):
         kept.add(reader.read(now()))
         if len(kept.rows) < 2:

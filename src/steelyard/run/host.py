@@ -20,7 +20,7 @@ from steelyard.record.facts import DeviceState, Environment, HostState, Software
 from steelyard.run import environment, load, processes
 from steelyard.run.environment import Interpreter
 from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
-from steelyard.run.processes import AGENT_CLAIM, Claims
+from steelyard.run.processes import AGENT_CLAIM
 
 LOOPBACK = "lo"
 # What workers do not inherit: what launchers tell the ranks that they start. Ours are told by their agent; a stranger's words
@@ -47,8 +47,8 @@ class Host:
     def __init__(self, asked: Open) -> None:
         self.asked = asked
         os.environ.update(asked.environment)
-        self.claims = Claims()
-        self.claims.claim(AGENT_CLAIM.format(asked.mark))  # how this agent is found, should it stop
+        self.claims: list[socket.socket] = []
+        processes.claim(AGENT_CLAIM.format(asked.mark), self.claims)  # how this agent is found, should it stop
         self.accelerator: Accelerator | None = None
         self.found: list[Found] = []
         self.interface: str | None = None
@@ -129,7 +129,6 @@ class Host:
         return made.model_copy(update={"software": Software(**software, agent_python=made.software.python)})
 
     def _devices(self, row: Accelerator) -> list[FoundDevice]:
-        claim = self.claims.claim
         free = row.free(self.found) if self.found else []  # none where something was wrong before they were looked for
         return [
             FoundDevice(
@@ -137,7 +136,9 @@ class Host:
                 uuid=device.uuid,
                 memory_bytes=device.memory_bytes,
                 free_bytes=bytes_,
-                busy=claim(f"device/{device.uuid or f'{row.name}:{device.index}'}") if device in self.used else None,
+                busy=processes.claim(f"device/{device.uuid or f'{row.name}:{device.index}'}", self.claims)
+                if device in self.used
+                else None,
             )
             for device, bytes_ in zip(self.found, free, strict=True)
         ]
@@ -208,7 +209,7 @@ def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) ->
         "memory_bytes": memory.get("MemTotal"),
         "available_bytes": memory.get("MemAvailable"),
         "swap_bytes": memory.get("SwapTotal"),
-        "swap_used_bytes": _difference(memory.get("SwapTotal"), memory.get("SwapFree")),
+        "swap_used_bytes": max(0, memory["SwapTotal"] - memory["SwapFree"]) if {"SwapTotal", "SwapFree"} <= {*memory} else None,
         "governors": _governors(root),
         "clock_source": environment.system_text(root / CLOCK_SOURCE) or None,
         "numa_nodes": _count(environment.system_text(root / NODES / "online")) or None,
@@ -237,10 +238,6 @@ def _load_1m(root: Path) -> float | None:
         found = float(environment.system_text(root / "proc/loadavg").split()[0])
         return found if isfinite(found) else None
     return None
-
-
-def _difference(whole: int | None, part: int | None) -> int | None:
-    return None if whole is None or part is None else max(0, whole - part)
 
 
 def _governors(root: Path) -> list[str] | None:

@@ -97,7 +97,7 @@ class Reader:
 
 
 @dataclass
-class Kept:
+class LoadReadings:
     """The readings of one host as they arrive. Counters lose nothing when every second reading is dropped."""
 
     rows: list[LoadSaid] = field(default_factory=list)

@@ -16,13 +16,7 @@ from steelyard.record.record import Sample
 from steelyard.run.clock import now
 
 Count = Callable[[Work], dict[str, int]]
-
-
-@dataclass(frozen=True)
-class _Mark:
-    item: Phase | Work
-    host_s: float
-    event: Event
+Mark = tuple[Phase | Work, float, Event]  # what an engine yielded, when on the host, and in the device's stream
 
 
 @dataclass(frozen=True)
@@ -35,11 +29,41 @@ class Trace:
     cpu_s: float | None = None  # CPU time of this process, where that did the work
     clock: ClockName = "host"
     first: Event | None = None  # None: nothing was marked
-    marks: list[_Mark] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
     def samples(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> list[Sample]:
         """Return a sample for each step; `count` says what its work counts."""
-        return [] if self.first is None else _samples(name, rank, self.first, self.marks, count)
+        if self.first is None:
+            return []
+        out: list[Sample] = []
+        opened: list[tuple[str, float]] = []
+        start_s = host_start_s = 0.0
+        for item, host_s, event in self.marks:
+            at_s = self.first.elapsed_s(event)
+            if isinstance(item, Phase):
+                opened.append((item.name, at_s))
+                continue
+            borders = [*(begin for _, begin in opened), at_s]
+            phases: dict[str, float] = {}
+            for (phase, begin), end in zip(opened, borders[1:], strict=True):
+                phases[phase] = phases.get(phase, 0.0) + end - begin
+            out.append(
+                Sample(
+                    pass_name=name,
+                    rank=rank,
+                    step=len(out),
+                    start_s=start_s,
+                    end_s=at_s,
+                    host_start_s=host_start_s,
+                    host_end_s=host_s,
+                    phases=phases,
+                    counts=count(item),
+                    values={key: _number(value) for key, value in item.values.items()},
+                )
+            )
+            opened = []
+            start_s, host_start_s = at_s, host_s
+        return out
 
 
 def measure(
@@ -54,10 +78,10 @@ def measure(
     busy_s = None if busy is None else busy()
     start = clock()
     first = device.event()
-    marks: list[_Mark] = []
+    marks: list[Mark] = []
     steps = 0
     for item in items:
-        marks.append(_Mark(item, clock() - start, device.event()))
+        marks.append((item, clock() - start, device.event()))
         if isinstance(item, Work):
             steps += 1
             if step_done is not None:
@@ -79,38 +103,6 @@ def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) ->
         pass
     device.synchronize()
     return Trace(start, clock() - start)
-
-
-def _samples(name: str, rank: int, first: Event, marks: list[_Mark], count: Count) -> list[Sample]:
-    out: list[Sample] = []
-    opened: list[tuple[str, float]] = []
-    start_s = host_start_s = 0.0
-    for mark in marks:
-        at_s = first.elapsed_s(mark.event)
-        if isinstance(mark.item, Phase):
-            opened.append((mark.item.name, at_s))
-            continue
-        borders = [*(begin for _, begin in opened), at_s]
-        phases: dict[str, float] = {}
-        for (phase, begin), end in zip(opened, borders[1:], strict=True):
-            phases[phase] = phases.get(phase, 0.0) + end - begin
-        out.append(
-            Sample(
-                pass_name=name,
-                rank=rank,
-                step=len(out),
-                start_s=start_s,
-                end_s=at_s,
-                host_start_s=host_start_s,
-                host_end_s=mark.host_s,
-                phases=phases,
-                counts=count(mark.item),
-                values={key: _number(value) for key, value in mark.item.values.items()},
-            )
-        )
-        opened = []
-        start_s, host_start_s = at_s, mark.host_s
-    return out
 
 
 def _number(value: Any) -> float | None:
@@ -136,16 +128,14 @@ def mean_time_s(work: Callable[[], Any], device: Timeline, least_s: float, clock
     return first.elapsed_s(last) / calls
 
 
-def time_of(work: Callable[[], Any], device: Timeline, calls: int) -> float:
-    """Mean device time of one call, over so many after one to warm up. Ranks that call together make the same number."""
-    work()
-    device.synchronize()
+def time_calls(work: Callable[[], Any], device: Timeline, calls: int) -> float:
+    """Return the device time of all calls together. Ranks that call together make the same number."""
     first = device.event()
     for _ in range(calls):
         work()
     last = device.event()
     device.synchronize()
-    return first.elapsed_s(last) / calls
+    return first.elapsed_s(last)
 
 
 class Budget:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from steelyard import files
 from steelyard.errors import MORE_MEMORY, lacks_memory
-from steelyard.run import load, messages, processes
+from steelyard.run import messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.failure import Failure, signal_name
 from steelyard.run.host import Host
@@ -31,16 +31,12 @@ from steelyard.run.messages import (
     Reach,
     Reached,
     Start,
-    Started,
     Stop,
     Sweep,
-    TelemetryRows,
 )
 from steelyard.run.ranks import Ranks
-from steelyard.run.telemetry import Sampler
 
 POLL_S = 0.1
-SEND_S = 1.0  # telemetry is sent so often
 OPEN_S = 60.0  # to hear the first message
 REACH_S = 5.0
 ALONE_S = 30.0  # to end without a parent: twice what ending needs
@@ -91,10 +87,6 @@ class Agent:
         self._silence_s = OPEN_S
         self._host: Host | None = None
         self._ranks: Ranks | None = None
-        self._sampler: Sampler | None = None
-        self._load: load.Reader | None = None
-        self._origin_s = 0.0
-        self._sent_s = 0.0
         self._signal: int | None = None
 
     def run(self) -> None:
@@ -152,71 +144,29 @@ class Agent:
 
     def _start(self, host: Host, start: Start) -> None:
         try:
-            self._sampler = Sampler(host.sources(), start.origin_s)
-            self._sampler.start()
-            self._load, self._origin_s = load.Reader(start.token), start.origin_s
-            self._say_load(self._load)
             processes.sweep_dead()
             self._ranks = Ranks(host, start)
-            pids = self._ranks.start()
+            for message in self._ranks.start():
+                self._voice.say(message)
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a thread that cannot be started
             raise AgentEnds(_not_started(error)) from error
-        self._sampler.watch(tuple(pids))
-        self._load.watch(tuple(pids))
-        self._voice.say(Started(token=start.token, pids=pids))
 
     def _look(self) -> None:
         """Forward what is new."""
-        if self._ranks is None or self._sampler is None:
+        if self._ranks is None:
             return
         for message in self._ranks.news():
             self._voice.say(message)
-        if now() - self._sent_s > SEND_S:
-            self._sent_s = now()
-            self._telemetry(self._sampler)
-            self._say_load(self._load)
         if self._ranks.over:
             raise AgentEnds
 
-    def _telemetry(self, sampler: Sampler) -> None:
-        period_s, rows = sampler.take()
-        for source, columns in zip(sampler.sources, rows, strict=True):
-            if columns:
-                self._voice.say(
-                    TelemetryRows(
-                        token=self._known_token,
-                        device=source.device,
-                        period_s=period_s,
-                        severity={} if self._host is None else self._host.severity,
-                        columns=columns,
-                    )
-                )
-
-    def _say_load(self, reader: load.Reader | None) -> None:
-        if reader is not None:
-            self._voice.say(reader.read(now() - self._origin_s))
-
-    @property
-    def _known_token(self) -> str:
-        if self._token is None:
-            raise MessageError("nothing can be said before open")
-        return self._token
-
     def _finish(self, failure: Failure | None, with_stacks: bool = False) -> None:
         """End what was started, send what it left, and say bye."""
-        if self._ranks is None or self._sampler is None:
-            if self._token is not None and (self._host is not None or failure is not None):
-                self._voice.say(Bye(token=self._token, exits={}, stderr_tails={}, failure=failure))
-            return
-        stacks = self._ranks.stacks() if with_stacks else {}
-        count = self._ranks.end()
-        self._sampler.stop()
-        for message in self._ranks.news():
-            self._voice.say(message)
-        self._telemetry(self._sampler)
-        self._say_load(self._load)
-        self._voice.say(self._ranks.bye(stacks, count, failure))
-        self._ranks.clean()
+        if self._ranks is not None:
+            for message in self._ranks.finish(failure, with_stacks):
+                self._voice.say(message)
+        elif self._token is not None and (self._host is not None or failure is not None):
+            self._voice.say(Bye(token=self._token, exits={}, stderr_tails={}, failure=failure))
 
 
 def _not_started(error: OSError | RuntimeError | MemoryError) -> Failure:

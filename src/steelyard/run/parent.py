@@ -15,10 +15,10 @@ from steelyard.plan import auto
 from steelyard.plan.auto import Devices
 from steelyard.plan.degrees import Plan
 from steelyard.record import record, sealed
-from steelyard.record.facts import Environment, HostFacts, StepDown
-from steelyard.record.record import Record
+from steelyard.record.facts import EngineDetails, Environment, HostFacts, StepDown
+from steelyard.record.record import EngineFacts, Record
 from steelyard.run import assemble, conformity, environment, failure, launch, preflight
-from steelyard.run.assemble import RunFacts
+from steelyard.run.assemble import Times
 from steelyard.run.boundary import RunSpec, of_program
 from steelyard.run.clock import now, today
 from steelyard.run.connection import Connection
@@ -170,7 +170,7 @@ class Run:
     def _open(self) -> None:
         """All that can be known without starting a worker. Nothing stays behind where a host cannot take part."""
         ready, case, plan = self.ready, self.ready.case, self.ready.plan
-        asked = preflight.files(ready)
+        needed = preflight.files(ready)
         variables = {
             **WORKER_ENV,
             **(accelerators.settings(lambda row: row.deterministic_variables) if case.tune.deterministic else {}),
@@ -187,14 +187,14 @@ class Run:
                     variables=variables,
                     needs=list(ready.engine.needs),
                     python=ready.request.engine_settings.python,
-                    paths=[list(one.names) for one in (*asked, *probe)],
+                    paths=[names for names, _ in (*needed, *probe)],
                     silence_s=ready.site.silence_s,
                 )
             )
         if self.again_s is None:
             self.ready = ready.with_resolved(auto.choose(ready.request.resolved, self._devices()))
             case = self.ready.case
-        for warning in preflight.check(self.hellos, case, plan, [*asked, *probe], environment.package_hash()):
+        for warning in preflight.check(self.hellos, case, plan, [*needed, *probe], environment.package_hash()):
             if self.warn is not None:
                 self.warn(warning)
         first = next(iter(self.hellos.values()))
@@ -202,11 +202,11 @@ class Run:
             self.session.reach(first.address, first.port)
 
     def _spec(self) -> RunSpec:
+        """Return what the workers are told of the run, with absolute paths."""
         ready, request = self.ready, self.ready.request
-
-        def absolute(path: Path | None) -> Path | None:
-            return None if path is None else path.resolve()
-
+        trace = f"{ready.case.name}-{self.id[:8]}.trace.json.gz"  # beside the record, whose name ends alike
+        named = {"weights": request.weights, "data": request.data, "tokenizer": request.tokenizer}
+        named["checkout"] = request.engine_settings.checkout
         return RunSpec(
             case=ready.case,
             scope=ready.scope,
@@ -214,26 +214,12 @@ class Run:
             engine=ready.engine.name,
             plan=ready.plan,
             accelerator=next(iter(self.hellos.values())).accelerator,
-            weights=absolute(request.weights),
-            data=absolute(request.data),
-            tokenizer=absolute(request.tokenizer),
             resume=ready.resume.path if ready.resume else None,
             checkpoints=request.out.resolve() / self.kept if self.kept else None,
             explain=request.explain,
-            trace=self._trace(),
-            checkout=absolute(request.engine_settings.checkout),
+            trace=request.out.resolve() / trace if request.trace else None,
+            **{name: None if path is None else path.resolve() for name, path in named.items()},
         )
-
-    def _trace(self) -> Path | None:
-        """Beside the record, whose name it has the end of."""
-        request = self.ready.request
-        return request.out.resolve() / f"{self.ready.case.name}-{self.id[:8]}.trace.json.gz" if request.trace else None
-
-    def _packages(self) -> dict[str, str] | None:
-        """Of the Python that the engine lives in, where that is another than this one."""
-        if self.ready.request.engine_settings.python is None:
-            return None
-        return next(iter(self.hellos.values())).environment.software.packages
 
     def _assembled(self, ended: Failure | None) -> Record:
         """Rank files are another program's words, and an engine's in them: what cannot be made sense of is a reason too."""
@@ -265,27 +251,27 @@ class Run:
         hosts = [self._with_load(_host(one, i, ready.plan)) for i, one in enumerate(self.session.connections)]
         clocks = {one.name: one.on_the_parents_clock for one in hosts}
         read = sorted(self.session.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host))
-        facts = RunFacts(
+        known = _environment(list(self.hellos.values()))
+        elsewhere = request.engine_settings.python is not None  # then the packages are those of that Python
+        conforms = conformity.conforms(ready.engine, known.software.packages if elsewhere else None)
+        session, resume = self.session, ready.resume
+        times = Times(self.origin_s, session.spawned_s, session.started_s, now(), self.again_s)
+        draft = assemble.draft(
+            request.resolved,
+            EngineFacts(name=request.engine, details=EngineDetails(), conforms=conforms),
             id=self.id,
-            origin_s=self.origin_s,
-            spawned_s=self.session.spawned_s,
-            started_s=self.session.started_s,
-            ended_s=now(),
             created=self.created,
-            environment=_environment(list(self.hellos.values())),
+            environment=known,
             site=ready.site.about(),
-            hosts=hosts,
-            telemetry=[kept.series(clocks[kept.host]) for kept in read],
             plan=ready.plan,
             scope=ready.scope,
-            resume=ready.resume,
-            out=request.out,
-            again_s=self.again_s,
-            stepped_down=self.stepped_down,
-            conforms=conformity.conforms(ready.engine, self._packages()),
+            telemetry=[kept.series(clocks[kept.host]) for kept in read],
+            hosts=hosts,
+            restarts=[] if resume is None else [resume.restart(request.out)],
             checkpoints=self._named_checkpoints(ended),
+            stepped_down=self.stepped_down,
         )
-        return assemble.assemble(request.resolved, request.engine, facts, results, ended)
+        return assemble.assemble(draft, ready.case, times, results, ended, resume)
 
     def _named_checkpoints(self, ended: Failure | None) -> str | None:
         """Return the folder of checkpoints that the record names, or None for a run that ended without making one.
@@ -298,7 +284,7 @@ class Run:
 
 
 def _environment(hellos: list[Hello]) -> Environment:
-    """That of the first host, with the devices of all: hosts of a run have the same software and the same devices."""
+    """Return the first host's environment with the devices of all: hosts of a run have the same software and devices."""
     first = hellos[0].environment
     devices = [device for one in hellos for device in one.environment.hardware.devices]
     return first.model_copy(update={"hardware": first.hardware.model_copy(update={"devices": devices})})

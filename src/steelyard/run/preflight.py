@@ -4,7 +4,6 @@ import secrets
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from steelyard import __version__
 from steelyard.case.case import Case
@@ -34,24 +33,19 @@ HINTS = (
 )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A file that every host must have, under one of its names, and what is said where one has not."""
-
-    names: tuple[str, ...]
-    problem: str
+Needed = tuple[list[str], str]  # a file that every host must have under one of these names, and what to say if one has not
 
 
-def files(ready: Ready) -> list[Asked]:
-    """What every host must have. Token files are also named by what they have in common."""
+def files(ready: Ready) -> list[Needed]:
+    """Return the files that every host must have. Token files are also named by what they have in common."""
     request = ready.request
     named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
     named["--resume"] = ready.resume.path if ready.resume else None
     named["engine.checkout"] = request.engine_settings.checkout
     found = {option: path.resolve() for option, path in named.items() if path is not None}
     return [
-        Asked(
-            (str(path), str(path.with_name(f"{path.name}{IDS}"))),
+        (
+            [str(path), str(path.with_name(f"{path.name}{IDS}"))],
             f"{option} {str(path)!r} does not exist there; hosts of a run need the same files in the same place",
         )
         for option, path in found.items()
@@ -59,7 +53,7 @@ def files(ready: Ready) -> list[Asked]:
 
 
 @contextmanager
-def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Asked]]:
+def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Needed]]:
     """A file where checkpoints will be. Each rank writes its part of one: hosts must share that folder."""
     if kept is None or not ready.launcher.remote:
         yield []
@@ -68,7 +62,7 @@ def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Asked]]:
     probe = out / f".shared-{secrets.token_hex(8)}"
     probe.touch(exist_ok=False)
     try:
-        yield [Asked((str(probe),), f"--out {str(out)!r} is another folder there; checkpoints need one that all hosts share")]
+        yield [([str(probe)], f"--out {str(out)!r} is another folder there; checkpoints need one that all hosts share")]
     finally:
         probe.unlink()
 
@@ -87,7 +81,7 @@ def _install(python: str) -> str:
     return shlex.join([python, "-m", "pip", "install", f"steelyard=={__version__}"])
 
 
-def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], package: str) -> list[str]:
+def check(hosts: dict[str, Hello], case: Case, plan: Plan, needed: list[Needed], package: str) -> list[str]:
     """Warnings; a host that cannot take part raises RequestError."""
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
@@ -96,7 +90,7 @@ def check(hosts: dict[str, Hello], case: Case, plan: Plan, asked: list[Asked], p
         if machines.setdefault(hello.machine, name) != name:
             raise RequestError(f"hosts {machines[hello.machine]} and {name} are one machine ({hello.host}); name it once")
         _same_package(name, hello, package)
-        able(name, hello, plan, asked)
+        able(name, hello, plan, needed)
         _same_software(name, hello, first_name, first)
         _same_devices(name, hello, first_name, first, plan)
         warnings += _memory(name, hello, case, plan)
@@ -112,21 +106,18 @@ def _same_package(name: str, hello: Hello, package: str) -> None:
     if hello.package != package:
         raise RequestError(
             f"host {name} has another steelyard {hello.version} (files {hello.package}, here {package}): "
-            f"copy this one: {_copy(name, hello)}"
+            f"copy this one: {shlex.join(['rsync', '-a', '--delete', f'{PACKAGE}/', f'{name}:{hello.folder}/'])}"
         )
 
 
-def _copy(name: str, hello: Hello) -> str:
-    return shlex.join(["rsync", "-a", "--delete", f"{PACKAGE}/", f"{name}:{hello.folder}/"])
-
-
-def able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
+def able(name: str, hello: Hello, plan: Plan, needed: list[Needed]) -> None:
+    """Raise RequestError for the first thing that a host lacks to take part in a run."""
     if hello.problem is not None:
         raise RequestError(f"host {name}: {hello.problem}")
     if hello.lacking:
         raise RequestError(f"host {name}: {hello.lacking[0]} is not installed there, and the engine needs it")
     for index in hello.missing:
-        raise RequestError(f"host {name}: {asked[index].problem}")
+        raise RequestError(f"host {name}: {needed[index][1]}")
     if not hello.devices:
         raise RequestError(f"host {name}: no {hello.accelerator} device was found; see steelyard list there")
     if plan.devices > hello.most:
@@ -140,9 +131,8 @@ def able(name: str, hello: Hello, plan: Plan, asked: list[Asked]) -> None:
 
 
 def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> None:
-    here, there = first.environment.software, hello.environment.software
-    mine = {"python": here.python, "driver": here.driver, **here.packages}
-    theirs = {"python": there.python, "driver": there.driver, **there.packages}
+    both = (first.environment.software, hello.environment.software)
+    mine, theirs = ({"python": one.python, "driver": one.driver, **one.packages} for one in both)
     for what in sorted({*mine, *theirs}):
         if mine.get(what) != theirs.get(what):
             raise RequestError(
@@ -152,8 +142,8 @@ def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> No
 
 
 def _same_devices(name: str, hello: Hello, first_name: str, first: Hello, plan: Plan) -> None:
-    mine = [(one.name, one.memory_bytes) for one in first.devices[: plan.devices]]
-    theirs = [(one.name, one.memory_bytes) for one in hello.devices[: plan.devices]]
+    used = (one.devices[: plan.devices] for one in (first, hello))
+    mine, theirs = ([(device.name, device.memory_bytes) for device in devices] for devices in used)
     if first.accelerator != hello.accelerator:
         raise RequestError(
             f"host {name} has {hello.accelerator}, and {first_name} {first.accelerator}; name one: --accelerator"

@@ -132,30 +132,19 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
     return len(seen)
 
 
-class Claims:
-    """What this process has claimed."""
-
-    def __init__(self) -> None:
-        self._held: list[socket.socket] = []
-
-    def claim(self, name: str) -> str | None:
-        """None where it is ours now; otherwise whose it is."""
-        if sys.platform != "linux":
-            return None
-        taken = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            taken.bind(PREFIX + name)
-            taken.listen(BACKLOG)
-        except OSError:
-            taken.close()
-            return _owner(name)
-        self._held.append(taken)
+def claim(name: str, held: list[socket.socket]) -> str | None:
+    """Claim a name for as long as this process lives: add its socket to `held` and return None, or return who has the name."""
+    if sys.platform != "linux":
         return None
-
-    def release(self) -> None:
-        for held in self._held:
-            held.close()
-        self._held = []
+    taken = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        taken.bind(PREFIX + name)
+        taken.listen(BACKLOG)
+    except OSError:
+        taken.close()
+        return _owner(name)
+    held.append(taken)
+    return None
 
 
 def holder(name: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""The ranks of one host: started, watched and ended by its agent."""
+"""The ranks of one host, and the readings of its devices and cores: started, watched and ended by its agent."""
 
 import json
 import os
@@ -24,18 +24,22 @@ from steelyard.run.messages import (
     RankSaid,
     Rendezvous,
     Start,
+    Started,
+    TelemetryRows,
     WorkerEnded,
 )
 from steelyard.run.processes import RunFolder
+from steelyard.run.telemetry import Sampler
 
 TAIL_BYTES = 4000
 STACK_BYTES = 32 << 10
 STACK_S = 2.0  # for workers to say where they are
 STOPPED_S = 3.0  # a worker that is stopped for so long does not go on
 LOOK_S = 1.0  # whether one is stopped
+SEND_S = 1.0  # between two readings that are sent
 
 
-class Worker:
+class WorkerProcess:
     """One process, and the end of what it said."""
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
@@ -71,16 +75,23 @@ class Worker:
 
 
 class Ranks:
+    """The workers of this host, and what is sampled while they run. Sampling begins before there is a worker."""
+
     def __init__(self, host: Host, start: Start) -> None:
         self._host, self._start, self._token = host, start, start.token
+        self._sampler, self._load = Sampler(host.sources(), start.origin_s), load.Reader(start.token)
+        self._sampler.start()
+        self._sent_s = 0.0
         self._private = RunFolder(host.asked.mark)
         self._folder = self._private.path
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._seen: dict[str, int] = {}  # file → when it was last changed
         self._looked_s = now()
         self._killed = load.oom_kills()  # before this run
 
-    def start(self) -> list[int]:
+    def start(self) -> list[Message]:
+        """Start the workers; return the reading of the host's load before, and the process ids."""
+        before = self._load.read(now() - self._start.origin_s)
         start, host, path = self._start, self._host, self._folder / messages.SPEC
         meet = self._rendezvous()
         here = HostSpec(folder=self._folder, origin_s=start.origin_s, rendezvous=meet)
@@ -103,10 +114,13 @@ class Ranks:
                 start_new_session=True,
                 pass_fds=[meet.listen_fd] if meet is not None and meet.listen_fd is not None and rank == 0 else [],
             )
-            self._workers.append(Worker(rank, process))
+            self._workers.append(WorkerProcess(rank, process))
         if host.listening is not None:
             host.listening.close()
-        return [one.process.pid for one in self._workers]
+        pids = [one.process.pid for one in self._workers]
+        self._sampler.watch(tuple(pids))
+        self._load.watch(tuple(pids))
+        return [before, Started(token=self._token, pids=pids)]
 
     def _threads(self) -> dict[str, str]:
         """Ranks that share a host's cores would otherwise take all of them, each."""
@@ -132,7 +146,28 @@ class Ranks:
         return all(one.process.poll() is not None for one in self._workers)
 
     def news(self) -> Iterator[Message]:
-        """What is new since the last call: progress, rank files, and who ended."""
+        """Yield what is new since the last call: of the ranks, and once a second of the devices and cores."""
+        yield from self._rank_news()
+        if now() - self._sent_s > SEND_S:
+            yield from self._readings()
+
+    def _readings(self) -> Iterator[Message]:
+        """Yield the new telemetry of every device, and the load of the host."""
+        self._sent_s = now()
+        period_s, rows = self._sampler.take()
+        for source, columns in zip(self._sampler.sources, rows, strict=True):
+            if columns:
+                yield TelemetryRows(
+                    token=self._token,
+                    device=source.device,
+                    period_s=period_s,
+                    severity=self._host.severity,
+                    columns=columns,
+                )
+        yield self._load.read(now() - self._start.origin_s)
+
+    def _rank_news(self) -> Iterator[Message]:
+        """Yield new progress and rank files, and which workers ended or are suspended."""
         if self._changed(messages.PROGRESS):
             yield self._progress()
         ended = [one for one in self._workers if not one.told and one.process.poll() is not None]
@@ -171,7 +206,7 @@ class Ranks:
         except files.TooLargeError as error:
             raise ValueError(f"it is {error}") from error
 
-    def _exit(self, one: Worker, suspended: bool = False) -> WorkerEnded:
+    def _exit(self, one: WorkerProcess, suspended: bool = False) -> WorkerEnded:
         time_s, killed = now() - self._start.origin_s, load.oom_kills()
         return WorkerEnded(
             token=self._token,
@@ -190,8 +225,8 @@ class Ranks:
         before, self._seen[name] = self._seen.get(name), at
         return before != at
 
-    def stacks(self) -> dict[int, str]:
-        """Where each worker is, as its faulthandler writes it down."""
+    def _stacks(self) -> dict[int, str]:
+        """Return where each worker is, as its faulthandler writes it down."""
         asked = [one for one in self._workers if one.process.poll() is None]
         for one in asked:
             one.process.send_signal(signal.SIGUSR1)
@@ -201,18 +236,20 @@ class Ranks:
         sleep(processes.POLL_S)  # the last lines of the last one
         return {one.rank: self._stack(one) or "it did not answer" for one in asked}
 
-    def _stack(self, one: Worker) -> str:
+    def _stack(self, one: WorkerProcess) -> str:
         with suppress(FileNotFoundError):
             return (self._folder / messages.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
         return ""
 
-    def end(self) -> int:
-        """End the workers and all they started. Returns how many there were."""
+    def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[Message]:
+        """End the workers and all they started, yield what they left and the last message, and remove their folder."""
+        stacks = self._stacks() if with_stacks else {}
         mark = self._host.asked.mark
-        return processes.end(lambda: processes.family(mark, os.getpid()))
-
-    def bye(self, stacks: dict[int, str], ended: int, failure: Failure | None) -> Bye:
-        return Bye(
+        ended = processes.end(lambda: processes.family(mark, os.getpid()))
+        self._sampler.stop()
+        yield from self._rank_news()
+        yield from self._readings()
+        yield Bye(
             token=self._token,
             exits={one.rank: one.process.poll() for one in self._workers},
             stderr_tails={one.rank: one.tail() for one in self._workers},
@@ -220,6 +257,4 @@ class Ranks:
             ended=ended,
             failure=failure,
         )
-
-    def clean(self) -> None:
         self._private.remove()

@@ -1,6 +1,9 @@
 """From a request to a run that can start: everything that can be known without starting anything, worked out once."""
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from steelyard import accelerators
 from steelyard.accelerators.row import Accelerator
@@ -12,17 +15,43 @@ from steelyard.data.corpus import IDS
 from steelyard.engine import rows as engine_rows
 from steelyard.engine.rows import EngineRow
 from steelyard.errors import EngineError, RequestError
+from steelyard.metrics import verify
 from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
+from steelyard.record.facts import Restart
 from steelyard.record.record import Scope
-from steelyard.run import launch, processes, resume, site
+from steelyard.run import launch, processes, site
+from steelyard.run.failure import UNFINISHED
 from steelyard.run.launch import Launcher
-from steelyard.run.resume import Resume
 from steelyard.run.site import Site
 from steelyard.sources import table
 from steelyard.tasks.task import Task
+from steelyard.training import checkpoints
+from steelyard.training.checkpoints import Before, CheckpointRun, State
 
 PROGRAM = "run.py"  # what a checkout of a program is known by
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run continues from."""
+
+    path: Path
+    state: State
+    record: str | None  # the id of the record that named it
+    before: list[dict[str, Any]]  # what each replica found on held-out data before the first step
+    passed_over: list[str]  # later checkpoints, which are damaged
+
+    def restart(self, out: Path) -> Restart:
+        """Return what the record of the run that continues, which lies in `out`, states of it."""
+        return Restart(
+            record=self.record,
+            checkpoints=os.path.relpath(self.path.parent, out.resolve()),
+            step=self.state.step,
+            plan=str(self.state.plan),
+            passed_over=self.passed_over,
+            losses=self.state.losses,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,15 +88,13 @@ def ready(request: Request) -> Ready:
     plan = degrees.make(case, request.nodes, request.devices, request.sample, launcher.name)
     if not launcher.scheduler:
         launch.hosts(launcher, where, plan.nodes)
-    _check_degrees(engine, plan)
-    _check_checkpoints(request, engine)
-    _check_explain(request, engine, launcher)
+    _check_able(request, engine, plan, launcher)
     passes = _passes(request, engine)
-    earlier = _resume(request)
+    earlier = find_checkpoint(request)
     _check_files(request, launcher)
-    _check_numbers(request)
-    _check_selection(request)
-    _check_data(request, launcher)
+    _check_part(request)
+    if request.data is not None and not launcher.remote:
+        case.question.row.check_data(request.data)  # before anything is started; a worker reads all of it
     accelerator = accelerators.named(request.accelerator) if request.accelerator else None
     if not launcher.remote:
         accelerator = accelerator or accelerators.detect()
@@ -126,25 +153,17 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
         raise RequestError(f"engine.checkout {str(found)!r}: no {PROGRAM} in it; name a checkout of {engine.checkout}")
 
 
-def _check_degrees(engine: EngineRow, plan: Plan) -> None:
+def _check_able(request: Request, engine: EngineRow, plan: Plan, launcher: Launcher) -> None:
+    """Raise RequestError for a plan, checkpoints or a profile that the engine or the launcher does not have."""
     if not engine.divides(plan):
         allowed = "".join(name.upper() for name in engine_rows.DEGREES if name in engine.degrees)
         raise EngineError(
             f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed: --parallel {allowed}"
         )
-
-
-def _check_checkpoints(request: Request, engine: EngineRow) -> None:
-    """Said before anything is written."""
-    if engine.checkpoints:
-        return
     given = {"--resume": request.resume, "tune.checkpoint_every": request.resolved.case.tune.checkpoint_every}
     for name, value in given.items():
-        if value is not None:
+        if value is not None and not engine.checkpoints:
             raise EngineError(f"{name}: engine {engine.name} has no checkpoints; leave it out")
-
-
-def _check_explain(request: Request, engine: EngineRow, launcher: Launcher) -> None:
     profiled = [row.name for row in engine_rows.frameworks().values() if row.profiler]
     if request.explain and engine.framework not in profiled:
         raise EngineError(f"--explain: engine {engine.name} has no profiler; allowed: engines on {', '.join(profiled)}")
@@ -181,10 +200,47 @@ def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
     return passes
 
 
-def _resume(request: Request) -> Resume | None:
+def find_checkpoint(request: Request) -> Resume | None:
+    """Return the last whole checkpoint of the run that `--resume` names by its record or its folder, or None without
+    `--resume`. Raise RequestError if it is of another question, or nothing is left to do."""
     if request.resume is None:
         return None
-    return resume.find(request.resume.resolve(), request.resolved, request.sample, request.steps, request.engine)
+    source, resolved, train = request.resume.resolve(), request.resolved, request.resolved.case.question.train
+    if train is None:
+        raise RequestError(f"--resume: {resolved.case.name} is an inference case, which cannot resume; leave --resume out")
+    folder, name = (source, None) if source.is_dir() else _named(source)
+    path, state, passed_over = checkpoints.last(folder)
+    run, asked = checkpoints.read(folder / checkpoints.RUN, CheckpointRun), resolved.case.question.model_dump(mode="json")
+    checkpoints.check_same(run, resolved.case.name, asked, request.sample, request.engine)
+    wanted = train.steps if request.steps is None else request.steps
+    if state.reached:
+        raise RequestError(f"--resume: the target was reached after step {state.step}; nothing is left to do")
+    if state.step >= wanted:
+        raise RequestError(f"--resume: {path} is after step {state.step} of {wanted}; nothing is left to do")
+    if len(state.losses) != state.step:
+        raise RequestError(f"{path / checkpoints.STATE}: {len(state.losses)} losses of {state.step} steps")
+    before = sorted(folder.glob(checkpoints.BEFORE.format("*")))
+    return Resume(path, state, name, [checkpoints.read(one, Before).table for one in before], passed_over)
+
+
+def _named(source: Path) -> tuple[Path, str]:
+    """Return the folder of a record's checkpoints and the record's id; if its run died before its first checkpoint, the
+    folder that it continued from."""
+    found = verify.read(source)
+    stopped = None if found.answers is None else found.task.stopped(found.answers)
+    if stopped is not None and stopped.why == "target":
+        raise RequestError(f"--resume: the run of {source} reached its target; nothing is left to do")
+    places = [found.checkpoints, *(one.checkpoints for one in reversed(found.restarts))]
+    folders = [source.parent / place for place in places if isinstance(place, str)]
+    if not folders:
+        raise RequestError(f"--resume: the run of {source} has no checkpoints; train with --checkpoint-every N to save some")
+    unfinished = any(reason.code == UNFINISHED.code for reason in found.reasons)
+    if unfinished and not any(folder.is_dir() for folder in folders):
+        raise RequestError(
+            f"--resume: {source} names the folder {str(folders[0])!r}, which is not there; if the record was moved, give "
+            "that folder itself, else the run did not get to its first checkpoint: run it again without --resume"
+        )
+    return next((folder for folder in folders if checkpoints.whole(folder)), folders[0]), found.id
 
 
 def _check_files(request: Request, launcher: Launcher) -> None:
@@ -209,33 +265,22 @@ def _check_files(request: Request, launcher: Launcher) -> None:
         case.question.check_weights(request.weights)
 
 
-def _check_data(request: Request, launcher: Launcher) -> None:
-    """Files that are not the task's data are refused before anything is started; a worker reads all
-    of them."""
-    if request.data is not None and not launcher.remote:
-        request.resolved.case.question.row.check_data(request.data)
-
-
-def _check_numbers(request: Request) -> None:
+def _check_part(request: Request) -> None:
+    """Raise RequestError for options that select a part of the case's work and are out of range, not the task's, or
+    contradict each other."""
     for option, number in (("--sample", request.sample), ("--steps", request.steps)):
         if number is not None and number < 1:
             raise RequestError(f"{option} {number}: must be at least 1")
     for option, seconds in (("--hang-after", request.hang_s), ("--time-limit", request.limit_s)):
         if seconds is not None and not seconds > 0:
             raise RequestError(f"{option} {seconds:g}: must be more than 0 seconds")
-
-
-def _check_selection(request: Request) -> None:
-    """What is named of the data, and whether the options that name it make sense together."""
     row = request.resolved.case.question.row
-    given = {"--subjects": request.subjects, "--rows": request.rows}
-    for option, value in given.items():
+    for option, value in (("--subjects", request.subjects), ("--rows", request.rows)):
         if value is not None and option.removeprefix("--") not in row.selects:
             raise RequestError(f"{option}: {_not_selected(option, row)}")
-    if request.rows is not None and request.subjects is not None:
-        raise RequestError("--rows and --subjects: the rows say which questions are asked; leave --subjects out")
-    if request.rows is not None and request.sample is not None:
-        raise RequestError("--rows and --sample: the rows say which questions are asked; leave --sample out")
+    for option, other in (("--subjects", request.subjects), ("--sample", request.sample)):
+        if request.rows is not None and other is not None:
+            raise RequestError(f"--rows and {option}: the rows say which questions are asked; leave {option} out")
 
 
 def _not_selected(option: str, row: Task) -> str:

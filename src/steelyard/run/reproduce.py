@@ -1,6 +1,5 @@
 """Runs of earlier records: which of them already answer a request, and how to run one again and compare."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from pydantic import ValidationError
 
 from steelyard.case import resolve
 from steelyard.case.case import Case
-from steelyard.case.request import EngineSettings, Request
+from steelyard.case.request import Request
 from steelyard.case.resolve import Resolved
 from steelyard.errors import RequestError
 from steelyard.metrics import fields, shipped, verify
@@ -26,32 +25,21 @@ WEIGHTS = ("weights.source", "weights.seed", "weights.header_sha256")  # that ma
 MADE = "made"  # the source of data that a task makes itself
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where things lie here, of which a record says nothing."""
-
-    accelerator: str | None = None
-    launcher: str | None = None
-    site: Path | None = None
-    weights: Path | None = None
-    data: Path | None = None
-    tokenizer: Path | None = None
-    engine_settings: EngineSettings = field(default_factory=EngineSettings)
-    out: Path = Path("records")
-    hang_s: float = 1800.0
-    limit_s: float | None = None
-
-
-def request(found: Record, where: Where) -> Request:
-    """The run of a record, as it would be asked for here."""
-    _check(found, where)
+def request(found: Record) -> Request:
+    """Return the run of a record, as far as the record describes it: the caller adds where things are here, and calls
+    `check_sources`. Raise RequestError if it cannot be run again."""
+    if found.status == "failed" or isinstance(found.data, Nothing):
+        raise RequestError(f"record {found.id} is of a failed run, so there is nothing to reproduce; see steelyard report")
+    if found.restarts:
+        raise RequestError(f"record {found.id} resumed from a checkpoint; reproduce the run that wrote it")
     plan, scope = found.plan, found.scope
+    # What the devices chose in the record is given to the new run.
+    origins = {**found.case.origins, **{f"tune.{name}": "record" for name in found.auto}}
     return Request(
-        resolved=Resolved(case(found), _origins(found), f"record {found.id}"),
+        resolved=Resolved(case(found), origins, f"record {found.id}"),
         engine=found.engine.name,
-        engine_settings=where.engine_settings,
-        accelerator=where.accelerator or found.environment.hardware.accelerator,
-        launcher=where.launcher or (plan.launcher if plan.nodes > 1 else None),
+        accelerator=found.environment.hardware.accelerator,
+        launcher=plan.launcher if plan.nodes > 1 else None,
         nodes=plan.nodes,
         devices=plan.devices,
         passes=tuple(dict.fromkeys(window.pass_name for window in found.passes)),
@@ -59,19 +47,7 @@ def request(found: Record, where: Where) -> Request:
         steps=scope.steps,
         subjects=scope.subjects,
         rows=scope.rows,
-        weights=where.weights,
-        data=where.data,
-        tokenizer=where.tokenizer,
-        site=where.site,
-        out=where.out,
-        hang_s=where.hang_s,
-        limit_s=where.limit_s,
     )
-
-
-def _origins(found: Record) -> dict[str, str]:
-    """The record's own; what devices chose in it is given to the new run."""
-    return {**found.case.origins, **{f"tune.{name}": "record" for name in found.auto}}
 
 
 def case(found: Record) -> Case:
@@ -104,16 +80,12 @@ def remarks(found: Record) -> list[str]:
     return [f"{text(said)}: the question is the record's own" for said in shipped.apart(found)]
 
 
-def _check(found: Record, where: Where) -> None:
-    """What can be known of data and weights before anything is started."""
-    if found.status == "failed" or isinstance(found.data, Nothing):
-        raise RequestError(f"record {found.id} is of a failed run, so there is nothing to reproduce; see steelyard report")
-    if found.restarts:
-        raise RequestError(f"record {found.id} resumed from a checkpoint; reproduce the run that wrote it")
-    trained, made = found.weights.trained, found.data.source == MADE
+def check_sources(found: Record, asked: Request) -> None:
+    """Raise RequestError if weights or data are missing, or given where the record has none."""
+    source = found.data.model_dump().get("source")
     wanted = (
-        ("--weights", where.weights, trained, f"weights of source {found.weights.source!r}", "random weights"),
-        ("--data", where.data, not made, f"data of source {found.data.source!r}", "data that its task makes"),
+        ("--weights", asked.weights, found.weights.trained, f"weights of source {found.weights.source!r}", "random weights"),
+        ("--data", asked.data, source != MADE, f"data of source {source!r}", "data that its task makes"),
     )
     for option, given, needed, what, instead in wanted:
         if needed and given is None:
@@ -152,15 +124,10 @@ def differs(found: Record, made: Record) -> tuple[Field, ...]:
     return (*fields.questions([found], [made]), *(one for one in weights if one.name in WEIGHTS))
 
 
-@dataclass(frozen=True)
-class Earlier:
-    path: Path
-    record: Record
-
-
-def find_earlier(folder: Path, wanted: list[Ready]) -> tuple[list[list[Earlier]], list[str]]:
-    """For each request its valid records in a folder, oldest first, and a line on every file that is no sound record."""
-    out: list[list[Earlier]] = [[] for _ in wanted]
+def find_earlier(folder: Path, wanted: list[Ready]) -> tuple[list[list[tuple[Path, Record]]], list[str]]:
+    """Return for each request its valid records in a folder with their paths, oldest first, and a line on every file that
+    is no sound record."""
+    out: list[list[tuple[Path, Record]]] = [[] for _ in wanted]
     warnings = []
     for path in sorted(folder.glob("*.json")):
         if sealed.kind(path) != "run":
@@ -169,10 +136,10 @@ def find_earlier(folder: Path, wanted: list[Ready]) -> tuple[list[list[Earlier]]
             found = record.read(path)
             place = next((i for i, one in enumerate(wanted) if answers(found, one)), None)
             if place is not None:
-                out[place].append(Earlier(path, verify.read(path)))  # a number in a table has to follow from its samples
+                out[place].append((path, verify.read(path)))  # a number in a table has to follow from its samples
         except RequestError as error:
             warnings.append(f"{error}; it is not counted as a run")
-    return [sorted(of, key=lambda one: one.record.created) for of in out], warnings
+    return [sorted(of, key=lambda one: one[1].created) for of in out], warnings
 
 
 def answers(found: Record, ready: Ready) -> bool:

@@ -14,7 +14,7 @@ from steelyard.run.clock import PINGS, now
 from steelyard.run.connection import Connection
 from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.launch import Allocation, Launcher
-from steelyard.run.load import Kept as KeptLoad
+from steelyard.run.load import LoadReadings
 from steelyard.run.messages import (
     Bye,
     Hello,
@@ -31,7 +31,7 @@ from steelyard.run.messages import (
     WorkerEnded,
 )
 from steelyard.run.site import Site
-from steelyard.run.telemetry import Kept
+from steelyard.run.telemetry import DeviceReadings
 
 POLL_S = 0.05
 OPEN_S = 90.0  # until every host has said hello; a first import over a network file system takes its time
@@ -64,13 +64,11 @@ class Session:
         self._watch: Watch | None = None
         self.hosts = launch.hosts(launcher, site, nodes, allocation)
         self.token = messages.token()
-        mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
-        # One each: two names may lead to one machine, or to hosts that see each other's processes and temporary files.
-        self._marks = [f"{mark}-{index}" for index in range(nodes)]
+        self._mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
         self.commands = {host: launcher.command(site, host, allocation) for host in self.hosts}
         self.results = RankResults()
-        self.telemetry: dict[tuple[str, str], Kept] = {}  # by host and device
-        self.load: dict[str, KeptLoad] = {}  # by host
+        self.telemetry: dict[tuple[str, str], DeviceReadings] = {}  # by host and device
+        self.load: dict[str, LoadReadings] = {}  # by host
         self.progress: PhaseProgress | None = None
         self.connections: list[Connection] = []
         self.spawned_s = self.started_s = now()  # agents, and workers
@@ -139,7 +137,9 @@ class Session:
     def open(self, asked: Open) -> dict[str, Hello]:
         """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
         self.spawned_s = now()
-        for host, mark in zip(self.hosts, self._marks, strict=True):
+        for index, host in enumerate(self.hosts):
+            # One each: two names may lead to one machine, or to hosts that see each other's processes and temporary files.
+            mark = f"{self._mark}-{index}"
             try:
                 self.connections.append(Connection(host, self.commands[host], self.token, mark, self._inbox))
             except (OSError, RuntimeError) as error:  # RuntimeError: a thread that cannot be started
@@ -197,7 +197,9 @@ class Session:
                 return wrong
             if failed is None and any(one.suspended or one.code for one in self.results.exits.values()):
                 failed, asked = now(), self._ask()
-            if failed is not None and now() - failed > SETTLE_S and self._answered(asked):
+            # A rank also fails when the host of another is lost, which does not answer and is the cause.
+            answered = all(one.bye is not None or one.pongs >= pings for one, pings in asked)
+            if failed is not None and now() - failed > SETTLE_S and answered:
                 return None
         return self._lost()
 
@@ -214,10 +216,6 @@ class Session:
         for one in self.connections:
             one.ping(at_once=True)
         return [(one, one.pings) for one in self.connections]
-
-    def _answered(self, asked: list[tuple[Connection, int]]) -> bool:
-        """Whether all have. A rank also fails when the host of another is lost, which does not answer and is the cause."""
-        return all(one.bye is not None or one.pongs >= pings for one, pings in asked)
 
     def _listen(self) -> None:
         """One message, or a moment without; and the heartbeat. What was said while this process was stopped is heard first."""
@@ -260,10 +258,10 @@ class Session:
                 self.progress = PhaseProgress(message.phase, message.done, message.total, 0.0)
             case messages.TelemetryRows():
                 name = (one.name, message.device)
-                kept = self.telemetry.setdefault(name, Kept(one.name, message.device, message.severity))
+                kept = self.telemetry.setdefault(name, DeviceReadings(one.name, message.device, message.severity))
                 kept.add(message.period_s, message.columns)
             case LoadSaid():
-                self.load.setdefault(one.name, KeptLoad()).add(message)
+                self.load.setdefault(one.name, LoadReadings()).add(message)
             case RankSaid():
                 self._rank(message)
             case WorkerEnded() if not self._stopping:
@@ -316,18 +314,15 @@ class Session:
         for one in self.connections:
             if one.bye is None:
                 one.send(Stop(token=self.token, stacks=stacks))
-        silent_s = self.site.silence_s
         end_s = now() + STOP_S
-        while now() < end_s and any(self._talks(one, silent_s) for one in self.connections):
+        while now() < end_s and any(
+            one.bye is None and not one.closed and now() - one.heard_s <= self.site.silence_s for one in self.connections
+        ):
             self._listen()
         connection.close(self.connections)
         while not self._inbox.empty():
             self._take(*self._inbox.get())
         self._sweep([one for one in self.connections if one.bye is None and one.hello is not None])
-
-    @staticmethod
-    def _talks(one: Connection, silent_s: float) -> bool:
-        return one.bye is None and not one.closed and now() - one.heard_s <= silent_s
 
     def _sweep(self, lost: list[Connection]) -> None:
         """Ask new agents on those hosts to end what the lost ones left. A host that cannot be reached ends it by itself: its

@@ -92,12 +92,10 @@ class Site(Frozen):
         return {key: value for key, value in stated.items() if value is not None} | self._file
 
     def python_on(self, host: str) -> str:
-        own = self.host.get(host, HostSettings())
-        return own.python or self.python or "python3"
+        return self.host.get(host, HostSettings()).python or self.python or "python3"
 
     def prologue_on(self, host: str) -> str | None:
-        own = self.host.get(host, HostSettings())
-        return own.prologue or self.prologue
+        return self.host.get(host, HostSettings()).prologue or self.prologue
 
 
 def find(named: Path | None) -> Path | None:

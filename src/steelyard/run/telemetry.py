@@ -1,6 +1,7 @@
 """Telemetry: the agent of a host samples its devices while workers run, the parent keeps what is sent."""
 
 from collections.abc import Callable
+from itertools import zip_longest
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -82,7 +83,7 @@ class Sampler:
                 self.period_s *= 2
 
 
-class Kept:
+class DeviceReadings:
     """The readings of one device as they arrive."""
 
     def __init__(self, host: str, device: str, severity: dict[str, str]) -> None:
@@ -111,6 +112,10 @@ class Kept:
         )
 
 
+def _first(a: Any, b: Any) -> Any:
+    return a
+
+
 def _largest(a: Any, b: Any) -> Any:
     return max((value for value in (a, b) if value is not None), default=None)
 
@@ -125,12 +130,6 @@ _KEPT: dict[str, Callable[[Any, Any], Any]] = {"memory_bytes": _largest, "proces
 
 
 def halve(columns: Rows) -> Rows:
-    """The columns without every second row."""
-    return {name: _halved(values, _KEPT.get(name)) for name, values in columns.items()}
-
-
-def _halved(values: list[Any], keep: Callable[[Any, Any], Any] | None) -> list[Any]:
-    if keep is None:
-        return values[::2]
-    pairs = zip(values[::2], [*values[1::2], None], strict=False)  # the last row may have no second one
-    return [keep(first, second) for first, second in pairs]
+    """Return the columns without every second row; the last row may have no second one."""
+    pairs = {name: zip_longest(values[::2], values[1::2]) for name, values in columns.items()}
+    return {name: [_KEPT.get(name, _first)(first, second) for first, second in rows] for name, rows in pairs.items()}

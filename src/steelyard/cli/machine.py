@@ -1,4 +1,4 @@
-"""The verb spec."""
+"""The verbs that look at this machine: check and spec."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,12 +6,58 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.options import AcceleratorOption, Json, Out, Quiet, Wide
-from steelyard.cli.out import Output, begin, dump, one_line, say, say_status, tell
+from steelyard.cli.out import Output, answer, begin, columns, described, dump, one_line, say, say_status, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from steelyard.metrics.fit import Row
     from steelyard.run.session import PhaseProgress
+
+
+def check(
+    accelerator: AcceleratorOption = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for records; its disk is checked.")] = Path("records"),
+    as_json: Json = False,
+) -> int:
+    """Check whether this machine is fit to measure. Each finding is ok, warn, bad or unknown. Nothing is changed.
+
+    Exit code 0: fit, perhaps with warnings; 1: not fit.
+
+    \b
+    Examples:
+      steelyard check
+      steelyard check --accelerator cpu --json
+    """
+    begin("checking", Output(as_json))
+    from steelyard.metrics import fit
+    from steelyard.run import fitness
+
+    machine = fitness.machine(accelerator, out)
+    rows = fit.judge(machine)
+    able = fit.fit(rows)
+    if as_json:
+        dump({"fit": able, "accelerator": machine.accelerator, "findings": fit.table(rows)})
+    else:
+        answer("\n".join([*_findings(rows), _verdict(rows, able)]))
+    return 0 if able else 1
+
+
+def _findings(rows: "list[Row]") -> list[str]:
+    """Return a line for each finding, and below it what helps."""
+    from steelyard.words import text
+
+    out: list[tuple[str, str]] = []
+    for row in rows:
+        out.append((f"{row.level:<7}  {text(row.name)}", text(row.found)))
+        out += [] if row.step is None else [("", f"→ {text(row.step)}")]
+    return described(out)
+
+
+def _verdict(rows: "list[Row]", able: bool) -> str:
+    counts = {level: sum(row.level == level for row in rows) for level in ("bad", "warn", "unknown")}
+    told = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
+    return f"{'fit' if able else 'not fit'} to measure" + (f" ({told})" if told else "")
 
 
 def spec(
@@ -45,12 +91,11 @@ def spec(
     from rich.console import Console
 
     from steelyard import report
-    from steelyard.cli import terminal
     from steelyard.cli.progress import Display
     from steelyard.record import spec as records
-    from steelyard.run.ceilings_run import SpecRequest, SpecRun
+    from steelyard.run.ceilings_run import SpecRun
 
-    run = SpecRun(SpecRequest(accelerator, devices, quick, out, limit))
+    run = SpecRun(accelerator, devices, quick, out, limit)
     console = Console(stderr=True, quiet=output.silent)
     with Display(console, f"spec {run.accelerator.name}") as display:
         shown = display.show if console.is_terminal else _lines(output.silent)
@@ -58,7 +103,7 @@ def spec(
     if as_json:
         dump({"records": [records.printed(made)]}, tell)
     else:
-        tell(report.render_spec([made], "text", "en", terminal.columns(wide)))
+        tell(report.render_spec([made], "text", "en", columns(wide)))
         if not quiet or made.status != "valid":
             say_status(made, path)
     return 0 if made.status == "valid" else 1
