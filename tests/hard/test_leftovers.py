@@ -63,23 +63,23 @@ def test_a_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     one.remove()
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_starts_does_not_sweep_the_folder_of_another_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made: list[Path] = []
-    real = processes.fcntl.flock
+    real, swept = processes.fcntl.flock, []
 
-    def late(handle: int, how: int) -> None:
-        found = next(tmp_path.iterdir())
-        made.append(found)
-        if len(made) == 1:
-            found.rmdir()
+    def sweep_before_it_is_locked(handle: int, how: int) -> None:
+        monkeypatch.setattr(processes.fcntl, "flock", real)
+        swept.append(processes.sweep_dead())
         real(handle, how)
 
-    monkeypatch.setattr(processes.fcntl, "flock", late)
+    monkeypatch.setattr(processes.fcntl, "flock", sweep_before_it_is_locked)
     one = RunFolder(ALIVE)
-    assert one.path.is_dir()
-    assert one.path != made[0]
+    assert (swept, processes.sweep_dead()) == ([[]], [])
+    assert processes.NAME.fullmatch(one.path.name)["mark"] == ALIVE
     one.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.full

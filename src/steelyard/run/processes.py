@@ -175,17 +175,15 @@ def _owner(name: str) -> str:
 
 
 class RunFolder:
-    """Made and locked; nobody else may look into it."""
+    """A folder of a run in the temporary folder, locked for as long as the run lives. No other user may look into it."""
 
     def __init__(self, mark: str) -> None:
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_prefix(mark)))
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():  # whoever sweeps may have come before the lock
-                return
-            os.close(self._lock)
+        # It gets its name when it is locked: another run that starts now would take it for the folder of a dead one.
+        new = Path(tempfile.mkdtemp(prefix=".steelyard-"))
+        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = new.rename(new.with_name(_prefix(mark) + new.name.removeprefix(".steelyard-")))
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
