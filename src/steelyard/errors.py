@@ -3,8 +3,9 @@
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"  # the next step of whoever has too little
 # What torch's CPU allocator and the C library say: neither has an exception of its own for a lack of memory.
@@ -12,6 +13,21 @@ NO_MEMORY = ("can't allocate memory", os.strerror(errno.ENOMEM))
 NOT_MAPPED = "failed to map segment from shared object"
 # The last line of a Python program that ran out of memory, or of a C++ program that did.
 OUT_OF_MEMORY_LINE = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{NOT_MAPPED}.*)$")
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a value from someone else's file, for an error message: on one line and at most 100 characters. A
+    long or nested container is only named by its type, because its text can be endless."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print the longest
+        return "a number of over 128 bits"
+    if isinstance(value, str | bytes):
+        value = value[:100]
+    elif isinstance(value, Collection):
+        inner = value.values() if isinstance(value, dict) else value
+        if len(value) > 20 or any(isinstance(one, Collection) and not isinstance(one, str | bytes) for one in inner):
+            return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def known(name: str, names: Iterable[str], word: str = "known") -> str:

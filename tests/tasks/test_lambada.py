@@ -110,7 +110,7 @@ WORDS = "has the text {!r}; it needs two words with a space between, and to end 
         (b'{"Text": "a b"}', SHAPE.format('{"Text": "a b"}')),
         (b'{"text": 5}', SHAPE.format('{"text": 5}')),
         (b'{"text": ["a b"]}', SHAPE.format('{"text": ["a b"]}')),
-        (b'{"text": ["' + b"x" * 90 + b'"]}', 'is \'{"text": ["' + "x" * 69 + '\'…; a line is {"text": "…"}'),
+        (b'{"text": ["' + b"x" * 90 + b'"]}', 'is \'{"text": ["' + "x" * 85 + '...; a line is {"text": "…"}'),
         (b'{"text": ""}', WORDS.format("")),
         (b'{"text": "  "}', WORDS.format("  ")),
         (b'{"text": "word"}', WORDS.format("word")),

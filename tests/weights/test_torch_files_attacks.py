@@ -237,7 +237,7 @@ BEYOND = {
     "stride": (tensor(stride=b"K\x02\x85"), "a tensor at 0 reaches beyond its storage of 16 bytes"),
     "negative stride": (tensor(stride=b"J\xff\xff\xff\xff\x85"), "shape or stride has -1"),
     "negative size": (tensor(size=b"J\xff\xff\xff\xff\x85"), "shape or stride has -1"),
-    "float size": (tensor(size=b"G\x3f\xf0\x00\x00\x00\x00\x00\x00\x85"), "shape or stride has a float"),
+    "float size": (tensor(size=b"G\x3f\xf0\x00\x00\x00\x00\x00\x00\x85"), "shape or stride has 1.0"),
     "huge size": (tensor(size=HUGE + b"\x85", stride=b"K\x00\x85"), "shape or stride has 18446744073709551616"),
     "repeated": (tensor(size=LARGE + b"\x85", stride=b"K\x00\x85"), "a tensor is larger than 2**63 bytes"),
     "repeated less": (

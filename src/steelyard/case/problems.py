@@ -13,10 +13,9 @@ from pydantic import ValidationError
 from steelyard.case.case import AUTO, UNKNOWN_MEMORY
 from steelyard.case.lines import Place, numbers
 from steelyard.case.precision import presets
-from steelyard.errors import RequestError, known
+from steelyard.errors import RequestError, known, short_repr
 
 SEE = "see docs/cases.md"
-LONGEST = 200  # characters of a value that are shown
 MOST = 50  # problems that are shown: a file may come from a stranger
 
 # By the library's name of a problem. Names in braces are what it tells of it.
@@ -171,18 +170,18 @@ def _line(place: Place, at: dict[Place, int], origins: Mapping[str, str], size: 
 def _sentence(one: Found, names: list[str]) -> str:
     where = ".".join(map(str, one.place))
     if one.kind == "extra_forbidden":
-        return f"unknown key {shown(where)}; {_instead(where, names)}"
+        return f"unknown key {short_repr(where)}; {_instead(where, names)}"
     if one.kind == "missing":
         return f"{where} is missing"
     if where == "question.precision" and isinstance(one.value, str):
         named = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in presets().items())
-        return f"precision {shown(one.value)} is not known; allowed for {named}"
+        return f"precision {short_repr(one.value)} is not known; allowed for {named}"
     if one.kind == "value_error":
         said = str(one.told.get("error", one.message))
         return f"{where}: {said}" if where else said
     said = f"{where}: {SENTENCES.get(one.kind, 'is not what belongs here').format(**one.told)}"
     also = f", or {AUTO}" if where.removeprefix("tune.") in UNKNOWN_MEMORY else ""
-    return f"{said}{also} (it is {shown(one.value)})"
+    return f"{said}{also} (it is {short_repr(one.value)})"
 
 
 def _instead(where: str, names: list[str]) -> str:
@@ -193,9 +192,3 @@ def _instead(where: str, names: list[str]) -> str:
         return f"here it is called {ALIASES[name]}"
     near = known(name, beside)
     return near if near.startswith("did you mean") else "remove it"
-
-
-def shown(value: Any) -> str:
-    """A value of the file, and not a megabyte of it."""
-    text = repr(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -17,10 +17,9 @@ from steelyard import files, tasks
 from steelyard.case import problems
 from steelyard.case.case import AUTO, UNKNOWN_MEMORY, Case, Falling, Gate, Target, Tune
 from steelyard.case.precision import name_of, presets
-from steelyard.case.problems import shown
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
-from steelyard.errors import RequestError, known
+from steelyard.errors import RequestError, known, short_repr
 from steelyard.files import MAX_TOML_DEPTH
 from steelyard.models import families
 from steelyard.schema import Frozen
@@ -60,7 +59,7 @@ class Source:
         table, origins = deepcopy(self.table), dict[str, str]()
         smoke = table.pop("smoke", {})
         if not isinstance(smoke, dict):
-            raise RequestError(f"case {self.path!r}: smoke is {shown(smoke)}; it must be a table: what size smoke changes")
+            raise RequestError(f"case {self.path!r}: smoke is {short_repr(smoke)}; it must be a table: what size smoke changes")
         _note(table, CASE, origins)
         if size == "smoke":
             table = _merge(table, smoke)
@@ -229,7 +228,7 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
     check_key(key, settable(), "--set")
     value = typed(text)
     if key.count(".") + 1 > MAX_TOML_DEPTH or _deeper(value, MAX_TOML_DEPTH):
-        raise RequestError(f"--set {shown(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has tables four deep")
+        raise RequestError(f"--set {short_repr(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has tables four deep")
     if key.startswith("tune.env.") and not isinstance(value, str):
         value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")
@@ -246,7 +245,7 @@ def check_key(key: str, allowed: list[str], option: str) -> None:
     """Whether an option takes a key. Variables of the workers' environment are not listed one by one."""
     if key in allowed or key.startswith("tune.env."):
         return
-    raise RequestError(f"{option}: no key {shown(key)}; {known(key, allowed, 'allowed')}")
+    raise RequestError(f"{option}: no key {short_repr(key)}; {known(key, allowed, 'allowed')}")
 
 
 def typed(text: str) -> Any:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from steelyard.case import new
 from steelyard.case.new import Model, New
 from steelyard.data import tokenizer
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models import families
 from steelyard.weights import hf_config, hf_folder
 from steelyard.weights.hf_folder import Folder
-from steelyard.weights.settings import shown
 
 if TYPE_CHECKING:
     from steelyard.tasks.task import Task
@@ -75,7 +74,7 @@ def _case(found: Folder, row: "Task", name: str | None, check_tokenizer: bool) -
 
 
 def shown_type(found: Folder) -> str:
-    return shown(found.config.get("model_type"))
+    return short_repr(found.config.get("model_type"))
 
 
 def _works(model: Model) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from steelyard import files
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.plan.degrees import Plan
 from steelyard.schema import Frozen, canonical, first_problem
 
@@ -223,8 +223,8 @@ def check_same(run: CheckpointRun, name: str, question: dict[str, Any], sample: 
     if differ:
         key = differ[0]
         raise RequestError(
-            f"--resume: the checkpoint is of {run.name} with {key}={_shown(there.get(key))}, asked is {name} with "
-            f"{key}={_shown(here.get(key))}; resume the same question"
+            f"--resume: the checkpoint is of {run.name} with {key}={short_repr(there.get(key))}, asked is {name} with "
+            f"{key}={short_repr(here.get(key))}; resume the same question"
         )
     if run.sample != sample:
         was = "without --sample" if run.sample is None else f"with --sample {run.sample}"
@@ -240,7 +240,3 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return out
-
-
-def _shown(value: Any) -> str:
-    return canonical(value)[:60]

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from steelyard import files, plugins
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models import families, placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box
@@ -25,7 +25,6 @@ from steelyard.models.shapes import VARIANTS, LinearRope, Llama3Rope, RopeScalin
 from steelyard.schema import Frozen, first_problem
 from steelyard.weights.settings import agree as agree
 from steelyard.weights.settings import allow as allow
-from steelyard.weights.settings import shown as shown
 from steelyard.weights.torch_archive import TensorRef
 
 ByteProgress = Callable[[int, int], None]
@@ -84,13 +83,13 @@ class Stored:
     open: Callable[[], Tensor]
 
     def __str__(self) -> str:
-        return f"{self.path}: tensor {shown(self.name)} {self.dtype} {list(self.shape)}"
+        return f"{self.path}: tensor {short_repr(self.name)} {self.dtype} {list(self.shape)}"
 
 
 def saved_tensor(path: Path, name: str, value: Any) -> Stored:
     """What a file of torch.save holds under a name."""
     if not isinstance(value, TensorRef):
-        raise RequestError(f"{path}: {shown(name)} is no tensor; give a checkpoint that is not quantised")
+        raise RequestError(f"{path}: {short_repr(name)} is no tensor; give a checkpoint that is not quantised")
     dtype = NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
     return Stored(path, name, dtype, value.shape, value.open)
 
@@ -272,7 +271,7 @@ def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         kinds, words = KINDS[field.type]
         wrong = isinstance(value, bool) != (field.type is bool) or not isinstance(value, kinds)
         if value is not None and (wrong or (field.type is not bool and not 0 < value < 2**40)):
-            raise RequestError(f"{path}: {field.name} is {shown(value)}, allowed: {words}; download the file again")
+            raise RequestError(f"{path}: {field.name} is {short_repr(value)}, allowed: {words}; download the file again")
         out[field.name] = kinds[0](value) if value is not None else None
     return out
 
@@ -282,7 +281,7 @@ def _scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
         return None if value is None else SCALING.validate_python(value, strict=True)
     except ValidationError as error:
         raise RequestError(
-            f"{path}: rope_scaling is {shown(value)} ({first_problem(error)}); download the file again"
+            f"{path}: rope_scaling is {short_repr(value)} ({first_problem(error)}); download the file again"
         ) from error
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from steelyard import files
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models import families
 from steelyard.models.glm import Glm
 from steelyard.models.shapes import GlmModel
 from steelyard.models.tensors import without_values
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, huggingface
-from steelyard.weights.checkpoint import ByteProgress, Headers, Stored, TensorPart, saved_tensor, shown
+from steelyard.weights.checkpoint import ByteProgress, Headers, Stored, TensorPart, saved_tensor
 from steelyard.weights.hf_config import INDEX_NAME, SINGLE_NAME
 from steelyard.weights.megatron import TRACKER, leaves
 from steelyard.weights.torch_files import read as read_saved
@@ -150,7 +150,7 @@ def check(found: GlmCheckpoint, wanted: dict[str, tuple[int, ...]]) -> None:
     words = found.parameters.get(WORDS)
     if words is not None and len(words.shape) == 2 and words.shape[0] != wanted[WORDS][0]:
         raise RequestError(
-            f"{words.path}: {shown(words.name)} has {words.shape[0]} rows, the case's vocab is {wanted[WORDS][0]}; "
+            f"{words.path}: {short_repr(words.name)} has {words.shape[0]} rows, the case's vocab is {wanted[WORDS][0]}; "
             "give weights of the case's model, or the case of theirs"
         )
     parts = {name: TensorPart(name, tuple((0, size) for size in shape), shape) for name, shape in wanted.items()}
@@ -185,7 +185,9 @@ def _tracked(path: Path) -> str:
         raw = file.read(MAX_TRACKER_BYTES)
     name = raw.decode("ascii", "replace").strip()
     if not name.isascii() or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
-        raise RequestError(f"{path}: names {shown(name)}, allowed: the plain name of a folder beside it; download it again")
+        raise RequestError(
+            f"{path}: names {short_repr(name)}, allowed: the plain name of a folder beside it; download it again"
+        )
     return name
 
 

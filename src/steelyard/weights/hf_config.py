@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from steelyard import files
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models.shapes import LlamaModel, real_window
 from steelyard.schema import Frozen, canonical
 from steelyard.weights.hf_families import (
@@ -23,7 +23,7 @@ from steelyard.weights.hf_families import (
     mixes,
     read_scaling,
 )
-from steelyard.weights.settings import agree, allow, shown
+from steelyard.weights.settings import agree, allow
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
 
@@ -56,7 +56,7 @@ def tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     for key in ROPE_TABLES:
         table = config.get(key) or {}
         if not isinstance(table, dict):
-            raise RequestError(f"{path}: {key} is {shown(table)}, not a table; download the file again")
+            raise RequestError(f"{path}: {key} is {short_repr(table)}, not a table; download the file again")
         out.append(table)
     return out
 
@@ -107,7 +107,7 @@ def check_computed(path: Path, config: dict[str, Any]) -> HfFamily:
     row = family_of(config)
     if row is None:
         raise RequestError(
-            f"{path}: model_type is {shown(config.get('model_type') or 'absent')}, allowed: {', '.join(map(repr, ROWS))}; "
+            f"{path}: model_type is {short_repr(config.get('model_type') or 'absent')}, allowed: {', '.join(map(repr, ROWS))}; "
             "give weights of one of these types"
         )
     for key, allowed in COMPUTED.items():
@@ -117,7 +117,9 @@ def check_computed(path: Path, config: dict[str, Any]) -> HfFamily:
         if kind not in (PLAIN_ROPE, *SCALED):
             why = f" ({NOT_SCALED[kind]})" if kind in NOT_SCALED else ""
             others = ", ".join(map(repr, (PLAIN_ROPE, *SCALED)))
-            raise RequestError(f"{path}: rope_type is {shown(kind)}{why}, allowed: {others}; give weights of another model")
+            raise RequestError(
+                f"{path}: rope_type is {short_repr(kind)}{why}, allowed: {others}; give weights of another model"
+            )
     if mixes(config, first_told(path, config)):
         raise RequestError(f"{path}: some layers have a sliding window and others none; allowed: all layers alike")
     return row
@@ -157,7 +159,7 @@ def model_of(path: Path, config: dict[str, Any]) -> LlamaModel:
         if name is None:
             raise RequestError(f"{path}: {first['msg'].removeprefix('Value error, ')}; download the file again") from error
         raise RequestError(
-            f"{path}: {keys[name]} is {shown(fields[name])}, no {name} that a model has; download the file again"
+            f"{path}: {keys[name]} is {short_repr(fields[name])}, no {name} that a model has; download the file again"
         ) from error
 
 
@@ -169,7 +171,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except files.TooLargeError as error:
         raise RequestError(f"{path}: is {error}, the most allowed; download the file again") from error
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number of too many digits
-        raise RequestError(f"{path}: is not JSON ({shown(files.reason(error))}); download the file again") from error
+        raise RequestError(f"{path}: is not JSON ({short_repr(files.reason(error))}); download the file again") from error
     if not isinstance(value, dict):
         raise RequestError(f"{path}: is not a JSON object; download the file again")
     return value
@@ -184,7 +186,8 @@ def weight_map(index: Path, ending: str = ".safetensors") -> dict[str, str]:
         plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\")
         if not plain or not file.endswith(ending):
             raise RequestError(
-                f"{index}: names the shard {shown(file)}, allowed: a plain file name ending in {ending}; fetch the index again"
+                f"{index}: names the shard {short_repr(file)}, allowed: a plain file name ending in {ending}; "
+                "fetch the index again"
             )
     return where
 

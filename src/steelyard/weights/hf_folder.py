@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models.auto_shape import AutoModel, wanted
 from steelyard.models.shapes import LlamaModel
 from steelyard.weights import hf_config
 from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from steelyard.weights.hf_families import NOT_SCALED, ROPE_TABLES, ROPE_TYPES
-from steelyard.weights.settings import shown
 
 OWN = "to run them: steelyard run --model DIR --task TASK"
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # of what config.json says weights are stored in
@@ -71,7 +70,7 @@ def check_code(path: Path, config: dict[str, Any]) -> None:
     """Refuse a model of a type that only Python files of its folder compute: nothing that is read is ever run. (Folders of
     types that are computed without may name such files too.)"""
     if config.get("auto_map"):
-        kind = shown(config.get("model_type"))
+        kind = short_repr(config.get("model_type"))
         raise RequestError(
             f"{path / CONFIG_NAME}: auto_map names code of the folder itself (model_type {kind}, trust_remote_code), which is "
             "never run here; give a model that transformers has by itself"
@@ -104,7 +103,7 @@ def check_llama(folder: Path, model: LlamaModel) -> None:
         try:
             hf_config.check_config(path, config, {**dict(model), "head_dim": model.dim})
         except RequestError as error:
-            raise RequestError(f"other weights, of model_type {shown(config['model_type'])}: {error}; {OWN}") from error
+            raise RequestError(f"other weights, of model_type {short_repr(config['model_type'])}: {error}; {OWN}") from error
 
 
 def check_auto(folder: Path, model: AutoModel) -> None:
@@ -115,11 +114,12 @@ def check_auto(folder: Path, model: AutoModel) -> None:
     found = config.get("model_type")
     if found != model.model_type:
         raise RequestError(
-            f"other weights, of model_type {shown(found)}: {path}: the case's model_type is {model.model_type!r}; {OWN}"
+            f"other weights, of model_type {short_repr(found)}: {path}: the case's model_type is {model.model_type!r}; {OWN}"
         )
     ours, theirs = dict(model.config), wanted(config)
     for key in sorted({*ours, *theirs} - {"model_type"}):
         if ours.get(key) != theirs.get(key):
             raise RequestError(
-                f"other weights: {path}: {key} is {shown(theirs.get(key))}, the case's is {shown(ours.get(key))}; {OWN}"
+                f"other weights: {path}: {key} is {short_repr(theirs.get(key))}, "
+                f"the case's is {short_repr(ours.get(key))}; {OWN}"
             )

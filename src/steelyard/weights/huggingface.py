@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from steelyard import files
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint
-from steelyard.weights.checkpoint import Headers, Piece, Stored, TensorPart, saved_tensor, shown
+from steelyard.weights.checkpoint import Headers, Piece, Stored, TensorPart, saved_tensor
 from steelyard.weights.hf_config import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -83,7 +83,7 @@ def inspect_safetensors(path: Path) -> WeightsFile:
         return WeightsFile(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
     except (SafetensorError, OSError) as error:
         raise RequestError(
-            f"{path}: is not a whole safetensors file ({shown(str(error))}); download it again and compare its size"
+            f"{path}: is not a whole safetensors file ({short_repr(str(error))}); download it again and compare its size"
         ) from error
 
 
@@ -93,7 +93,7 @@ def _open(path: Path, name: str) -> Tensor:
             tensor: Tensor = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise RequestError(
-            f"{path}: cannot be read ({shown(str(error))}); it changed since it was read, start again"
+            f"{path}: cannot be read ({short_repr(str(error))}); it changed since it was read, start again"
         ) from error
     return tensor
 
@@ -160,8 +160,8 @@ def _indexed(index: Path, one: Format) -> list[WeightsFile]:
     for name in sorted(where.keys() | found.keys()):
         if found.get(name) != [where.get(name)]:
             raise RequestError(
-                f"{index}: tensor {shown(name)} should be in {shown(where.get(name))}, it is in "
-                f"{shown(found.get(name))}; fetch the index and the shards again"
+                f"{index}: tensor {short_repr(name)} should be in {short_repr(where.get(name))}, it is in "
+                f"{short_repr(found.get(name))}; fetch the index and the shards again"
             )
     return shards
 

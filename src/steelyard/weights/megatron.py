@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from steelyard import files
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models import placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.placements import Box, Shard
 from steelyard.models.shapes import vocab_rows
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, megatron_args
-from steelyard.weights.checkpoint import Headers, Piece, Stored, TensorPart, saved_tensor, shown
+from steelyard.weights.checkpoint import Headers, Piece, Stored, TensorPart, saved_tensor
 from steelyard.weights.megatron_args import ROOT, ours, theirs
 from steelyard.weights.torch_files import read as read_saved
 
@@ -223,7 +223,7 @@ def _tracked(tracker: Path) -> Path:
         word = file.read(100).decode("ascii", "replace").strip()
     if word != RELEASE and not re.fullmatch("[0-9]{1,12}", word, re.ASCII):
         raise RequestError(
-            f"{tracker}: says {shown(word)}, allowed: a number or {RELEASE}; write the number of an iter_ folder"
+            f"{tracker}: says {short_repr(word)}, allowed: a number or {RELEASE}; write the number of an iter_ folder"
         )
     chosen = tracker.parent / (RELEASE if word == RELEASE else f"iter_{int(word):07}")
     if not chosen.is_dir():
@@ -279,20 +279,20 @@ def _rank(path: Path, iteration: int | None) -> Rank:
         raise RequestError(f"{path}: holds no model, a table of that name is expected; give a checkpoint of Megatron")
     version = table.get("checkpoint_version")
     if not isinstance(version, int | float) or not version >= OLDEST:
-        told = shown(version) if isinstance(version, int | float | None) else "no number"
+        told = short_repr(version) if isinstance(version, int | float | None) else "no number"
         raise RequestError(f"{path}: checkpoint_version is {told}, allowed: {OLDEST} or later; save it with a newer Megatron")
     step = table.get("iteration")
     if not (step is None or (isinstance(step, int) and 0 <= step < 2**63)):
         raise RequestError(f"{path}: its iteration is no number of 0 to 2**63; download it again")
     if iteration not in (None, step):
-        raise RequestError(f"{path}: is of iteration {shown(step)}, its folder of {iteration}; download it again")
+        raise RequestError(f"{path}: is of iteration {short_repr(step)}, its folder of {iteration}; download it again")
     tensors: dict[str, Stored] = {}
     for stored in (saved_tensor(path, name, value) for name, value in leaves(model)):
         name = ours(stored.name)
         if name is None:
             raise RequestError(f"{stored} has no place in this model; give weights of a plain Llama")
         if name in tensors:
-            raise RequestError(f"{stored} is there already as {shown(tensors[name].name)}; save the checkpoint again")
+            raise RequestError(f"{stored} is there already as {short_repr(tensors[name].name)}; save the checkpoint again")
         tensors[name] = stored
     return Rank(path, path.stat().st_size, step, megatron_args.plain(table.get("args")), tensors, "optimizer" in table)
 
@@ -311,11 +311,11 @@ def _check_count(folder: Path, ranks: list[Rank]) -> None:
     told, here = ranks[0].args.get("tensor_model_parallel_size"), len(ranks)
     if not isinstance(told, int) or told < 1 or told == here:
         return
-    about = f"{folder}: {shown(told)} shards are told of, {here} are here: mp_rank_{min(told, here):02}"
+    about = f"{folder}: {short_repr(told)} shards are told of, {here} are here: mp_rank_{min(told, here):02}"
     if told < here:
         raise RequestError(f"{about} is none of them; move it away")
     more = told - here - 1
-    raise RequestError(about + (f" and {shown(more)} more are missing; fetch them" if more else " is missing; fetch it"))
+    raise RequestError(about + (f" and {short_repr(more)} more are missing; fetch them" if more else " is missing; fetch it"))
 
 
 def _check_order(ranks: list[Rank]) -> None:
@@ -329,7 +329,7 @@ def _check_order(ranks: list[Rank]) -> None:
     for i, (rank, number) in enumerate(zip(ranks, numbers, strict=True)):
         if number not in (None, i):
             raise RequestError(
-                f"{rank.path}: is shard {shown(number)} of its checkpoint, and its folder is {rank.path.parent.name}; "
+                f"{rank.path}: is shard {short_repr(number)} of its checkpoint, and its folder is {rank.path.parent.name}; "
                 "put every shard in the folder of its number, or fetch them again"
             )
 
@@ -338,7 +338,8 @@ def _check_alike(rank: Rank, first: Rank) -> None:
     """All shards of a checkpoint have the same tensors of the same shapes, and are of one iteration."""
     if rank.iteration != first.iteration:
         raise RequestError(
-            f"{rank.path}: is of iteration {shown(rank.iteration)}, {first.path.parent.name} of {shown(first.iteration)}; "
+            f"{rank.path}: is of iteration {short_repr(rank.iteration)}, "
+            f"{first.path.parent.name} of {short_repr(first.iteration)}; "
             "fetch the shards of one checkpoint"
         )
     for name in sorted(rank.tensors.keys() | first.tensors.keys()):
@@ -349,6 +350,6 @@ def _check_alike(rank: Rank, first: Rank) -> None:
             stored = rank.tensors.get(name) or first.tensors[name]
             told = ["none" if it is None else f"{it[0]} {it[1]}" for it in (here, there)]
             raise RequestError(
-                f"{rank.path}: tensor {shown(stored.name)} is {told[0]}, in {first.path.parent.name} it is {told[1]}; "
+                f"{rank.path}: tensor {short_repr(stored.name)} is {told[0]}, in {first.path.parent.name} it is {told[1]}; "
                 "fetch the shards of one checkpoint"
             )

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 
 
 def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
@@ -12,7 +12,7 @@ def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
     both = isinstance(found, float) and isinstance(wanted, float)  # some tools keep 1e-5 as its fp32
     if not (math.isclose(found, wanted, rel_tol=1e-6) if both else found == wanted):
         raise RequestError(
-            f"{path}: {key} is {shown(found)}, the case's {field} is {wanted!r}; "
+            f"{path}: {key} is {short_repr(found)}, the case's {field} is {wanted!r}; "
             "give weights of the case's model, or the case of theirs"
         )
 
@@ -21,14 +21,6 @@ def allow(path: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
     """Refuse a setting of a file that changes what a model computes."""
     if found is not None and found not in allowed:
         raise RequestError(
-            f"{path}: {key} is {shown(found)}, allowed: {', '.join(map(repr, allowed)) or None}; "
+            f"{path}: {key} is {short_repr(found)}, allowed: {', '.join(map(repr, allowed)) or None}; "
             "give weights of a plain Llama, or save these in that form"
         )
-
-
-def shown(value: Any) -> str:
-    """A value of a stranger's file in a message: on one line, and not a megabyte of it."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to spell the longest
-        return "a number of over 128 bits"
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from steelyard import files
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 
 MAX_ENTRIES = 1_000_000
 MAX_DIRECTORY_BYTES = 128 << 20
@@ -77,7 +77,7 @@ class TensorRef:
             raise RefusedError(f"a tensor has {len(self.shape)} dimensions, at most {MAX_DIMENSIONS} are allowed")
         for value in (self.offset_bytes, *self.shape, *self.stride):
             if type(value) is not int or not 0 <= value < 1 << 63:
-                raise RefusedError(f"a tensor's offset, shape or stride has {shown(value)}, allowed: 0 to 2**63 - 1")
+                raise RefusedError(f"a tensor's offset, shape or stride has {short_repr(value)}, allowed: 0 to 2**63 - 1")
         if math.prod(size or 1 for size in self.shape) * self.dtype.itemsize >= 1 << 63:
             raise RefusedError("a tensor is larger than 2**63 bytes")
 
@@ -103,7 +103,7 @@ class TensorRef:
                 mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
         except (OSError, ValueError, OverflowError) as error:
             raise RequestError(
-                f"{self.path}: cannot be mapped ({shown(str(error))}); it changed since it was read, start again"
+                f"{self.path}: cannot be mapped ({short_repr(str(error))}); it changed since it was read, start again"
             ) from error
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=self.span_bytes, offset=inset)
         if self.offset_bytes % self.dtype.itemsize:  # torch takes elements to be aligned
@@ -137,7 +137,9 @@ class Archive:
         if any(name.startswith((f"{self.root}/constants.pkl", f"{self.root}/code/")) for name in self.entries):
             raise RequestError(f"{path}: is a TorchScript archive, not a checkpoint; save its state_dict with torch.save")
         if f"{self.root}/byteorder" in self.entries and (order := self.content("byteorder", 16)) != b"little":
-            raise RequestError(f"{path}: its byte order is {shown(order)}, allowed: little; save it again on such a machine")
+            raise RequestError(
+                f"{path}: its byte order is {short_repr(order)}, allowed: little; save it again on such a machine"
+            )
 
     def _directory(self) -> list[zipfile.ZipInfo]:
         self.file.seek(0)
@@ -155,16 +157,16 @@ class Archive:
         """Offset and size of an entry's bytes. Only the local header says where they begin."""
         info = self.entries.get(f"{self.root}/{name}")
         if info is None:
-            raise RefusedError(f"{shown(name)} is asked for and is not in it")
+            raise RefusedError(f"{short_repr(name)} is asked for and is not in it")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise RefusedError(f"{shown(name)} is compressed or encrypted, torch.save stores it as it is")
+            raise RefusedError(f"{short_repr(name)} is compressed or encrypted, torch.save stores it as it is")
         self.file.seek(max(info.header_offset, 0))
         header = self.file.read(30)
         if not header.startswith(b"PK\x03\x04") or len(header) < 30:
-            raise RefusedError(f"{shown(name)} has no header")
+            raise RefusedError(f"{short_repr(name)} has no header")
         start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
         if start + info.file_size > self.size:
-            raise RefusedError(f"{shown(name)} reaches beyond the end of the file")
+            raise RefusedError(f"{short_repr(name)} reaches beyond the end of the file")
         return start, info.file_size
 
     def content(self, name: str, limit: int) -> bytes:
@@ -181,19 +183,9 @@ class Archive:
         kind, key, count = pid[1], pid[2], pid[4]
         dtype = STORAGES.get(kind.name) if isinstance(kind, Stub) else None
         if dtype is None:
-            raise RefusedError(f"a storage is of the type {shown(kind)}, which is not read")
+            raise RefusedError(f"a storage is of the type {short_repr(kind)}, which is not read")
         start, size = self.span(f"data/{key}")
         whole = TensorRef(self.path, start, dtype, (count,), (1,))
         if whole.nbytes > size:
-            raise RefusedError(f"storage {shown(key)} has {size} bytes, {whole.nbytes} are asked for")
+            raise RefusedError(f"storage {short_repr(key)} has {size} bytes, {whole.nbytes} are asked for")
         return whole
-
-
-def shown(value: Any) -> str:
-    """A value of a stranger's file in a message: on one line, and not a megabyte of it."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return "a number of over 128 bits"
-    if not isinstance(value, (str, bytes, int, Stub)):  # the text of a container can be endless
-        return f"a {type(value).__name__}"
-    text = repr(value[:100] if isinstance(value, (str, bytes)) else value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from steelyard.errors import RequestError
-from steelyard.weights.torch_archive import Archive, Bounded, RefusedError, Stub, TensorRef, shown
+from steelyard.errors import RequestError, short_repr
+from steelyard.weights.torch_archive import Archive, Bounded, RefusedError, Stub, TensorRef
 
 __all__ = ["Stub", "TensorRef", "read"]
 
@@ -43,9 +43,9 @@ def read(path: Path) -> Any:
         with Bounded(path) as file:
             return _Machine(Archive(path, file)).run()
     except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror or shown(str(error))}); {AGAIN}") from error
+        raise RequestError(f"{path}: cannot be read ({error.strerror or short_repr(str(error))}); {AGAIN}") from error
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, EOFError) as error:
-        what = error if isinstance(error, RefusedError) else shown(f"{type(error).__name__} {error}")
+        what = error if isinstance(error, RefusedError) else short_repr(f"{type(error).__name__} {error}")
         raise RequestError(f"{path}: is not a whole file written by torch.save ({what}); {AGAIN}") from error
 
 
@@ -56,7 +56,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metad
         raise RefusedError("a tensor is lazily negated or conjugated, which is not read")
     place = TensorRef(storage.path, 0, dtype, size, stride)
     if type(offset) is not int or not 0 <= offset * dtype.itemsize <= storage.nbytes - place.span_bytes:
-        raise RefusedError(f"a tensor at {shown(offset)} reaches beyond its storage of {storage.nbytes} bytes")
+        raise RefusedError(f"a tensor at {short_repr(offset)} reaches beyond its storage of {storage.nbytes} bytes")
     if place.nbytes > max(storage.nbytes, MAX_EXPANDED_BYTES):
         raise RefusedError(f"a tensor repeats its storage of {storage.nbytes} bytes into {place.nbytes}")
     return replace(place, offset_bytes=storage.offset_bytes + offset * dtype.itemsize)
@@ -138,7 +138,7 @@ class _Machine:
     def call(self, made: Any, args: Any) -> None:
         """What a known name describes, else a stub that keeps the arguments."""
         if not isinstance(made, Stub) or type(args) is not tuple:
-            raise RefusedError(f"{shown(made)} is called with {shown(args)}")
+            raise RefusedError(f"{short_repr(made)} is called with {short_repr(args)}")
         known = KNOWN.get(made.name)
         self.push(known(*args) if known else Stub(made.name, args))
 
@@ -147,14 +147,14 @@ class _Machine:
         if isinstance(made, Stub):
             made.state = state
         elif type(made) is not dict:  # the attributes of an OrderedDict, a state_dict's _metadata, are left out
-            raise RefusedError(f"{shown(made)} is given a state")
+            raise RefusedError(f"{short_repr(made)} is given a state")
         self.push(made)
 
     def put(self, parts: Sequence[Any]) -> None:
         top = self.stack[-1]
         target = top.items if isinstance(top, Stub) else top
         if type(target) is not dict:
-            raise RefusedError(f"{shown(top)} is given items")
+            raise RefusedError(f"{short_repr(top)} is given items")
         target.update((_key(key), value) for key, value in zip(parts[::2], parts[1::2], strict=True))
 
     def add(self, parts: Sequence[Any]) -> None:
@@ -165,7 +165,7 @@ class _Machine:
         elif type(target) is list:
             target.extend(parts)
         else:
-            raise RefusedError(f"{shown(top)} is given values")
+            raise RefusedError(f"{short_repr(top)} is given values")
 
 
 def _key(key: Any, deep: int = 3) -> Any:
@@ -174,7 +174,7 @@ def _key(key: Any, deep: int = 3) -> Any:
         for part in key:
             _key(part, deep - 1)
     elif not isinstance(key, (str, bytes, int, float, type(None), torch.dtype, Stub)):
-        raise RefusedError(f"{shown(key)} is a key")
+        raise RefusedError(f"{short_repr(key)} is a key")
     return key
 
 

@@ -11,10 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from steelyard import files
 from steelyard.engines.paddle.weights import Array, whole_shape
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models.shapes import LlamaModel
 from steelyard.weights import hf_config
-from steelyard.weights.settings import shown
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 TOP = {
@@ -95,13 +94,13 @@ class HuggingFaceFolder:
         }
         spare = {"lm_head.weight"} if self.model.tied else set()  # it is the embedding once more
         for name, stored in self.tensors.items():
-            about = f"{stored.path}: tensor {shown(name)}"
+            about = f"{stored.path}: tensor {short_repr(name)}"
             if name not in wanted and name not in spare and not name.endswith(COMPUTED):
                 raise RequestError(f"{about} does not belong to this model; give other weights")
             if name in wanted and stored.shape != wanted[name]:
                 raise RequestError(f"{about} has shape {stored.shape}, and the case's model {wanted[name]}; give other weights")
             if stored.dtype not in DTYPES:
-                raise RequestError(f"{about} is of {shown(stored.dtype)}; allowed: {', '.join(DTYPES)}")
+                raise RequestError(f"{about} is of {short_repr(stored.dtype)}; allowed: {', '.join(DTYPES)}")
         missing = sorted(wanted.keys() - self.tensors.keys())
         if missing:
             raise RequestError(f"{self.folder}: tensor {missing[0]} is missing; give a complete Hugging Face folder")
@@ -120,7 +119,7 @@ class HuggingFaceFolder:
             with safe_open(path, framework="paddle", device="cpu") as file:
                 found: Array = file.get_tensor(name).astype("float32").numpy()
         except (SafetensorError, OSError) as error:
-            raise RequestError(f"{path}: cannot be read ({shown(str(error))}); it changed since it was read") from error
+            raise RequestError(f"{path}: cannot be read ({short_repr(str(error))}); it changed since it was read") from error
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -143,7 +142,7 @@ def _header(path: Path) -> dict[str, Stored]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             return {name: Stored(path, str(one.get_dtype()), list(one.get_shape())) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{path}: is not a whole safetensors file ({shown(str(error))}); download it again") from error
+        raise RequestError(f"{path}: is not a whole safetensors file ({short_repr(str(error))}); download it again") from error
 
 
 def _length(path: Path) -> int:

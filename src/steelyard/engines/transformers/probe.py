@@ -11,10 +11,9 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from steelyard.engines.transformers import auto
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.models.auto_shape import wanted
 from steelyard.weights import hf_config, hf_folder
-from steelyard.weights.settings import shown
 
 # A model of the same kind that is tiny, in the words that configurations have in common; each class maps them to its own.
 TINY: dict[str, int] = {
@@ -48,7 +47,7 @@ def describe(folder: Path) -> dict[str, Any]:
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         hf_folder.check_code(folder, config)
         raise RequestError(
-            f"{folder / hf_config.CONFIG_NAME}: model_type is {shown(config.get('model_type'))}, and transformers "
+            f"{folder / hf_config.CONFIG_NAME}: model_type is {short_repr(config.get('model_type'))}, and transformers "
             f"{_version()} has no causal language model of that type; give another model, or install a newer transformers"
         )
     kept = {key: value for key, value in wanted(config).items() if key != "model_type"}

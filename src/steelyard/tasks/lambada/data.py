@@ -13,7 +13,7 @@ from steelyard.data import jsonl, selection
 from steelyard.data.batches import common_prefix
 from steelyard.data.sample import chosen
 from steelyard.data.tokenizer import Tokenizer, end_of
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, short_repr
 from steelyard.schema import canonical
 from steelyard.tasks.lambada import score
 from steelyard.tasks.lambada.task import LambadaData, MadePassages
@@ -123,17 +123,13 @@ def _lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
 def _passage(line: jsonl.Line) -> str:
     text = line.value.get("text") if isinstance(line.value, dict) else None
     if not isinstance(text, str):
-        raise RequestError(f"{line.where} is {_shown(line.raw.decode())}; {_LINE}")
+        raise RequestError(f"{line.where} is {short_repr(line.raw.decode())}; {_LINE}")
     # A text is kept as it is, so one that ends in whitespace has no last word; nor has one without a word before it.
     if text != text.rstrip() or not text.rpartition(" ")[0].strip():
         raise RequestError(
-            f"{line.where} has the text {_shown(text)}; it needs two words with a space between, and to end in one"
+            f"{line.where} has the text {short_repr(text)}; it needs two words with a space between, and to end in one"
         )
     return jsonl.text(text, f"{line.where} has the text", _LINE)
-
-
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= 80 else f"{text[:80]!r}…"
 
 
 def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
