@@ -131,6 +131,7 @@ def test_progress_on_a_terminal(tmp_path: Path, faulty_package: Path) -> None:
     assert "\x1b" not in out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
 def test_a_terminal_without_colours(shell: Shell, variables: dict[str, str]) -> None:
     code, _, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), **variables)

@@ -113,8 +113,8 @@ def test_the_reason_says_where() -> None:
 
 def test_older_records_are_not_judged() -> None:
     old = record(passes=[window()], ranks=[RankFacts(rank=0, budget={"infer": 10.0})])
-    assert plausible.beside(old, {}) == []
-    assert plausible.drawn(old, {}) == []
+    assert list(plausible.beside(old, {})) == []
+    assert list(plausible.drawn(old, {})) == []
 
 
 def flop(made: Record) -> float:

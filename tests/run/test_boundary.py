@@ -99,6 +99,7 @@ def schema(shell: Shell, of: str) -> Any:
     return jsonschema.Draft202012Validator(done.json())
 
 
+@pytest.mark.full
 def test_schemas_accept_what_is_real(spec: WorkerSpec, left: dict[str, Any], shell: Shell, smoke: dict[str, Path]) -> None:
     told = json.loads(spec.model_dump_json())
     real = {"worker": told, "rank": left, "record": json.loads(smoke["closed"].read_text())}

@@ -31,7 +31,8 @@ def test_listening_sockets_are_found() -> None:
         assert set(listening(os.getpid())) - before == expected
 
 
-@pytest.mark.parametrize("plan", ["DP2", pytest.param("PP2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["DP2", "PP2"])
 def test_a_run_on_one_host_listens_on_loopback_alone(shell: Shell, plan: str) -> None:
     """Its parent, its agent and its ranks, once all have met and train, also where the user's environment names another
     interface. None has the token on its command line."""

@@ -185,20 +185,17 @@ def test_an_accelerator_that_is_not_there(tmp_path):
     refused(done, tmp_path, "no cuda device was found here", "steelyard list")
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """What `run smoke --engine transformers` leaves: that engine has the one division."""
-    folder = tmp_path_factory.mktemp("smoke")
+@pytest.mark.full
+def test_smoke_with_an_engine_runs_the_divisions_that_it_has(tmp_path):
     command = [sys.executable, "-m", "steelyard", "run", "smoke", "--engine", "transformers", "--accelerator", "cpu"]
-    done = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert all("-closed-" in path.name for path in folder.glob("*.json"))
-    (path,) = folder.glob("*-llama2-7b-mmlu-*.json")
-    return path
+    assert all("-closed-" in path.name for path in tmp_path.glob("*.json"))
+    assert list(tmp_path.glob("*-llama2-7b-mmlu-*.json"))
 
 
 def test_no_page_of_a_record_that_does_not_verify(smoke, tmp_path):
-    table = json.loads(smoke.read_text())
+    table = json.loads(smoke["closed"].read_text())
     table["metrics"]["p_infer_whole"]["value"] *= 2
     forged = tmp_path / "forged.json"
     forged.write_text(json.dumps(table))
@@ -210,8 +207,8 @@ def test_no_page_of_a_record_that_does_not_verify(smoke, tmp_path):
 
 
 def test_one_bad_file_does_not_hide_the_others(smoke, tmp_path):
-    shutil.copy(smoke, tmp_path / "a.json")
-    (tmp_path / "b.json").write_bytes(smoke.read_bytes()[:1000])
+    shutil.copy(smoke["closed"], tmp_path / "a.json")
+    (tmp_path / "b.json").write_bytes(smoke["closed"].read_bytes()[:1000])
     done = subprocess.run(
         [sys.executable, "-m", "steelyard", "verify", str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -226,7 +223,7 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
     (path,) = (tmp_path / "records").glob("*.json")
     assert json.loads(path.read_text())["metrics"]["flops_nominal"]["value"] is None
     page = subprocess.run(
-        [sys.executable, "-m", "steelyard", "report", str(smoke), str(path), "--full"],
+        [sys.executable, "-m", "steelyard", "report", str(smoke["closed"]), str(path), "--full"],
         capture_output=True,
         text=True,
         check=True,

@@ -44,6 +44,7 @@ def test_a_size_that_was_chosen_steps_down_once(faulty: Shell, where: str) -> No
     assert "batch_tokens=32768 (auto)" in page.out.replace("\\", "")
 
 
+@pytest.mark.full
 def test_it_steps_down_only_once(faulty: Shell) -> None:
     done, record = run(faulty, "prepare", 16384)
     assert (done.code, record["status"]) == (1, "failed")
