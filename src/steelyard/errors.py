@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"  # the next step of whoever has too little
@@ -17,17 +18,23 @@ OUT_OF_MEMORY_LINE = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*
 
 def short_repr(value: Any) -> str:
     """Return the repr of a value from someone else's file, for an error message: on one line and at most 100 characters. A
-    long or nested container is only named by its type, because its text can be endless."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print the longest
-        return "a number of over 128 bits"
+    container is named by its type unless it holds a few short values: its text can be many times as long as the file."""
     if isinstance(value, str | bytes):
         value = value[:100]
     elif isinstance(value, Collection):
-        inner = value.values() if isinstance(value, dict) else value
-        if len(value) > 20 or any(isinstance(one, Collection) and not isinstance(one, str | bytes) for one in inner):
+        inner = chain(value.keys(), value.values()) if isinstance(value, dict) else value
+        if len(value) > 20 or not all(map(_is_short, inner)):
             return f"a {type(value).__name__}"
+    elif not _is_short(value):  # Python refuses to print the longest
+        return "a number of over 128 bits"
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _is_short(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= 128
+    return len(value) <= 100 if isinstance(value, str | bytes) else not isinstance(value, Collection)
 
 
 def known(name: str, names: Iterable[str], word: str = "known") -> str:

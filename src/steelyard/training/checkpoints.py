@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from steelyard import files
-from steelyard.errors import RequestError, short_repr
+from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.schema import Frozen, canonical, first_problem
 
@@ -223,8 +223,8 @@ def check_same(run: CheckpointRun, name: str, question: dict[str, Any], sample: 
     if differ:
         key = differ[0]
         raise RequestError(
-            f"--resume: the checkpoint is of {run.name} with {key}={short_repr(there.get(key))}, asked is {name} with "
-            f"{key}={short_repr(here.get(key))}; resume the same question"
+            f"--resume: the checkpoint is of {run.name} with {key}={canonical(there.get(key))[:60]}, asked is {name} with "
+            f"{key}={canonical(here.get(key))[:60]}; resume the same question"
         )
     if run.sample != sample:
         was = "without --sample" if run.sample is None else f"with --sample {run.sample}"
