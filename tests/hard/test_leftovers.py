@@ -82,6 +82,21 @@ def test_a_run_that_starts_does_not_sweep_the_folder_of_another_that_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_was_never_locked_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(Path, "rename", lambda self, to: full_disk())
+        RunFolder(ALIVE)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(f".steelyard-{ALIVE}-")
+    monkeypatch.setattr(processes, "_nobodys", lambda path: True)  # its lock ends with the process that is not over here
+    assert (processes.sweep_dead(), list(tmp_path.iterdir())) == ([], [])
+
+
+def full_disk() -> None:
+    raise OSError("no space left on device")
+
+
 @pytest.mark.full
 def test_all_killed_at_once_and_a_rank_stopped(faulty: Shell, attacks: Attacks) -> None:
     """The stopped rank is woken by its agent's death, sees that it is alone, and ends. The folder stays, for the next run."""

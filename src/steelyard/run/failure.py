@@ -118,7 +118,7 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
 def _lost_peer(error: str) -> bool:
     """Return whether a rank failed because a peer was lost, which is a consequence and not the cause."""
     libraries = accelerators.names(lambda row: filter(None, [row.collectives]))
-    return re.search("|".join([*PEER_LOST, *libraries]), error, re.IGNORECASE) is not None
+    return re.search("|".join([*PEER_LOST, *map(re.escape, libraries)]), error, re.IGNORECASE) is not None
 
 
 def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:

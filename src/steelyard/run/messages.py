@@ -24,7 +24,7 @@ from steelyard.record.facts import Environment, HostState
 from steelyard.run.failure import Failure
 from steelyard.schema import Frozen, first_problem
 
-PROTOCOL = 1
+PROTOCOL = 2
 HEARTBEAT_S = 1.0
 SILENCE_S = 20.0
 MAX_LINE_BYTES = 256 << 20

@@ -144,7 +144,6 @@ class Agent:
 
     def _start(self, host: Host, start: Start) -> None:
         try:
-            processes.sweep_dead()
             self._ranks = Ranks(host, start)
             for message in self._ranks.start():
                 self._voice.say(message)

@@ -179,11 +179,14 @@ class RunFolder:
 
     def __init__(self, mark: str) -> None:
         # It gets its name when it is locked: another run that starts now would take it for the folder of a dead one.
-        new = Path(tempfile.mkdtemp(prefix=".steelyard-"))
-        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = new.rename(new.with_name(_prefix(mark) + new.name.removeprefix(".steelyard-")))
+        while True:
+            new = Path(tempfile.mkdtemp(prefix=f".{_prefix(mark)}"))
+            with suppress(FileNotFoundError):  # whoever sweeps came before the lock
+                self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                self.path = new.rename(new.with_name(new.name[1:]))
+                return
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -198,8 +201,8 @@ def sweep(mark: str) -> int:
     """End what an agent that is lost left: itself, where it is stopped, its processes, then its folder. Returns how many
     processes there were."""
     ended = end(lambda: [*family(mark), *_agent(mark)])
-    for path in Path(tempfile.gettempdir()).glob(f"{_prefix(mark)}*"):
-        if _ours(path):
+    for name in (f"{_prefix(mark)}*", f".{_prefix(mark)}*"):
+        for path in filter(_ours, Path(tempfile.gettempdir()).glob(name)):
             shutil.rmtree(path, ignore_errors=True)
     return ended
 
@@ -208,9 +211,13 @@ def sweep_dead() -> list[str]:
     """Sweep up after every run of this user whose agent is dead: killed together with its parent, or a host that lost power.
     Returns their marks."""
     found = []
-    for path in Path(tempfile.gettempdir()).glob("steelyard-*"):
-        named = NAME.fullmatch(path.name)
-        if named is not None and _ours(path) and _nobodys(path):
+    for path in Path(tempfile.gettempdir()).iterdir():
+        named = NAME.fullmatch(path.name.removeprefix("."))
+        if named is None or not _ours(path) or not _nobodys(path):
+            continue
+        if path.name.startswith("."):  # of a run that died or is about to lock it, and then makes another
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             sweep(named["mark"])
             found.append(named["mark"])
     return found

@@ -89,9 +89,10 @@ class Ranks:
         self._looked_s = now()
         self._killed = load.oom_kills()  # before this run
 
-    def start(self) -> list[Message]:
-        """Start the workers; return the reading of the host's load before, and the process ids."""
-        before = self._load.read(now() - self._start.origin_s)
+    def start(self) -> Iterator[Message]:
+        """Yield a reading of the host's load, end what dead runs left, start the workers and yield their process ids."""
+        yield self._load.read(now() - self._start.origin_s)
+        processes.sweep_dead()
         start, host, path = self._start, self._host, self._folder / messages.SPEC
         meet = self._rendezvous()
         here = HostSpec(folder=self._folder, origin_s=start.origin_s, rendezvous=meet)
@@ -120,7 +121,7 @@ class Ranks:
         pids = [one.process.pid for one in self._workers]
         self._sampler.watch(tuple(pids))
         self._load.watch(tuple(pids))
-        return [before, Started(token=self._token, pids=pids)]
+        yield Started(token=self._token, pids=pids)
 
     def _threads(self) -> dict[str, str]:
         """Ranks that share a host's cores would otherwise take all of them, each."""
