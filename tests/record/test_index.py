@@ -91,6 +91,16 @@ def test_what_is_gone_is_forgotten(folder: Path) -> None:
     assert list(json.loads(cache(folder).read_bytes())["rows"]) == [str(folder / "a.json")]
 
 
+def test_files_of_other_folders_are_not_looked_for(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """They may lie on a network file system that does not answer."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "c.json").write_text("record c")
+    look(other, file=cache(folder))
+    (other / "c.json").unlink()
+    look(folder)
+    assert str(other / "c.json") in json.loads(cache(folder).read_bytes())["rows"]
+
+
 def test_records_of_other_folders_are_kept(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "c.json").write_text("record c")

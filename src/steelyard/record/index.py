@@ -92,6 +92,8 @@ def entries(
     every entry is made anew."""
     if file is None:
         return {path: summarize(path) for path in paths}, []
+    paths = list(paths)
+    folders = {path.absolute().parent for path in paths}
     before, notes = _read(file, version)
     rows, own, out = dict(before), set(), {}
     for path in paths:
@@ -100,10 +102,16 @@ def entries(
         if row is not None:
             rows[name] = row
             own.add(name)
-    rows = {name: row for name, row in rows.items() if name in own or os.path.lexists(unquote_to_bytes(name))}
+    rows = {name: row for name, row in rows.items() if name in own or not _is_gone(name, folders)}
     if rows != before or notes:
         notes += _write(file, version, rows, own)
     return out, notes
+
+
+def _is_gone(name: str, folders: set[Path]) -> bool:
+    """Return whether a file of these folders is no more. Others are not looked for: they may be on a dead mount."""
+    path = Path(os.fsdecode(unquote_to_bytes(name)))
+    return path.parent in folders and not os.path.lexists(path)
 
 
 def _look_up(path: Path, known: Row | None, summarize: Summarize) -> tuple[Row | None, Entry]:
