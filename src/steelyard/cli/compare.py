@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,8 +56,8 @@ def compare(
     check_format(format_, lang)
     ours, theirs = (compared.side(str(place), read([place])) for place in (base, new))
     found = compared.compare(ours, theirs, across or [], threshold)
-    page = report.comparison(found, lang)  # type: ignore[arg-type]
-    show(page, table(found), format_, lang, to, wide, as_json)
+    page = partial(report.comparison, found, lang)  # type: ignore[arg-type]
+    show(page, partial(table, found), format_, lang, to, wide, as_json)
     return 1 if found.regressed else 0
 
 
@@ -93,8 +94,8 @@ def history(
         if not place.exists():
             raise RequestError(f"{str(place)!r} does not exist; give folders of records")
     found = trends.history(_entries(places, index_file, no_index), threshold)
-    page = report.history(found, lang)  # type: ignore[arg-type]
-    show(page, _history_table(found), format_, lang, to, wide, as_json)
+    page = partial(report.history, found, lang)  # type: ignore[arg-type]
+    show(page, partial(_history_table, found), format_, lang, to, wide, as_json)
 
 
 def table(found: "Comparison") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Pages and what stands beside them: text, Markdown, HTML, CSV, JSON, and pages in the form of FlagPerf's published ones."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,13 +113,21 @@ def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
 
 
-def show(page: Page, table: dict[str, Any], format_: str, lang: str, to: Path | None, wide: bool, as_json: bool) -> None:
+def show(
+    page: Callable[[], Page],
+    table: Callable[[], dict[str, Any]],
+    format_: str,
+    lang: str,
+    to: Path | None,
+    wide: bool,
+    as_json: bool,
+) -> None:
     """Print a page, as wide as the terminal, or with `--json` its table; or write the page to a file, as wide as it likes,
-    and say where it is."""
+    and say where it is. Only what is printed is made."""
     if to is None and as_json:
-        dump(table)
+        dump(table())
         return
-    text = report.as_format(page, format_, columns(wide or to is not None))
+    text = report.as_format(page(), format_, columns(wide or to is not None))
     if to is None:
         answer(text)
         return

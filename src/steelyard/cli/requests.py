@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from steelyard import accelerators
-from steelyard.case import resolve, sweep
+from steelyard.case import new, resolve, sweep
 from steelyard.case.case import Case
 from steelyard.case.request import DEFAULT_ENGINE, EngineSettings, Request, engine_settings, settings_by_engine
 from steelyard.case.resolve import Resolved, Source
@@ -94,7 +94,7 @@ def _case_of_model(options: RunOptions, given: Path | None) -> tuple[Source, Run
     if options.cases:
         raise RequestError(f"--model and {options.cases[0]!r}: a model's case is made of its folder; drop one of them")
     if task is None:
-        raise RequestError("--model needs --task: mmlu, lambada, openwebtext or alpaca")
+        raise RequestError(f"--model needs --task: {', '.join(sorted(new.templates()))}")
     from steelyard.cli.own import AUTO, case_to_run
 
     smoke = options.size == SMOKE

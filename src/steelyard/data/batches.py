@@ -111,7 +111,7 @@ def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
     for items in members:
         every = [rows[i] for i in items]
         limit = min(map(len, every)) - 1 if len(items) > 1 else 0
-        out.append(min(limit, common_prefix(every)))
+        out.append(min(limit, common_prefix(every)) if limit else 0)
     return out
 
 

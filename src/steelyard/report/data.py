@@ -208,7 +208,7 @@ def _summary(record: Record) -> SummaryRow:
         "evaluated": record.quality.evaluated,
         "metrics": _metrics(record, [name for name in names if name in record.metrics]),
     }
-    return SummaryRow(**{name: known.get(name) for name in SummaryRow.model_fields} | own)
+    return SummaryRow(**{name: known[name] for name in SummaryRow.model_fields if name not in own}, **own)
 
 
 def _metrics(record: Record, names: Iterable[str]) -> dict[str, Value]:

@@ -137,8 +137,7 @@ def table(
     cells = {one: [_cell(one.cell(row), its_tone) for row, its_tone, _ in every] for one in columns}
     empty = {one for one in cells if all(cell.text == UNKNOWN for cell in cells[one])}
     shown = [one for one in cells if not (one.optional and one in empty)]
-    in_rows = zip(*(cells[one] for one in shown), strict=True)
-    made = [TableRow(row, kind) for row, (_, _, kind) in zip(in_rows, every, strict=True)]
+    made = [TableRow(tuple(cells[one][place] for one in shown), kind) for place, (_, _, kind) in enumerate(every)]
     return Table(tuple(one.head for one in shown), tuple(made), tuple(footnotes))
 
 

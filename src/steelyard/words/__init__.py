@@ -4,7 +4,7 @@ Whoever finds something makes a Message: a code and values. A record stores it s
 Other packages bring the texts of their own codes through the entry-point group `steelyard.words`, one Text each.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isclose, isfinite
@@ -133,7 +133,7 @@ def _storable(value: Value) -> Value:
     return value if plain else str(value)
 
 
-def all_among(told: Iterable[Message | str], every: Iterable[Message | str]) -> bool:
+def all_among(told: Iterable[Message | str], every: Collection[Message | str]) -> bool:
     """Return whether each of the first messages equals one of the others, numbers but for their last bits."""
     return all(any(_same(one, other) for other in every) for one in told)
 

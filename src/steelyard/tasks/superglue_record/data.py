@@ -6,6 +6,7 @@ and the longest candidate's span would not fit. (GLM's own code shortens it for 
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steelyard.data.cloze import Cloze, ClozeRows
@@ -138,8 +139,11 @@ def _parts(query: Query) -> tuple[str, str, str]:
 
 def fingerprint(train: list[Query], held: list[Query], tokenizer: WordPieces) -> str:
     """The hash of all queries, whatever file they were read from, and of the vocabulary they are read with."""
-    parts = []
-    for every in (train, held):
-        parts.append(f"{len(every)} queries\n")
-        parts += [canonical([one.passage, one.query, one.entities, one.answers]) for one in every]
-    return fingerprint_of(tokenizer, parts)
+
+    def parts() -> Iterator[str]:
+        for every in (train, held):
+            yield f"{len(every)} queries\n"
+            for one in every:
+                yield canonical([one.passage, one.query, one.entities, one.answers])
+
+    return fingerprint_of(tokenizer, parts())
