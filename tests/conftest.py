@@ -29,6 +29,10 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 def pytest_configure() -> None:
     """What a worker would be told of this CPU, for the test process and all that it starts, before torch is imported."""
     os.environ.update(cpu.environment("bf16"))
+    if vectors := os.environ.get("ATEN_CPU_CAPABILITY"):
+        # Inductor's cache does not tell apart what it compiled for which vector instructions, and crashes with another's.
+        mine = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{vectors}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", mine)
     if "PYTEST_XDIST_WORKER" in os.environ:  # tests run beside each other: a second thread would only wait
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -46,7 +46,7 @@ def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_
             ("--task", "mmlu", "llama2-7b-mmlu"),
             "--task mmlu: only with --model DIR; a case has its task",
         ),
-        (("--model", "x"), "--model needs --task: mmlu, lambada, openwebtext or alpaca"),
+        (("--model", "x"), "--model needs --task: alpaca, lambada, mmlu, openwebtext"),
         (
             ("--model", "x", "--task", "mmlu", "smoke"),
             "--model and 'smoke': a model's case is made of its folder",

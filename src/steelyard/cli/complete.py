@@ -15,7 +15,7 @@ def _offer(*names: str, reference: str | None = None) -> Callable[[str], list[st
     def complete(incomplete: str) -> list[str]:
         known: Any = () if reference is None else plugins.load(reference)
         known = get_args(known) or (known() if callable(known) else known)
-        every = [*sorted(getattr(one, "name", one) for one in known), *names]
+        every = [*(getattr(one, "name", one) for one in known), *names]
         return [name for name in every if name.startswith(incomplete)]
 
     return complete
