@@ -1,4 +1,4 @@
-"""What a shell offers to complete. Names alone, looked up when a shell asks: nothing that takes time is imported."""
+"""Shell completion of names. Names are looked up when a shell asks, and nothing that takes time is imported."""
 
 from collections.abc import Callable
 from typing import Any, get_args

@@ -216,7 +216,7 @@ class Stderr(io.TextIOBase):
 
 
 def columns(wide: bool = False) -> int | None:
-    """How wide lines on stdout may be: as the terminal is, or as COLUMNS says. None: as wide as they like."""
+    """Return the width of lines on stdout, from the terminal or from COLUMNS; None if it is not limited."""
     if wide:
         return None
     told = os.environ.get("COLUMNS", "")

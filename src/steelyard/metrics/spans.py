@@ -139,9 +139,9 @@ def _compute_by_step(kept: dict[int, list[Sample]]) -> float | None:
 
 
 def phases_per_step(record: Record) -> dict[str, float]:
-    """By phase, of the rank whose wall time it is; they add up to the wall time of the span over
-    its steps. Nothing where there is no span. What lies between two steps, an evaluation say, is
-    shared out over all steps."""
+    """Return the seconds of a step by phase, on the rank whose wall time the span has; they add up to
+    the wall time of the span over its steps. Return an empty table if there is no span. Time between
+    two steps, such as that of an evaluation, is divided among all steps."""
     found, name = span(record), headline(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
     if found is None or name is None or not steps:
@@ -156,8 +156,8 @@ def phases_per_step(record: Record) -> dict[str, float]:
 
 
 def tokens_per_step(record: Record) -> float | None:
-    """How large a step is, over all ranks: times of steps of different sizes are not better or
-    worse than one another."""
+    """Return the mean number of tokens in a step over all ranks, None if it is not known. Times of
+    steps of different sizes cannot be compared."""
     found = span(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
     return found.counts["tokens"] / len(steps) if found is not None and steps and found.counts.get("tokens") else None

@@ -110,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Headers:
-    """What the headers of a folder tell, of any family and format."""
+    """The headers of a checkpoint folder, of any family and format."""
 
     format: str
     tp: int
